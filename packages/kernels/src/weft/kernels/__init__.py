@@ -1,0 +1,12 @@
+"""Ops for large models, on plain tensors and on DTensors by their layout."""
+
+from .attention import attention
+from .cross_entropy.sharded import cross_entropy
+from .elementwise import add
+from .embedding import embedding
+from .matmul import linear
+from .norm import rms_norm
+from .rope import rope
+from .swiglu import swiglu
+
+__all__ = ["add", "attention", "cross_entropy", "embedding", "linear", "rms_norm", "rope", "swiglu"]

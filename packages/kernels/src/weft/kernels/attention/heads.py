@@ -1,0 +1,20 @@
+"""Heads lie side by side in the last dim, and a shard holds whole ones."""
+
+from __future__ import annotations
+
+import math
+
+from weft.mesh import Layout, LayoutError
+
+
+def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int) -> None:
+    """Raises LayoutError where the last dim of `shape` is sharded so that a head is cut."""
+    axes = layout.shard_order.get(len(shape) - 1, ())
+    heads = shape[-1] // head_dim
+    ways = math.prod(layout.mesh.axis_size(axis) for axis in axes)
+    if heads % ways:
+        degrees = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+        raise LayoutError(
+            f"{name}: {heads} heads of {head_dim} cannot be split evenly over {' x '.join(map(repr, axes))} of size "
+            f"{ways}; sizes that work: {', '.join(map(str, degrees))}"
+        )

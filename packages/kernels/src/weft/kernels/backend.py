@@ -1,0 +1,20 @@
+"""Which code runs on a tensor: Triton kernels or plain torch. Decided here, once; no op looks for hardware."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether an op on this tensor launches Triton kernels; otherwise it takes its plain torch path.
+
+    True on CUDA, and on the CPU while TRITON_INTERPRET is 1 (kernels are interpreted only if that was also set when
+    they were imported). float64 is always plain torch: it is what the kernels are checked against.
+    Kernels are imported only after this said so, so a CPU run needs no triton.
+    """
+    if tensor.dtype == torch.float64:
+        return False
+    return tensor.is_cuda or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")

@@ -1,0 +1,5 @@
+"""add: the op, its local computation and its layout rule."""
+
+from .sharded import add
+
+__all__ = ["add"]

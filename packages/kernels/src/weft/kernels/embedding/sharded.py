@@ -1,0 +1,58 @@
+"""embedding on plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, LayoutError, Shard, infer
+
+from ..op import Op
+from ..sharded import Shapes, Sharding, apply
+from . import reference
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The rows of `weight` that `tokens` name.
+
+    tokens: [...] of ints. weight: [V, H]. Returns [..., H].
+    Layouts: as of a one-hot matrix times the table: a table sharded on V gives Partial(sum), sharded on H it shards the
+    output's last dim; sharded tokens shard the output, and need a table that is replicated on that axis.
+    Communication: none. Raises LayoutError for any other layouts, ValueError on the CPU for a token outside 0..V-1.
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}")
+    if tokens.is_floating_point():
+        raise ValueError(f"embedding takes int tokens, got {tokens.dtype}")
+    return apply(EMBEDDING, tokens, weight)
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    tokens, weight = layouts
+    tokens_shape, weight_shape = shapes
+    assert tokens is not None and weight is not None and tokens_shape is not None and weight_shape, "both are given"
+    if tokens.is_partial():
+        raise LayoutError(f"embedding takes whole tokens, got ({tokens}); reshard them to Replicate()")
+    lead = ascii_lowercase[: len(tokens_shape)]
+    vocab_axes = weight.shard_order.get(0, ())
+    for axis in vocab_axes:
+        if isinstance(tokens[axis], Shard):
+            raise LayoutError(
+                f"axis {axis!r} shards both the tokens ({tokens}) and the vocabulary of the table ({weight}); "
+                f"reshard the tokens to Replicate() on {axis!r}"
+            )
+    one_hot = tokens.replace(**{axis: Shard(len(tokens_shape)) for axis in vocab_axes})
+    output = infer.einsum(f"{lead}y,yz->{lead}z", one_hot, weight)
+
+    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+        return None, infer.einsum(f"{lead}y,{lead}z->yz", one_hot, grad)
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"vocab_start": weight.local_slices(weight_shape, rank)[0].start, "vocab_size": weight_shape[0]}
+
+    return Sharding(output, (*tokens_shape, weight_shape[1]), gradients, local)
+
+
+EMBEDDING = Op("embedding", reference.forward, reference.backward, _rule)

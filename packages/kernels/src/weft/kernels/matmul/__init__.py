@@ -1,0 +1,5 @@
+"""linear: the op, its local computation and its layout rule."""
+
+from .sharded import linear
+
+__all__ = ["linear"]

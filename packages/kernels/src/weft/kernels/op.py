@@ -1,0 +1,27 @@
+"""An op as a value: what it computes on local tensors, how its gradient flows, which layouts it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Tensors = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a model, on local tensors; `sharded.apply` runs it on plain tensors and on DTensors.
+
+    forward(*tensors, **options) -> (output, saved): `saved` are the tensors that backward needs.
+    backward(saved, grad, needed, **options) -> gradients: one per tensor of forward; None where `needed[i]` is false.
+        It is linear in `grad`, so a Partial gradient may flow through it.
+    rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensors]]
+    backward: Callable[..., Tensors]
+    rule: Callable[..., Any]

@@ -1,0 +1,45 @@
+"""rope: rotary position embedding (Su et al. 2021, eq. 34), in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..op import Tensors
+
+
+def forward(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensors]:
+    """x [..., T, heads * D], cos and sin [T, D // 2] -> [..., T, heads * D].
+
+    Elements i and i + D // 2 of a head are turned together, by the angle of (token, i): Hugging Face's convention.
+    Computed in float32 at least, then rounded to x's dtype.
+    Raises ValueError where the last dim is no multiple of D, or the tables are of another length than T.
+    """
+    T, half = cos.shape
+    if x.shape[-1] % (2 * half) or x.shape[-2] != T:
+        raise ValueError(
+            f"rope: x of shape {tuple(x.shape)} does not fit tables of shape {tuple(cos.shape)}; "
+            f"x is [..., {T}, heads * {2 * half}]"
+        )
+    return _turn(x, cos, sin), (cos, sin)
+
+
+def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
+    """The turn back, by the negative angle; cos and sin get no gradient."""
+    cos, sin = saved
+    assert cos is not None and sin is not None, "forward saves both"
+    return _turn(grad, cos, -sin) if needed[0] else None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    half = cos.shape[-1]
+    pairs = wide.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
+    first, second = pairs.unbind(-2)
+    cos, sin = cos.to(wide.dtype).unsqueeze(-2), sin.to(wide.dtype).unsqueeze(-2)  # [T, 1, D // 2]
+    turned = pairs.new_empty(pairs.shape)
+    torch.mul(first, cos, out=turned[..., 0, :]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned[..., 1, :]).addcmul_(first, sin)
+    return turned.flatten(-3).to(x.dtype)

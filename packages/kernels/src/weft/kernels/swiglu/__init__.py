@@ -1,0 +1,5 @@
+"""swiglu: the op, its local computation and its layout rule."""
+
+from .sharded import swiglu
+
+__all__ = ["swiglu"]

@@ -1,0 +1,169 @@
+"""A mesh plus one placement per axis: what each rank holds of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from .errors import LayoutError
+from .extents import chunk
+from .placement import Partial, Placement, Replicate, Shard, as_placement
+from .process_mesh import ProcessMesh
+
+Spec = Sequence[str | Sequence[str] | None]
+
+
+class Layout:
+    """How a tensor lies on a mesh.
+
+    placements: {"dp": Shard(0)} (absent axes replicate), a sequence with one placement per axis, or text such as
+        "dp: S(0), tp: P(sum)". Where several axes shard one dim, the first is the major one: in a mapping or a
+        sequence that is the mesh's order; in text the order as written, so "tp: S(0), dp: S(0)" cuts by tp first.
+    Raises LayoutError for an axis that the mesh does not have, or a number of placements that is not its own.
+    """
+
+    __slots__ = ("__dict__", "mesh", "placements", "shard_order")
+    mesh: ProcessMesh
+    placements: tuple[Placement, ...]
+    shard_order: dict[int, tuple[str, ...]]
+
+    def __init__(self, mesh: ProcessMesh, placements: Mapping[str, Any] | Sequence[Any] | str = ()) -> None:
+        names = list(mesh.axis_names)
+        if isinstance(placements, str):
+            written = _parse(placements)
+            names = [*written, *(name for name in names if name not in written)]
+            placements = written
+        if not isinstance(placements, Mapping):
+            if placements and len(placements) != mesh.ndim:
+                raise LayoutError(f"{len(placements)} placements for the {mesh.ndim} axes of {mesh}; give one per axis")
+            placements = dict(zip(mesh.axis_names, placements, strict=False))
+        for name in placements:
+            if name not in mesh.axis_names:
+                raise LayoutError(f"the mesh has no axis {name!r}; its axes are {', '.join(mesh.axis_names)}")
+        by_name = {name: as_placement(placements.get(name, Replicate())) for name in names}
+        order: dict[int, list[str]] = {}
+        for name, placement in by_name.items():
+            if isinstance(placement, Shard):
+                order.setdefault(placement.dim, []).append(name)
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "placements", tuple(by_name[name] for name in mesh.axis_names))
+        object.__setattr__(self, "shard_order", {dim: tuple(order[dim]) for dim in sorted(order)})
+
+    @classmethod
+    def from_spec(cls, mesh: ProcessMesh, spec: Spec) -> Layout:
+        """The layout with, per dim, the axes that shard it, major first: `[("tp", "dp"), None]`."""
+        written: dict[str, Placement] = {}
+        for dim, axes in enumerate(spec):
+            for name in (axes,) if isinstance(axes, str) else axes or ():
+                if name in written:
+                    raise LayoutError(f"spec {list(spec)} uses axis {name!r} twice; an axis shards one dim")
+                written[name] = Shard(dim)
+        return cls.in_order(mesh, written)
+
+    @classmethod
+    def in_order(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Layout:
+        """The layout with the axes as `placements` lists them: where several shard one dim, the first is the major one."""
+        return cls(mesh, ", ".join(f"{name}: {placement}" for name, placement in placements.items()))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Layout is immutable; cannot set {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.mesh, str(self))
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return self.mesh, self.placements, tuple(self.shard_order.items())
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return self._key == other._key if isinstance(other, Layout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        names = list(self.mesh.axis_names)
+        for order in self.shard_order.values():
+            slots = sorted(names.index(name) for name in order)
+            for slot, name in zip(slots, order, strict=True):
+                names[slot] = name
+        return ", ".join(f"{name}: {self[name]}" for name in names)
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh}, {str(self)!r})"
+
+    def __getitem__(self, axis: str) -> Placement:
+        return self.placements[self.mesh.axis(axis)]
+
+    @property
+    def spec(self) -> tuple[tuple[str, ...], ...]:
+        """Per dim, the axes that shard it, major first; as long as the last sharded dim needs."""
+        return tuple(self.shard_order.get(dim, ()) for dim in range(max(self.shard_order, default=-1) + 1))
+
+    def replace(self, **placements: Placement | str) -> Layout:
+        """This layout with other placements on the named axes; an axis that newly shards a dim is its minor one."""
+        wanted = {name: as_placement(placement) for name, placement in placements.items()}
+        changed = {name: placement for name, placement in wanted.items() if placement != self[name]}
+        kept = {name: self[name] for order in self.shard_order.values() for name in order if name not in changed}
+        return Layout.in_order(self.mesh, kept | {name: self[name] for name in self.mesh.axis_names} | changed)
+
+    def is_partial(self) -> bool:
+        return any(isinstance(placement, Partial) for placement in self.placements)
+
+    def check_shape(self, global_shape: Sequence[int]) -> None:
+        """Raises LayoutError where a dim is sharded that a tensor of this shape does not have."""
+        for dim, axes in self.shard_order.items():
+            if dim >= len(global_shape):
+                raise LayoutError(
+                    f"axis {axes[0]!r} shards dim {dim} of a tensor of shape {tuple(global_shape)}, which has "
+                    f"{len(global_shape)} dims; shard one of those, or replicate"
+                )
+
+    def local_slices(self, global_shape: Sequence[int], rank: int) -> tuple[slice, ...]:
+        """The part of the global tensor that `rank` holds, one slice per dim: nested `torch.chunk`s, major axis first.
+
+        A rank outside the mesh holds nothing: empty slices.
+        """
+        return _local_slices(self, tuple(global_shape), rank)
+
+    def local_shape(self, global_shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Shape of the local part; a rank outside the mesh holds an empty part of shape (0,)."""
+        if rank not in self.mesh:
+            return (0,)
+        return tuple(part.stop - part.start for part in self.local_slices(global_shape, rank))
+
+
+@lru_cache(maxsize=65536)
+def _local_slices(layout: Layout, global_shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
+    layout.check_shape(global_shape)
+    coordinate = layout.mesh.coordinate(rank)
+    if coordinate is None:
+        return tuple(slice(0, 0) for _ in global_shape)
+    parts = []
+    for dim, size in enumerate(global_shape):
+        start, stop = 0, size
+        for axis in layout.shard_order.get(dim, ()):
+            first, last = chunk(stop - start, layout.mesh.axis_size(axis), coordinate[axis])
+            start, stop = start + first, start + last
+        parts.append(slice(start, stop))
+    return tuple(parts)
+
+
+def _parse(text: str) -> dict[str, Placement]:
+    written: dict[str, Placement] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, placement = item.partition(":")
+        name = name.strip()
+        if not colon:
+            raise LayoutError(f"{item!r} in layout {text!r} is not 'axis: placement'; write it like 'dp: S(0), tp: R'")
+        if name in written:
+            raise LayoutError(f"axis {name!r} stands twice in layout {text!r}")
+        written[name] = as_placement(placement)
+    return written

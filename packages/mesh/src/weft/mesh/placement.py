@@ -1,0 +1,80 @@
+"""What one mesh axis does to a tensor: Shard, Replicate or Partial."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+REDUCTIONS = ("sum", "avg", "min", "max", "product")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Dim `dim` is cut along the axis, as `torch.chunk` cuts it."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:
+            raise ValueError(f"Shard needs a dim >= 0, got {self.dim!r}; count negative dims from the front")
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the reduction by `op` of what the ranks of the axis hold."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCTIONS:
+            raise ValueError(f"Partial has no op {self.op!r}; use one of {', '.join(REDUCTIONS)}")
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Placement = Shard | Replicate | Partial
+
+_TEXT = re.compile(r"R|S\((\d+)\)|P(?:\((\w+)\))?")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement that prints as `text`: "R", "S(0)", "P(sum)"; "P" is "P(sum)"."""
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a placement; write R, S(dim) or P(op), such as S(0) or P(sum)")
+    dim, op = match.groups()
+    if dim is not None:
+        return Shard(int(dim))
+    return Partial(op or "sum") if match[0].startswith("P") else Replicate()
+
+
+def as_placement(value: Any) -> Placement:
+    """`value` as a placement of ours; text and torch's own placements are taken too.
+
+    torch is not imported: its placements are known by their class names and public attributes.
+    """
+    if isinstance(value, Shard | Replicate | Partial):
+        return value
+    if isinstance(value, str):
+        return parse_placement(value)
+    match type(value).__name__:
+        case "Shard":
+            return Shard(value.dim)
+        case "Replicate":
+            return Replicate()
+        case "Partial":
+            return Partial(value.reduce_op)
+    raise ValueError(f"{value!r} is not a placement; give Shard(dim), Replicate(), Partial(op) or their text")

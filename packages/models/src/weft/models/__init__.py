@@ -1,0 +1,54 @@
+"""Models written for one device, and what trains them on any mesh.
+
+Names are imported when first used, so that the command line answers before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint import from_pretrained, save_pretrained
+    from .generate import generate
+    from .initialize import initialize
+    from .llama.config import Llama3RopeScaling, LlamaConfig
+    from .llama.model import Llama
+    from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+
+_HOMES = {
+    "from_pretrained": ".checkpoint",
+    "save_pretrained": ".checkpoint",
+    "generate": ".generate",
+    "initialize": ".initialize",
+    "Llama3RopeScaling": ".llama.config",
+    "LlamaConfig": ".llama.config",
+    "Llama": ".llama.model",
+    "ColwiseParallel": ".parallel",
+    "ParallelPlan": ".parallel",
+    "RowwiseParallel": ".parallel",
+    "VocabParallel": ".parallel",
+    "parallelize": ".parallel",
+}
+__all__ = [
+    "ColwiseParallel",
+    "Llama",
+    "Llama3RopeScaling",
+    "LlamaConfig",
+    "ParallelPlan",
+    "RowwiseParallel",
+    "VocabParallel",
+    "from_pretrained",
+    "generate",
+    "initialize",
+    "parallelize",
+    "save_pretrained",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"weft.models has no {name!r}")
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = value  # a submodule of that name must not hide it
+    return value

@@ -1,0 +1,273 @@
+"""Hugging Face folders: config.json and safetensors, read in parts and written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import ProcessMesh
+from weft.reshard import layout_of, to_global
+from weft.reshard.dtensor import wrap
+
+from ..initialize import local_slices
+from ..llama import weights as llama
+from ..parallel import ParallelPlan, parallelize
+
+# What a model type brings: MODEL, make(config), write_config(model), tensor_name(parameter), is_ignored(tensor, model).
+ARCHITECTURES: Mapping[str, Any] = {llama.MODEL_TYPE: llama}
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # a file's size, as transformers writes them
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def from_pretrained(
+    folder: str | Path,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    plan: ParallelPlan | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """The model of a Hugging Face folder, on one device, or laid out on `mesh` by `plan` (its own where None).
+
+    Each rank reads the slices that it holds, no more.
+    dtype: of the parameters; as stored where None.
+    Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    weights = _architecture(folder, config)
+    with torch.device("meta"):
+        model: nn.Module = weights.make(config)
+    with ExitStack() as files:
+        tensors = _open(folder, files)
+        _check(model, tensors, folder, weights)
+        if mesh is not None:
+            model = parallelize(model, mesh, model.parallel_plan() if plan is None else plan)  # type: ignore[operator]
+        loaded: dict[Tensor, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            stored = tensors[weights.tensor_name(name)].get_slice(weights.tensor_name(name))
+            part = _read(stored, local_slices(parameter)).to(device, dtype or _DTYPES[stored.get_dtype()])
+            if isinstance(parameter, DTensor):
+                part = wrap(part, layout_of(parameter), parameter.shape)
+            loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
+        _replace(model, loaded)
+    return model
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and `from_pretrained` read.
+
+    Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
+    shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
+    Communication: each parallel parameter is brought whole to every rank of its mesh; with such parameters, one
+        broadcast of rank 0's outcome before and one after. Every rank calls it.
+    Raises ValueError where the folder exists or the model is of an unknown kind, OSError where it cannot be written;
+        on every rank, for a parallel model.
+    """
+    folder = Path(folder)
+    weights = _architecture_of(model)
+    parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    error: Exception | None = None
+    if writer:
+        error = _attempt(_start, folder, temporary)
+    _raise_on_all(error, parallel)
+
+    shards = _shards(model, weights, shard_bytes)
+    for filename, names in shards.items():
+        whole = {weights.tensor_name(name): _whole(model.get_parameter(name), keep=writer) for name in names}
+        if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
+            error = _attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
+    if writer and error is None:
+        config = weights.write_config(model)
+        error = _attempt(
+            _finish, model, config, {n: f for f, ns in shards.items() for n in ns}, weights, temporary, folder
+        )
+    if error is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _raise_on_all(error, parallel)
+
+
+# Reading
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
+    return _read_json(folder / "config.json", "give a folder that transformers or Weft saved a model in")
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch or save it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; fetch or save it again")
+    return value
+
+
+def _architecture(folder: Path, config: Mapping[str, Any]) -> Any:
+    kind = str(config.get("model_type"))
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[kind]
+
+
+def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Per tensor name, the open file that holds it."""
+    if (folder / INDEX_FILE).is_file():
+        index = _read_json(folder / INDEX_FILE, "").get("weight_map")
+        if not isinstance(index, dict):
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
+        filenames = sorted(set(index.values()))
+    elif (folder / SINGLE_FILE).is_file():
+        filenames = [SINGLE_FILE]
+    else:
+        raise ValueError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            f"save the model with save_pretrained(..., safe_serialization=True)"
+        )
+    tensors: dict[str, Any] = {}
+    for filename in filenames:
+        if not (folder / filename).is_file():
+            raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
+        try:
+            file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
+        tensors.update(dict.fromkeys(file.keys(), file))
+    return tensors
+
+
+def _check(model: nn.Module, tensors: Mapping[str, Any], folder: Path, weights: Any) -> None:
+    """Raises ValueError unless the files hold the model's tensors, in its shapes, and no others."""
+    shapes = {weights.tensor_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise ValueError(f"{folder} lacks {_listed(missing)}; check config.json against the files")
+    unexpected = [name for name in tensors if name not in shapes and not weights.is_ignored(name, model)]
+    if unexpected:
+        raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
+    for name, shape in shapes.items():
+        stored = tensors[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(stored.get_shape())}, but config.json makes it {shape}; check it"
+            )
+        if stored.get_dtype() not in _DTYPES:
+            raise ValueError(f"{folder}: {name} is {stored.get_dtype()}; save it as one of {', '.join(_DTYPES)}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _read(stored: Any, part: tuple[slice, ...]) -> Tensor:
+    shape = [s.stop - s.start for s in part]
+    if 0 in shape:
+        return torch.empty(shape, dtype=_DTYPES[stored.get_dtype()])
+    tensor: Tensor = stored[part]
+    return tensor.contiguous()
+
+
+def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
+    """Puts each new parameter in every place that holds the old one, so tied weights stay one."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, loaded[parameter])
+
+
+# Writing
+
+
+def _architecture_of(model: nn.Module) -> Any:
+    for weights in ARCHITECTURES.values():
+        if isinstance(model, weights.MODEL):
+            return weights
+    raise ValueError(f"a {type(model).__name__} has no Hugging Face form; save one of {', '.join(ARCHITECTURES)}")
+
+
+def _shards(model: nn.Module, weights: Any, shard_bytes: int) -> dict[str, list[str]]:
+    """Per file name, the parameters it holds: in order, each file up to shard_bytes (one parameter at least)."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, parameter in model.named_parameters():
+        nbytes = parameter.numel() * parameter.element_size()
+        if groups[-1] and held + nbytes > shard_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += nbytes
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _whole(parameter: Tensor, keep: bool) -> Tensor:
+    with torch.no_grad():
+        whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
+        return whole.detach().cpu().contiguous() if keep else whole.new_empty(0)
+
+
+def _start(folder: Path, temporary: Path) -> None:
+    if folder.exists():
+        raise ValueError(f"{folder} exists; give another folder, or remove it")
+    temporary.mkdir(parents=True)
+
+
+def _finish(
+    model: nn.Module, config: dict[str, Any], files: Mapping[str, str], weights: Any, temporary: Path, folder: Path
+) -> None:
+    parameters = dict(model.named_parameters())
+    dtype = next(iter(parameters.values())).dtype
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if len(set(files.values())) > 1:
+        total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {weights.tensor_name(name): file for name, file in files.items()},
+        }
+        (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    temporary.rename(folder)
+
+
+def _attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
+    """The error of a call, or None."""
+    try:
+        function(*arguments, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        return error
+    return None
+
+
+def _raise_on_all(error: Exception | None, parallel: bool) -> None:
+    """Raises rank 0's error, on every rank where the model is parallel."""
+    if parallel:
+        outcome = [error]
+        torch.distributed.broadcast_object_list(outcome, src=0)
+        error = outcome[0]
+    if error is not None:
+        raise error

@@ -1,0 +1,110 @@
+"""The `weft` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from .llama.config import check_tensor_parallel
+from .train.config import Run, TrainConfig, mesh_sizes
+from .train.data import check_enough, find_corpus
+from .train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
+from .train.recipes import recipe
+from .train.report import describe
+
+DEFAULT_RECIPE = "llama-tiny"
+USAGE = """usage: weft COMMAND ...
+
+  weft train [RECIPE] [--mesh.dp 2 --mesh.tp 2 ...]   train a model on a mesh of processes; --help lists every option
+  weft generate FOLDER --prompt TEXT                  let a trained model go on with a text
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Let a trained model go on with a text."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint of a byte-level model, as `weft train` saves it."""
+    prompt: str
+    tokens: int = 200
+    """How many to generate."""
+    temperature: float = 0.7
+    """0 takes the likeliest token."""
+    seed: int = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; exits with 0, with 1 where a run stopped, and with 2 for input that cannot be used."""
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    commands = {"train": _train, "generate": _generate}
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    if command not in commands:
+        _refuse(f"unknown command {command!r}; the commands are {', '.join(commands)}")
+    try:
+        status = commands[command](rest)
+    except ValueError as error:
+        _refuse(f"{command}: {error}")
+    sys.exit(status)
+
+
+def _refuse(message: str) -> None:
+    print(f"weft {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _train(arguments: list[str]) -> int:
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
+    config = tyro.cli(TrainConfig, default=recipe(name), args=arguments, prog=f"weft train {name}")
+    gpus, world = gpu_count(), launched_processes()
+    dp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
+    check_tensor_parallel(config.model, tp)
+    corpus = find_corpus(config.data.path)
+    check_enough(corpus, config.data.sequence_length)
+    folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists():
+        raise ValueError(f"the output folder {folder} exists; give another with --output, or remove it")
+    run = Run(recipe=name, config=config, corpus=corpus, dp=dp, tp=tp, folder=folder)
+    if os.environ.get("RANK", "0") == "0":
+        print(describe(run, gpus=gpus), flush=True)
+    return launch(run, gpus=gpus)
+
+
+def _generate(arguments: list[str]) -> int:
+    options = tyro.cli(GenerateOptions, args=arguments, prog="weft generate")
+    import torch
+
+    from .checkpoint import from_pretrained
+    from .generate import generate
+    from .train.data import VOCAB_SIZE, decode, encode
+
+    if not options.prompt:
+        raise ValueError("--prompt is empty; give a text to go on with")
+    model = from_pretrained(options.folder)
+    if model.config.vocab_size != VOCAB_SIZE:  # type: ignore[union-attr]
+        raise ValueError(
+            f"{options.folder} has {model.config.vocab_size} tokens; this command speaks bytes, which are "  # type: ignore[union-attr]
+            f"{VOCAB_SIZE}: use weft.models.generate with the model's own tokenizer"
+        )
+    tokens = generate(
+        model,
+        torch.tensor([encode(options.prompt)]),
+        max_new_tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    print(decode(tokens[0].tolist()))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

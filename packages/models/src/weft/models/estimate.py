@@ -1,0 +1,73 @@
+"""What a training step will communicate, told from the plan and the layouts before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from torch import nn
+from weft.mesh import ProcessMesh
+from weft.reshard.gradients import BUCKET_BYTES
+
+from .parallel.parallelize import column_siblings, has_tensor_axis, parameter_layouts
+from .parallel.plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, Style, resolve
+
+PHASES = ("forward", "backward", "gradients")
+Collectives = dict[str, Counter[str]]
+
+
+def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Collectives:
+    """Collectives of one step by phase and kind, on a model that is not yet parallel.
+
+    forward: one reduction for each row- or vocab-parallel layer, one gather for each entrance under sequence
+    parallelism, the loss's gathered statistics, and the loss summed over the data axes. backward: the duals. gradients:
+    the buckets that backward has not sent on its way, and the gradient's norm.
+    """
+    counts: Collectives = {phase: Counter() for phase in PHASES}
+    if mesh.size == 1:
+        return counts
+    styles = resolve(model, plan)
+    if has_tensor_axis(mesh):
+        entrances = len(column_siblings(styles))
+        exits = sum(not isinstance(style, ColwiseParallel) for style in styles.values())
+        reduction = "reduce-scatter" if plan.sequence else "all-reduce"
+        counts["forward"][reduction] += exits
+        counts["backward"][reduction] += entrances
+        if plan.sequence:
+            counts["forward"]["all-gather"] += entrances
+            counts["backward"]["all-gather"] += exits
+        counts["forward"]["all-gather"] += 1  # the logits where they are made whole, or the loss's statistics
+    counts["forward"]["all-reduce"] += len(_data_axes(mesh))
+    early, late = _gradient_buckets(model, mesh, plan, styles)
+    counts["backward"]["all-reduce"] += early
+    counts["gradients"]["all-reduce"] = late + 1  # and the norm
+    return counts
+
+
+def _data_axes(mesh: ProcessMesh) -> list[str]:
+    sizes = zip(mesh.axis_names, mesh.shape, strict=True)
+    return [axis for axis, size in sizes if axis != TENSOR_AXIS and size > 1]
+
+
+def _gradient_buckets(
+    model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, styles: dict[str, Style]
+) -> tuple[int, int]:
+    """All-reduces of the gradients: those of full buckets, sent while backward runs, and those sent after it.
+
+    Buckets are filled as backward makes the gradients: in the reverse of the model's order.
+    """
+    layouts = parameter_layouts(model, mesh, styles)
+    filling: Counter[tuple[str, ...]] = Counter()
+    early = late = 0
+    for name, parameter in reversed(list(model.named_parameters())):
+        between = plan.sequence and has_tensor_axis(mesh) and name.rpartition(".")[0] not in styles
+        partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
+        axes = tuple(axis for axis in mesh.axis_names if axis in partial)
+        if axes:
+            local = layouts[name].local_shape(parameter.shape, mesh.ranks[0])
+            filling[axes] += math.prod(local) * parameter.element_size()
+            if filling[axes] >= BUCKET_BYTES:
+                del filling[axes]
+                early += 1
+                late += len(axes) - 1
+    return early, late + sum(len(axes) for axes in filling)

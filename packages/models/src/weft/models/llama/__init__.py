@@ -1,0 +1,1 @@
+"""Llama: its config, its model and how it is laid out."""

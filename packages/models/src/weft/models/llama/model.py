@@ -1,0 +1,145 @@
+"""Llama, written for one device (Touvron et al. 2023; with grouped queries and Llama 3's rotary scaling)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from weft import kernels
+
+from ..initialize import Constant, Initial, Normal
+from ..layers import Embedding, Linear, RMSNorm
+from ..parallel.plan import ParallelPlan
+from .config import LlamaConfig
+from .plan import PLAN
+
+
+class Llama(nn.Module):
+    """tokens [B, T] int64 -> logits [B, T, V].
+
+    The parameters are unset until `initialize` or a checkpoint fills them, and are named as in Hugging Face's Llama.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        T, limit = tokens.shape[-1], self.config.max_seq_len
+        if limit < T:
+            raise ValueError(
+                f"{T} tokens in a sequence, but the model was made for max_seq_len {limit}; give fewer, or raise it"
+            )
+        length = min(limit, 1 << max(0, T - 1).bit_length())  # a power of two: few lengths, so few tables are kept
+        cos, sin = (table[:T] for table in rotary_tables(self.config, length, tokens.device))  # [T, D // 2]
+        x = self.embed_tokens(tokens)  # [B, T, H]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits: Tensor = self.lm_head(self.norm(x))  # [B, T, V]
+        return logits
+
+    def initial_value(self, name: str) -> Initial:
+        """How parameter `name` starts: norms 1, biases 0, weights normal with initializer_range.
+
+        The two projections that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that the
+        stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
+        """
+        if name.endswith(".bias"):
+            return Constant(0.0)
+        if name.endswith("norm.weight"):
+            return Constant(1.0)
+        std = self.config.initializer_range
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= math.sqrt(2 * self.config.num_layers)
+        return Normal(std)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """How the model is laid out where no other plan is given."""
+        return PLAN
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Llama:
+        # to_empty() and to() make one new parameter for each place that holds it; a tied weight stays one.
+        tied = self.lm_head.weight is self.embed_tokens.weight
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        return self
+
+
+class Layer(nn.Module):
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = kernels.add(x, self.self_attn(self.input_layernorm(x), cos, sin))
+        return kernels.add(x, self.mlp(self.post_attention_layernorm(x)))
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries and rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = Linear(width, config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query = kernels.rope(self.q_proj(x), cos, sin)  # [B, T, heads * D]
+        key = kernels.rope(self.k_proj(x), cos, sin)  # [B, T, kv_heads * D]
+        mixed = kernels.attention(query, key, self.v_proj(x), head_dim=self.head_dim)  # [B, T, heads * D]
+        output: Tensor = self.o_proj(mixed)
+        return output
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return output
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)  # kept tables must be fit for training, whoever asks first
+@torch.no_grad()
+def rotary_tables(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles: [length, D // 2] float32 each.
+
+    Made from the config on demand, so they are right wherever the model was built. In float32 as Hugging Face
+    computes them, for that is what the published weights were trained with.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim  # [D // 2]
+    frequency = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # in the context first trained on
+        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        blend = blend.clamp(0, 1)  # 0: a long wave, stretched; 1: a short one, kept
+        frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
+    angle = torch.outer(torch.arange(length, device=device).float(), frequency)
+    return angle.cos(), angle.sin()

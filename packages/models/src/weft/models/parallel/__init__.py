@@ -1,0 +1,6 @@
+"""Parallel plans and what carries them out."""
+
+from .parallelize import parallelize
+from .plan import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel
+
+__all__ = ["ColwiseParallel", "ParallelPlan", "RowwiseParallel", "VocabParallel", "parallelize"]

@@ -1,0 +1,126 @@
+"""`parallelize`: a single-device model laid out on a mesh, its parameters DTensors, its boundaries reshards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, ProcessMesh, Replicate, Shard
+from weft.reshard import distribute, layout_of, reshard
+from weft.reshard.dtensor import as_process_mesh
+
+from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
+
+TOKENS_DIM = 1  # activations are [B, T, ...]
+
+
+def parallelize(model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: ParallelPlan) -> nn.Module:
+    """`model` itself, laid out on `mesh` by `plan`: parameters become DTensors, and the layers' boundaries reshard.
+
+    Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
+    model is left as it is. Give it tokens as a DTensor, sharded over the data axes; plain tokens count as replicated.
+    Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
+    row- or vocab-parallel layer one reduction of its output, and in the backward one for every input that
+    column-parallel layers share.
+    Raises ValueError as `resolve` does, and where tied parameters are given two layouts.
+    """
+    mesh = as_process_mesh(mesh)
+    if mesh.size == 1:
+        return model
+    styles = resolve(model, plan)
+    layouts = parameter_layouts(model, mesh, styles)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                layout = layouts[f"{module_name}.{name}".lstrip(".")]
+                made[parameter] = nn.Parameter(distribute(parameter.detach(), layout), parameter.requires_grad)
+            module.register_parameter(name, made[parameter])
+    if has_tensor_axis(mesh):
+        _hook(model, styles, plan)
+    return model
+
+
+def has_tensor_axis(mesh: ProcessMesh) -> bool:
+    """True where tensor parallelism has something to do."""
+    return TENSOR_AXIS in mesh.axis_names and mesh.axis_size(TENSOR_AXIS) > 1
+
+
+def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style]) -> dict[str, Layout]:
+    """The layout of every parameter by name, tied names included. Raises ValueError where tied ones disagree."""
+    layouts: dict[str, Layout] = {}
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module_name, _, leaf = name.rpartition(".")
+        layouts[name] = Layout(mesh, _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {})
+        other = first.setdefault(parameter, name)
+        if layouts[other] != layouts[name]:
+            raise ValueError(
+                f"{other!r} and {name!r} are one tied parameter, but the plan lays them out as ({layouts[other]}) and "
+                f"({layouts[name]}); give both modules styles that agree"
+            )
+    return layouts
+
+
+def _placements(style: Style | None, leaf: str) -> dict[str, Shard]:
+    match style:
+        case ColwiseParallel() | VocabParallel():
+            return {TENSOR_AXIS: Shard(0)}
+        case RowwiseParallel() if leaf == "weight":
+            return {TENSOR_AXIS: Shard(1)}
+    return {}
+
+
+def column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
+    """Column-parallel modules by the name of their parent: those that share an entrance."""
+    siblings: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if isinstance(style, ColwiseParallel):
+            siblings.setdefault(name.rpartition(".")[0], []).append(name)
+    return siblings
+
+
+class _Entrance:
+    """Where a tensor enters column-parallel siblings: it is made whole once, whichever of them come for it.
+
+    The forward gathers a sequence-parallel input and moves nothing otherwise; the backward reduces the gradient.
+    """
+
+    def __init__(self) -> None:
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        if x is not self._outside or self._inside is None:
+            self._outside, self._inside = x, reshard(x, placements=layout_of(x).replace(**{TENSOR_AXIS: Replicate()}))
+        return self._inside, *rest
+
+    def close(self, *_: object) -> None:
+        """Called when the parent returns, so that no activation outlives it."""
+        self._outside = self._inside = None
+
+
+def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> None:
+    modules = dict(model.named_modules())
+    for parent, names in column_siblings(styles).items():
+        entrance = _Entrance()
+        for name in names:
+            modules[name].register_forward_pre_hook(entrance.enter)
+        modules[parent].register_forward_hook(entrance.close, always_call=True)
+    stream = Shard(TOKENS_DIM) if plan.sequence else Replicate()
+    for name, style in styles.items():
+        if isinstance(style, RowwiseParallel | VocabParallel):
+            modules[name].register_forward_hook(_leave(stream))
+    if not plan.loss_parallel:
+        model.register_forward_hook(_leave(Replicate()))
+
+
+def _leave(placement: Shard | Replicate) -> Callable[[nn.Module, Any, DTensor], DTensor]:
+    def hook(module: nn.Module, args: Any, output: DTensor) -> DTensor:
+        return reshard(output, placements=layout_of(output).replace(**{TENSOR_AXIS: placement}))
+
+    return hook

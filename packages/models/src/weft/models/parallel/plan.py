@@ -1,0 +1,83 @@
+"""A parallel plan: how a module tree is laid out, as a value of wildcard names and styles."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+TENSOR_AXIS = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class ColwiseParallel:
+    """A linear layer cut along its output: weight S(0), bias S(0); its input is whole, its output sharded.
+
+    Column-parallel siblings that are given one tensor bring it to their layout once.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class RowwiseParallel:
+    """A linear layer cut along its input: weight S(1), bias whole; its output is Partial, and reduced at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabParallel:
+    """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
+
+
+Style = ColwiseParallel | RowwiseParallel | VocabParallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """How a model is laid out on a mesh.
+
+    tensor: module names with wildcards, as in "layers.*.mlp.up_proj", and the style of each, along the axis "tp".
+    sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
+        become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
+    loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
+    """
+
+    tensor: Mapping[str, Style] = field(default_factory=dict)
+    sequence: bool = False
+    loss_parallel: bool = True
+
+    def __str__(self) -> str:
+        lines = [f"{pattern}: {style!r}" for pattern, style in self.tensor.items()]
+        return "\n".join([*lines, f"sequence: {self.sequence}", f"loss_parallel: {self.loss_parallel}"])
+
+
+def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+    """The style of every module that the plan names, in the model's order.
+
+    Raises ValueError for a pattern that matches no module, naming the nearest that there are; for a module that two
+    patterns give different styles; for a style that the module's kind does not have.
+    """
+    modules = dict(model.named_modules())
+    styles: dict[str, tuple[str, Style]] = {}
+    for pattern, style in plan.tensor.items():
+        names = [name for name in modules if name and fnmatchcase(name, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
+            raise ValueError(
+                f"plan pattern {pattern!r} matches no module of {type(model).__name__}; "
+                f"the nearest names are {', '.join(near) or ', '.join(list(modules)[1:4])}"
+            )
+        for name in names:
+            earlier, other = styles.setdefault(name, (pattern, style))
+            if other != style:
+                raise ValueError(
+                    f"plan patterns {earlier!r} and {pattern!r} give {name!r} two styles: {other} and {style}"
+                )
+            kind = nn.Embedding if isinstance(style, VocabParallel) else nn.Linear
+            if not isinstance(modules[name], kind):
+                raise ValueError(
+                    f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(modules[name]).__name__}; "
+                    f"that style is for {kind.__name__} layers"
+                )
+    return {name: styles[name][1] for name in modules if name in styles}

@@ -1,0 +1,1 @@
+"""Training runs: what they are, what they read, how they go."""

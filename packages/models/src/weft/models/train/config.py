@@ -1,0 +1,131 @@
+"""What a training run is, as values: frozen, and checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..llama.config import LlamaConfig
+from .data import Corpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh's axes; what is not given follows from the number of processes."""
+
+    dp: int | None = None
+    """Data parallel: each of these reads its own part of every batch."""
+    tp: int | None = None
+    """Tensor parallel: these share every layer."""
+
+    def __post_init__(self) -> None:
+        _at_least("mesh", self, 1, *(name for name in ("dp", "tp") if getattr(self, name) is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is read."""
+
+    path: Path | None = None
+    """A text file, or a folder of them; by default the source of this machine's own Python standard library."""
+    batch_size: int = 8
+    """Sequences in a step, over all processes."""
+    sequence_length: int = 128
+    """Tokens in a sequence."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, 1, "batch_size", "sequence_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warmup and a cosine decay to a tenth."""
+
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    """The gradient's norm is cut to this."""
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer", self, 0, "lr", "warmup_steps", "weight_decay", "clip_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    model: LlamaConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 200
+    sequence_parallel: bool = False
+    """Shard activations on the tokens between the tensor-parallel layers."""
+    seed: int = 0
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves at the end alone."""
+    log_every: int = 10
+    """Steps between lines where the output is no terminal."""
+    output: Path | None = None
+    """Folder to make for the results; by default outputs/<recipe>-<time>."""
+    check: bool = True
+    """Compare the first step's loss with that of one process."""
+
+    def __post_init__(self) -> None:
+        _at_least("train", self, 1, "steps", "log_every")
+        _at_least("train", self, 0, "save_every")
+        if self.data.sequence_length > self.model.max_seq_len:
+            raise ValueError(
+                f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
+                f"{self.model.max_seq_len}; lower the one or raise the other"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training run with everything settled, as each of its processes is given it."""
+
+    recipe: str
+    config: TrainConfig
+    corpus: Corpus
+    dp: int
+    tp: int
+    folder: Path
+
+
+def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int]:
+    """(dp, tp) for `processes`: what is given stays, and the rest follows.
+
+    exact: all processes must be used, as where a launcher has started them; otherwise at most that many, and where both
+    sizes are given, their product.
+    Raises ValueError for a mesh that does not fit the processes.
+    """
+    dp, tp = mesh.dp, mesh.tp
+    if tp is None:
+        tp = processes // dp if dp else (2 if processes % 2 == 0 else 1)
+    if dp is None:
+        dp = processes // tp
+    used = dp * tp
+    if used < 1 or (used != processes if exact or None in (mesh.dp, mesh.tp) else used > processes):
+        fits = ", ".join(f"{processes // n} x {n}" for n in range(1, processes + 1) if processes % n == 0)
+        given = " x ".join(f"{name}={size}" for name, size in (("dp", mesh.dp), ("tp", mesh.tp)) if size is not None)
+        raise ValueError(
+            f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; dp x tp that fit: {fits}"
+        )
+    return dp, tp
+
+
+def general_name(parameter: str) -> str:
+    """A parameter's name with its layer's number as a star: "layers.*.mlp.up_proj.weight"."""
+    return re.sub(r"\.\d+\.", ".*.", parameter)
+
+
+def _at_least(where: str, config: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value >= least:
+            raise ValueError(f"{where}.{name} is {value}; it must be {least} or more")

@@ -1,0 +1,190 @@
+"""A training run on one process of the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import Layout, ProcessMesh, Shard
+from weft.reshard import GradientSync, layout_of, reshard
+from weft.reshard.dtensor import wrap
+
+from ..estimate import Collectives, collectives
+from ..generate import generate
+from ..initialize import initialize
+from ..llama.model import Llama
+from ..parallel import parallelize
+from .config import Run
+from .data import Batches, decode, encode
+from .observe import CollectiveCount
+from .optimizer import clip_gradients, learning_rate, make_optimizer
+from .report import Metrics, Report, next_steps
+from .results import Results
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 120
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says where and why, and names the last checkpoint."""
+
+
+def train(run: Run, device: torch.device) -> None:
+    """Trains on this process's part of the mesh dp x tp, which is the whole world; rank 0 prints and writes.
+
+    Communication: what the model's plan says, the gradients' buckets and their norm; the loss, summed over "dp".
+    Raises TrainingError, on every rank, where the loss is not finite.
+    """
+    trainer = _Trainer(run, device)
+    report, config = trainer.report, run.config
+    layouts = {
+        name: layout_of(parameter) if isinstance(parameter, DTensor) else None
+        for name, parameter in trainer.model.named_parameters()
+    }
+    report.layout(layouts, {name: tuple(parameter.shape) for name, parameter in trainer.model.named_parameters()})
+    report.predicted(trainer.predicted)
+    results = Results(run.folder, writes=trainer.rank == 0)
+    results.begin(config, trainer.plan, trainer.mesh, layouts)
+    start = time.perf_counter()
+    losses = []
+    with report.steps(config) as shown:
+        for step in range(config.steps):
+            metrics = trainer.first_step(results) if step == 0 else trainer.step(step, results)
+            losses.append(metrics.loss)
+            shown.show(metrics)
+            results.add(metrics)
+            if config.save_every and (step + 1) % config.save_every == 0:
+                results.save(trainer.model, f"checkpoint-{step + 1}")
+    seconds = time.perf_counter() - start
+    results.save(trainer.model, "checkpoint")
+    report.line("sample\n" + "\n".join(f"  | {line}" for line in trainer.sample().split("\n")))
+    report.line(next_steps(run.folder, run.recipe, losses[0], losses[-1], seconds))
+
+
+class _Trainer:
+    """The model on this process, and one step of it."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self._config, self._device = run.config, device
+        self.rank = dist.get_rank()
+        self.report = Report(speaks=self.rank == 0)
+        self.mesh = ProcessMesh.grid(dp=run.dp, tp=run.tp)
+        with torch.device("meta"):
+            model = Llama(run.config.model)
+        self.plan = dataclasses.replace(model.parallel_plan(), sequence=run.config.sequence_parallel)
+        self.predicted = collectives(model, self.mesh, self.plan)
+        self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
+        self._sync = GradientSync(self.model)
+        self._optimizer = make_optimizer(self.model, run.config.optimizer)
+        data = run.config.data
+        self._batches = Batches(
+            run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
+        )
+        self._shape = (data.batch_size, data.sequence_length)
+        self._layout = Layout(self.mesh, {"dp": Shard(0)})
+        self._rows = self._layout.local_slices(self._shape, self.rank)[0]
+
+    def step(self, step: int, results: Results, count: CollectiveCount | None = None) -> Metrics:
+        """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`."""
+        start = time.perf_counter()
+        loss = self._loss(step)
+        self._mark(count, "forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._mark(count, "backward")
+        self._sync.wait()
+        value = _number(loss)
+        if not math.isfinite(value):
+            raise TrainingError(self._explain(step, value, results))
+        norm = clip_gradients(self.model, self._config.optimizer.clip_norm)
+        self._mark(count, "gradients")
+        lr = learning_rate(self._config.optimizer, step, self._config.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        return Metrics(
+            step=step + 1,
+            loss=value,
+            grad_norm=norm,
+            lr=lr,
+            tokens_per_second=math.prod(self._shape) / seconds,
+            memory_bytes=_memory(self._device),
+        )
+
+    def first_step(self, results: Results) -> Metrics:
+        """Step 1, its collectives counted and its loss compared with that of one process."""
+        alone = self._loss_alone() if self._config.check and self.rank == 0 else None
+        self.issued: Collectives = {}
+        with CollectiveCount() as count:
+            metrics = self.step(0, results, count)
+        self.report.issued(self.predicted, self.issued)
+        if alone is not None:
+            self.report.check(metrics.loss, alone, self.mesh.size)
+        return metrics
+
+    def sample(self) -> str:
+        """A prompt and what the model puts after it; every rank takes part."""
+        prompt = torch.tensor([encode(SAMPLE_PROMPT)], device=self._device)
+        tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
+        return decode(tokens[0].tolist())
+
+    def _loss(self, step: int) -> Tensor:
+        """The mean loss over the global batch of `step`, whole on every rank."""
+        tokens, target = (part.to(self._device) for part in self._batches.batch(step, self._rows))
+        if self.mesh.size > 1:
+            tokens, target = (wrap(part, self._layout, self._shape) for part in (tokens, target))
+        loss = cross_entropy(self.model(tokens), target, denominator=float(math.prod(self._shape)))
+        self._local_loss = loss.detach()
+        return reshard(loss) if isinstance(loss, DTensor) else loss
+
+    def _loss_alone(self) -> float:
+        """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
+        with torch.device("meta"):
+            model: nn.Module = Llama(self._config.model)
+        model = _filled(model, self._device, self._config.seed)
+        tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
+        with torch.no_grad():
+            return float(cross_entropy(model(tokens), target))
+
+    def _mark(self, count: CollectiveCount | None, phase: str) -> None:
+        if count is not None:
+            self.issued[phase] = count.take()
+
+    def _explain(self, step: int, loss: float, results: Results) -> str:
+        """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
+        parts: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(parts, _number(self._local_loss))
+        ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
+        last = results.last_checkpoint or "none; set --save-every to keep some"
+        return (
+            f"the loss is {loss} at step {step + 1}, on rank{'s' if len(ranks) > 1 else ''} "
+            f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
+            f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
+        )
+
+
+def _number(scalar: Tensor) -> float:
+    """A scalar's local value. On a GPU the host waits for it."""
+    scalar = scalar.detach()
+    return float(scalar.to_local() if isinstance(scalar, DTensor) else scalar)
+
+
+def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    model = model.to_empty(device=device)
+    initialize(model, seed)
+    return model
+
+
+def _memory(device: torch.device) -> int:
+    """Peak memory of this process: the device's, or the resident set where that is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

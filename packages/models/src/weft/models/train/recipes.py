@@ -1,0 +1,44 @@
+"""Runs that have a name."""
+
+from __future__ import annotations
+
+import difflib
+
+from ..llama.config import LlamaConfig
+from .config import TrainConfig
+from .data import VOCAB_SIZE
+
+RECIPES = {
+    "llama-tiny": TrainConfig(
+        model=LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=384,
+            num_layers=4,
+            num_heads=8,
+            num_kv_heads=4,
+            max_seq_len=256,
+        )
+    ),
+    "llama-tiny-tied": TrainConfig(
+        model=LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=384,
+            num_layers=4,
+            num_heads=8,
+            num_kv_heads=4,
+            max_seq_len=256,
+            tie_embeddings=True,
+        )
+    ),
+}
+
+
+def recipe(name: str) -> TrainConfig:
+    """The recipe of that name. Raises ValueError for an unknown one, naming those there are."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown recipe {name!r}; {hint}the recipes are {', '.join(RECIPES)}")
+    return RECIPES[name]

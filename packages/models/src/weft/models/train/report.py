@@ -1,0 +1,130 @@
+"""What a training run says on the terminal, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from weft.mesh import Layout
+
+from .config import Run, TrainConfig, general_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """One step: what metrics.jsonl holds and the terminal shows."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tokens/s  "
+            f"{self.memory_bytes / 2**20:,.0f} MiB"
+        )
+
+
+class Report:
+    """Prints on one rank; silent on the others."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def layout(self, layouts: Mapping[str, Layout | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """A line for each kind of parameter: its shape, its layout, and the shapes of its shards."""
+        kinds: Counter[tuple[str, tuple[int, ...], Layout | None]] = Counter(
+            (general_name(name), shapes[name], layout) for name, layout in layouts.items()
+        )
+        self.line("layout of the parameters")
+        wide = max(len(name) for name, _, _ in kinds)
+        for (name, shape, layout), count in kinds.items():
+            held = "whole, on one process" if layout is None else f"{layout!s:16} {_shards(layout, shape)}"
+            times = f" x {count}" if count > 1 else ""
+            self.line(f"  {name:{wide}}  {str(list(shape)) + times:15}  {held}".rstrip())
+
+    def predicted(self, predicted: Mapping[str, Counter[str]]) -> None:
+        self.line("collectives a step, predicted from the plan")
+        for phase in predicted:
+            self.line(f"  {phase:10} {_counted(predicted[phase])}")
+
+    def issued(self, predicted: Mapping[str, Counter[str]], issued: Mapping[str, Counter[str]]) -> None:
+        self.line("collectives of step 1, as issued")
+        for phase in predicted:
+            same = "as predicted" if issued[phase] == predicted[phase] else "NOT as predicted"
+            self.line(f"  {phase:10} {_counted(issued[phase]):32} {same}")
+
+    def check(self, loss: float, alone: float, processes: int) -> None:
+        difference = abs(loss - alone) / abs(alone)
+        self.line(
+            f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} on "
+            f"one: relative difference {difference:.1e}"
+        )
+
+    @contextlib.contextmanager
+    def steps(self, config: TrainConfig) -> Iterator[_Steps]:
+        """Where metrics are shown: a bar on a terminal, lines otherwise."""
+        if not self._console.is_terminal or self._console.quiet:
+            yield _Steps(self, config, None)
+            return
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.description}"), console=self._console) as bar:
+            yield _Steps(self, config, bar)
+
+
+class _Steps:
+    def __init__(self, report: Report, config: TrainConfig, bar: Progress | None) -> None:
+        self._report, self._config, self._bar = report, config, bar
+        self._task = bar.add_task("", total=config.steps) if bar else None
+
+    def show(self, metrics: Metrics) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=metrics.step, description=str(metrics))
+        elif metrics.step in (1, self._config.steps) or metrics.step % self._config.log_every == 0:
+            width = len(str(self._config.steps))
+            self._report.line(f"step {metrics.step:{width}}/{self._config.steps}  {metrics}")
+
+
+def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
+    """The distinct shapes of the shards, as the ranks hold them."""
+    shapes = list(dict.fromkeys(layout.local_shape(shape, rank) for rank in layout.mesh.ranks))
+    return "" if shapes == [shape] else "shards " + ", ".join(str(list(shard)) for shard in shapes[:4])
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()) if count) or "none"
+
+
+def describe(run: Run, *, gpus: int) -> str:
+    """The one line of what runs."""
+    model, processes = run.config.model, run.dp * run.tp
+    device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
+    return (
+        f"{run.recipe}: Llama, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers, on "
+        f"{run.corpus.name}; {device}, {backend}, {processes} process{'es' if processes > 1 else ''}, "
+        f"mesh dp={run.dp} x tp={run.tp}"
+    )
+
+
+def next_steps(folder: Path, recipe: str, first: float, last: float, seconds: float) -> str:
+    """The closing lines."""
+    per_token = f"{last / math.log(2):.2f} bits a byte"
+    return (
+        f"loss {first:.4f} -> {last:.4f} ({per_token}) in {seconds:.0f} s\n"
+        f"saved {folder}: config.json, metrics.jsonl, plan.txt, versions.json, and checkpoint/ for transformers\n"
+        f"next  weft generate {folder / 'checkpoint'} --prompt 'def '\n"
+        f"      weft train {recipe} --mesh.dp 4 --mesh.tp 1    the same loss on another mesh\n"
+        f"      weft train {recipe} --data.path FILE_OR_FOLDER    your own text"
+    )

@@ -1,0 +1,99 @@
+"""Between Weft's layouts and torch's DTensor, through DTensor's public API alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
+
+from .groups import device_mesh, process_mesh, this_rank
+from .identities import identity
+
+
+def layout_of(dtensor: DTensor) -> Layout:
+    """The layout of a DTensor. Raises LayoutError for placements beyond Shard, Replicate and Partial."""
+    return _layout(dtensor.device_mesh, dtensor.placements)
+
+
+@lru_cache(maxsize=65536)
+def _layout(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Layout:
+    return Layout(process_mesh(mesh), placements)
+
+
+def wrap(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """The DTensor of global `shape` whose local part on this rank is `local`; nothing is checked or moved."""
+    mesh, placements = torch_layout(layout, _device_type(local))
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous_stride(tuple(shape))
+    )
+
+
+def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[TorchPlacement, ...]]:
+    """DeviceMesh and placements that say `layout`.
+
+    DTensor lets the first axis of its mesh be the major one; another order is said by permuting the mesh.
+    """
+    names = [item.partition(":")[0] for item in str(layout).split(", ")]
+    mesh = layout.mesh.permute(*names)
+    return device_mesh(mesh, device_type), tuple(_to_torch(layout[name]) for name in names)
+
+
+def _device_type(local: Tensor) -> str:
+    """The device type of the mesh a local tensor belongs to; a meta tensor will live where the backend's do."""
+    if not local.is_meta:
+        return local.device.type
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def _to_torch(placement: Any) -> TorchPlacement:
+    match placement:
+        case Shard(dim=dim):
+            return TorchShard(dim)
+        case Replicate():
+            return TorchReplicate()
+        case Partial(op=op):
+            return TorchPartial(op)
+    raise LayoutError(f"{placement!r} is not a placement")
+
+
+@lru_cache(maxsize=65536)
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def distribute(tensor: Tensor, layout: Layout) -> DTensor:
+    """A global tensor, whole on every rank, as a DTensor: each rank keeps its part.
+
+    Where the layout is Partial the value stays at index 0 and the other ranks hold the operation's identity.
+    Communication: none. Raises LayoutError where the layout does not fit the shape.
+    """
+    rank = this_rank()
+    layout.check_shape(tensor.shape)
+    coordinate = layout.mesh.coordinate(rank)
+    with torch.no_grad():
+        if coordinate is None:
+            local = tensor.new_empty(0)
+        else:
+            local = tensor[layout.local_slices(tensor.shape, rank)].clone(memory_format=torch.contiguous_format)
+            for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True):
+                if isinstance(placement, Partial) and placement.op != "avg" and coordinate[axis]:
+                    local.fill_(identity(placement.op, local.dtype))
+        result = wrap(local, layout, tensor.shape)
+    return result.requires_grad_(tensor.requires_grad)
+
+
+def as_process_mesh(mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
+    """A mesh of ours, from ours or torch's."""
+    return process_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh

@@ -1,0 +1,66 @@
+"""Process meshes made into torch's DeviceMeshes, and back; the one place where process groups are created."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import ProcessMesh
+
+_world: object = None
+_made: dict[tuple[ProcessMesh, str], DeviceMesh] = {}
+_known: dict[DeviceMesh, ProcessMesh] = {}
+
+
+def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
+    """The DeviceMesh of a process mesh, made once for each process group world and found by content afterwards.
+
+    Communication: the first call for a mesh creates its groups, so every rank of the world must make it, in the same
+    order. Raises RuntimeError without an initialized process group; ValueError for ranks that the world has not.
+    """
+    _forget_other_worlds()
+    key = (mesh, device_type)
+    if key not in _made:
+        size = dist.get_world_size()
+        if max(mesh.ranks) >= size:
+            raise ValueError(f"{mesh} names rank {max(mesh.ranks)}, but the world has {size} processes (0 to {size - 1})")
+        ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
+        made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names)
+        _made[key] = made
+        _known[made] = mesh
+    return _made[key]
+
+
+def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
+    """The process mesh of a DeviceMesh; axes without names are called axis0, axis1, …"""
+    _forget_other_worlds()
+    if mesh not in _known:
+        names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+        _known[mesh] = ProcessMesh(mesh.mesh, names)
+        _made.setdefault((_known[mesh], mesh.device_type), mesh)
+    return _known[mesh]
+
+
+def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """The process group of this rank along `axis`."""
+    return mesh.get_group(process_mesh(mesh).axis(axis))
+
+
+def this_rank() -> int:
+    """This process's rank in the world."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group() before using DTensors, "
+            "or start the program with torchrun"
+        )
+    return dist.get_rank()
+
+
+def _forget_other_worlds() -> None:
+    """Groups die with the world they were made in; a new one starts with none."""
+    global _world
+    this_rank()
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _made.clear()
+        _known.clear()

@@ -1,0 +1,97 @@
+"""The rules of the house, as functions from source text to what breaks them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("mesh", "reshard", "kernels", "models")  # each may import those before it
+MAX_LINES = 400
+PRIVATE_DTENSOR_ATTRIBUTES = {"_local_tensor", "_spec"}
+
+
+def sources(package: str) -> list[Path]:
+    """The Python files of a package."""
+    return sorted((ROOT / "packages" / package / "src").rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file under a src folder; a package's __init__.py has the package's name."""
+    parts = path.with_suffix("").parts
+    below = parts[len(parts) - parts[::-1].index("src") :]
+    return ".".join(below[:-1] if below[-1] == "__init__" else below)
+
+
+def imported(source: str, module: str, *, is_package: bool = False) -> set[str]:
+    """Every module that the source of `module` imports, in functions too; `from a import b` gives a and a.b."""
+    found: set[str] = set()
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            found.add(origin)
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+    return found
+
+
+def is_within(module: str, package: str) -> bool:
+    """Whether `module` is `package` or inside of it."""
+    return module == package or module.startswith(package + ".")
+
+
+def forbidden_imports(package: str, imports: set[str], *, sharded: bool) -> set[str]:
+    """The imports that run against mesh <- reshard <- kernels <- models.
+
+    sharded: whether the file is a sharded.py: within kernels, only those know of layouts on processes.
+    """
+    allowed = PACKAGES[: PACKAGES.index(package) + 1]
+    later = [f"weft.{name}" for name in PACKAGES if name not in allowed]
+    if package == "kernels" and not sharded:
+        later += ["weft.reshard", "torch.distributed"]
+    return {module for module in imports if any(is_within(module, other) for other in later)}
+
+
+def redistributions(source: str) -> Iterator[int]:
+    """The lines that call DTensor's redistribute: weft.reshard is the only mover of data."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "redistribute":
+            yield node.lineno
+
+
+def private_dtensor_uses(source: str, imports: set[str]) -> set[str]:
+    """DTensor's private attributes and modules that the source uses."""
+    attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    modules = {module for module in imports if re.match(r"torch\.distributed\.(_tensor\b|tensor\._)", module)}
+    return attributes & PRIVATE_DTENSOR_ATTRIBUTES | modules
+
+
+def run_commands(text: str) -> list[list[str]]:
+    """The words after every `./run` that starts a command in a document, a script or a workflow."""
+    commands = re.findall(r"(?:^|`|run: |&& |\$ )\./run\b([^`\n;&|#>]*)", text, re.MULTILINE)
+    return [command.split() for command in commands]
+
+
+def unknown_sessions(text: str, sessions: set[str]) -> set[str]:
+    """Words that stand where a session's name must, and name none."""
+    return {words[0] for words in run_commands(text) if words and words[0] not in sessions | {"SESSION...", "NAME"}}
+
+
+def nox_sessions(noxfile: str) -> set[str]:
+    """The functions that noxfile.py decorates as sessions."""
+    return {
+        node.name
+        for node in ast.parse(noxfile).body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(d).startswith("nox.session") for d in node.decorator_list)
+    }
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """The contents of the fenced blocks."""
+    return re.findall(r"^```\w*\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)

@@ -1,0 +1,46 @@
+"""The commands that the documents name exist, and the README's are those that CI runs."""
+
+import pytest
+
+from tests.architecture.rules import ROOT, code_blocks, nox_sessions, run_commands, unknown_sessions
+
+SESSIONS = nox_sessions((ROOT / "noxfile.py").read_text())
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/test.yml"]
+
+
+def words_in_blocks(markdown: str) -> list[list[str]]:
+    return [words for block in code_blocks(markdown) for words in run_commands(block)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_names_a_session(document: str) -> None:
+    assert not unknown_sessions((ROOT / document).read_text(), SESSIONS)
+
+
+@pytest.mark.parametrize("session", ["train", "test"])
+def test_the_readme_shows_how_to(session: str) -> None:
+    assert [session] in words_in_blocks((ROOT / "README.md").read_text())
+
+
+def test_ci_runs_the_readmes_test_command_and_the_clean_installs() -> None:
+    commands = run_commands((ROOT / ".ci/run").read_text())
+    assert ["test"] in commands
+    assert any("wheels" in words for words in commands)
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    ran = {session for words in run_commands(workflow) for session in words if session in SESSIONS}
+    ci = {session for words in run_commands((ROOT / ".ci/run").read_text()) for session in words}
+    assert ran == ci
+
+
+def test_unknown_sessions_are_caught() -> None:
+    text = "Type `./run tset`, or\n```sh\n./run test\n./run train --data.path x.txt\n```\n"
+    assert unknown_sessions(text, {"test", "train"}) == {"tset"}
+    assert words_in_blocks(text) == [["test"], ["train", "--data.path", "x.txt"]]
+
+
+def test_sessions_are_those_of_the_noxfile() -> None:
+    source = "import nox\n@nox.session\ndef a(session): ...\n@nox.session(tags=[])\ndef b(session): ...\ndef c(): ...\n"
+    assert nox_sessions(source) == {"a", "b"}

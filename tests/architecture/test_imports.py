@@ -1,0 +1,99 @@
+"""Imports run one way, mesh <- reshard <- kernels <- models, and DTensor is used by its public names."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.rules import (
+    PACKAGES,
+    ROOT,
+    forbidden_imports,
+    imported,
+    is_within,
+    module_name,
+    private_dtensor_uses,
+    redistributions,
+    sources,
+)
+
+FILES = [
+    pytest.param(package, path, id=str(path.relative_to(ROOT / "packages" / package / "src" / "weft")))
+    for package in PACKAGES
+    for path in sources(package)
+]
+
+
+def imports_of(path: Path) -> set[str]:
+    return imported(path.read_text(), module_name(path), is_package=path.name == "__init__.py")
+
+
+@pytest.mark.parametrize(("package", "path"), FILES)
+def test_imports_run_one_way(package: str, path: Path) -> None:
+    assert not forbidden_imports(package, imports_of(path), sharded=path.name == "sharded.py")
+
+
+@pytest.mark.parametrize(("package", "path"), FILES)
+def test_dtensor_is_used_by_its_public_names(package: str, path: Path) -> None:
+    assert not private_dtensor_uses(path.read_text(), imports_of(path))
+    assert not list(redistributions(path.read_text())), "data is moved by weft.reshard, never by redistribute"
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in sources("mesh")])
+def test_mesh_imports_the_standard_library_alone(path: Path) -> None:
+    outside = {name for name in imports_of(path) if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert all(is_within(name, "weft.mesh") for name in outside)
+
+
+def test_importing_mesh_loads_no_torch() -> None:
+    code = "import sys, weft.mesh; print(*{name.partition('.')[0] for name in sys.modules})"
+    paths = f"import sys; sys.path.insert(0, {str(ROOT / 'packages/mesh/src')!r}); "
+    loaded = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=True).stdout
+    assert "weft" in loaded.split()
+    assert not {"torch", "numpy", "triton"} & set(loaded.split())
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "expected"),
+    [
+        pytest.param("import a.b", "weft.mesh.x", {"a.b"}, id="import"),
+        pytest.param("from a import b", "weft.mesh.x", {"a", "a.b"}, id="from"),
+        pytest.param("def f():\n    import a", "weft.mesh.x", {"a"}, id="in-a-function"),
+        pytest.param("from .y import z", "weft.mesh.x", {"weft.mesh.y", "weft.mesh.y.z"}, id="sibling"),
+        pytest.param("from .. import models", "weft.mesh.x", {"weft", "weft.models"}, id="up"),
+    ],
+)
+def test_imports_are_found(source: str, module: str, expected: set[str]) -> None:
+    assert imported(source, module) == expected
+
+
+def test_imports_of_a_package_count_from_itself() -> None:
+    assert imported("from .y import z", "weft.mesh", is_package=True) == {"weft.mesh.y", "weft.mesh.y.z"}
+
+
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [
+        ("mesh", "weft.reshard"),
+        ("reshard", "weft.kernels.matmul"),
+        ("kernels", "weft.models"),
+        ("kernels", "weft.reshard.plan"),
+        ("kernels", "torch.distributed"),
+    ],
+)
+def test_a_bad_import_is_caught(package: str, module: str) -> None:
+    assert forbidden_imports(package, {module}, sharded=False) == {module}
+
+
+def test_sharded_files_of_kernels_may_import_reshard() -> None:
+    assert not forbidden_imports("kernels", {"weft.reshard", "torch.distributed"}, sharded=True)
+    assert forbidden_imports("kernels", {"weft.models"}, sharded=True)
+
+
+def test_private_uses_are_caught() -> None:
+    assert private_dtensor_uses("x._local_tensor", set()) == {"_local_tensor"}
+    assert private_dtensor_uses("", {"torch.distributed.tensor._dtensor_spec"})
+    assert private_dtensor_uses("", {"torch.distributed._tensor.api"})
+    assert not private_dtensor_uses("x.to_local()", {"torch.distributed.tensor", "torch.distributed.tensor.DTensor"})
+    assert list(redistributions("y = 1\nx.redistribute(mesh, placements)")) == [2]

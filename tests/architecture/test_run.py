@@ -1,0 +1,87 @@
+"""The script `run`: how it splits its arguments, and what it says without Python. No nox, nothing installed."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.rules import ROOT
+
+ECHO = '#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n'
+TOO_OLD = "#!/bin/sh\nexit 1\n"
+PYTHON_NAMES = ("python3", "python3.11", "python3.12", "python3.13")
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with run, and a .venv that is ready, whose python prints its arguments."""
+    folder = tmp_path / "a checkout"
+    write_script(folder / ".venv/bin/python", ECHO)
+    for name in ("run", "noxfile.py", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copy(ROOT / "constraints.txt", folder / ".venv/constraints.txt")
+    return folder
+
+
+def run(checkout: Path, *arguments: str, python: str = ECHO) -> subprocess.CompletedProcess[str]:
+    for name in PYTHON_NAMES:
+        write_script(checkout / "bin" / name, python)
+    environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}
+    command = [str(checkout / "run"), *arguments]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sessions", "passed_on"),
+    [
+        pytest.param(["train"], ["train"], [], id="alone"),
+        pytest.param(["train", "--data.path", "a b.txt"], ["train"], ["--data.path", "a b.txt"], id="dashes"),
+        pytest.param(["train", "--", "--steps", "3"], ["train"], ["--steps", "3"], id="explicit"),
+        pytest.param(["lint", "types"], ["lint", "types"], [], id="two-sessions"),
+        pytest.param(["test", "tests/mesh", "-x"], ["test"], ["tests/mesh", "-x"], id="path"),
+        pytest.param(["test", "-k", "train"], ["test"], ["-k", "train"], id="a-session-name-as-argument"),
+    ],
+)
+def test_leading_session_names_are_run_and_the_rest_is_passed_on(
+    checkout: Path, arguments: list[str], sessions: list[str], passed_on: list[str]
+) -> None:
+    done = run(checkout, *arguments)
+    nox = ["-m", "nox", "-f", str(checkout / "noxfile.py"), "-s", *sessions, "--", *passed_on]
+    assert done.stdout.splitlines() == nox
+    assert done.returncode == 0
+
+
+def test_without_arguments_the_sessions_are_listed(checkout: Path) -> None:
+    done = run(checkout)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "--list"
+
+
+def test_an_unknown_session_is_named(checkout: Path) -> None:
+    done = run(checkout, "tset")
+    assert done.returncode == 2
+    assert "run: tset is not a session" in done.stderr
+
+
+def test_a_machine_without_python_is_told_what_to_install(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".venv")
+    done = run(checkout, "test", python=TOO_OLD)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "apt install python3 python3-venv" in line
+
+
+@pytest.mark.parametrize("missing", ["constraints.txt", "bin/python"])
+def test_a_half_made_venv_is_made_anew(checkout: Path, missing: str) -> None:
+    (checkout / ".venv" / missing).unlink()
+    done = run(checkout, "test")  # the python on PATH makes nothing here: what counts is that it was asked to
+    assert "Making .venv with nox" in done.stdout
+    assert ["-m", "venv", "--clear", str(checkout / ".venv")] == done.stdout.splitlines()[1:5]

@@ -1,0 +1,75 @@
+"""The paths that a kernel test runs on: plain torch, the kernels interpreted on the CPU, the kernels on a GPU.
+
+Triton decides when a kernel is decorated whether it is interpreted, so the kernels are imported here, once, under
+TRITON_INTERPRET; the `interpreted` fixture then sets it for a test at a time, and all others take the torch path.
+Where there is a GPU the kernels are compiled for it, and the interpreted path is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+KERNELS = ("weft.kernels.cross_entropy.launch",)
+HAS_GPU = torch.cuda.is_available()
+HERE = Path(__file__).parent
+
+
+def _import_interpreted() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in KERNELS:
+        importlib.import_module(name)
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    truncate = InterpreterBuilder.create_fp_trunc
+
+    def round_to_nearest_even(self: Any, source: Any, to: Any) -> Any:
+        """As GPUs and torch cast float32 to bfloat16; the interpreter would cut the low bits off."""
+        if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
+            return truncate(self, source, to)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
+        return TensorHandle(rounded.numpy().view(np.uint16), to.scalar)
+
+    InterpreterBuilder.create_fp_trunc = round_to_nearest_even
+
+
+if not HAS_GPU:
+    _import_interpreted()
+os.environ.pop("TRITON_INTERPRET", None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the interpreted path out where there is a GPU."""
+    left_out = {item for item in items if HAS_GPU and HERE in item.path.parents and _is_interpreted(item)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return "interpreted" in getattr(item, "fixturenames", ()) or parameters.get("device") == "interpreted"
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops on CPU tensors interpret their Triton kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test puts its tensors; with it the path of the op is chosen."""
+    if request.param == "cuda":
+        if not HAS_GPU:
+            pytest.fail("asked for a GPU, but torch sees none")
+        return "cuda"
+    if request.param == "interpreted":
+        request.getfixturevalue("interpreted")
+    return "cpu"

@@ -1,0 +1,291 @@
+"""The local computation of each op, against torch's own functions in float64."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from weft.kernels.attention import reference as attention
+from weft.kernels.elementwise import reference as elementwise
+from weft.kernels.embedding import reference as embedding
+from weft.kernels.matmul import reference as matmul
+from weft.kernels.norm import reference as norm
+from weft.kernels.op import Op
+from weft.kernels.rope import reference as rope
+from weft.kernels.sharded import apply
+from weft.kernels.swiglu import reference as swiglu
+
+
+def op(room):
+    return Op(room.__name__.split(".")[-2], room.forward, room.backward, rule=None)
+
+
+def normal(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(hash((shape, seed)) % 2**31)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rms_norm(x, weight, eps=1e-5):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rotate(x, cos, sin):
+    """Hugging Face's form, with tables repeated over both halves and a rotated copy."""
+    D = 2 * cos.shape[-1]
+    heads = x.unflatten(-1, (-1 if x.numel() else 1, D)).transpose(-3, -2)  # [..., heads, T, D]
+    half = torch.cat((-heads[..., D // 2 :], heads[..., : D // 2]), -1)
+    turned = heads * torch.cat((cos, cos), -1).to(x.dtype) + half * torch.cat((sin, sin), -1).to(x.dtype)
+    return turned.transpose(-3, -2).flatten(-2)
+
+
+def attend(query, key, value, head_dim, causal=True, scale=None):
+    """Attention written out, with its scores."""
+    q, k, v = (x.unflatten(-1, (x.shape[-1] // head_dim, head_dim)).transpose(-3, -2) for x in (query, key, value))
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    scores = q @ k.mT * (head_dim**-0.5 if scale is None else scale)  # [..., heads, T, S]
+    T, S = scores.shape[-2:]
+    if causal:
+        scores = scores.masked_fill(~torch.ones(T, S, dtype=torch.bool).tril(S - T), -float("inf"))
+    return (scores.softmax(-1) @ v).transpose(-3, -2).flatten(-2)
+
+
+def angles(T, half):
+    angle = torch.outer(torch.arange(T).float(), 10000 ** (-torch.arange(half).float() / half))
+    return angle.cos(), angle.sin()
+
+
+# id, room, tensors, options, oracle
+CASES = [
+    ("linear", matmul, [normal(2, 5, 3), normal(7, 3), normal(7)], {}, F.linear),
+    ("linear-no-bias", matmul, [normal(6, 3), normal(4, 3), None], {}, F.linear),
+    ("linear-vector", matmul, [normal(3), normal(4, 3), normal(4)], {}, F.linear),
+    ("linear-no-rows", matmul, [normal(0, 5, 3), normal(4, 3), normal(4)], {}, F.linear),
+    ("linear-no-columns", matmul, [normal(2, 3), normal(0, 3), normal(0)], {}, F.linear),
+    ("linear-nothing-to-sum", matmul, [normal(2, 0), normal(4, 0), normal(4)], {}, F.linear),
+    ("rms_norm", norm, [normal(2, 5, 7), normal(7)], {"eps": 1e-5}, rms_norm),
+    ("rms_norm-vector", norm, [normal(7), normal(7)], {"eps": 1e-5}, rms_norm),
+    ("rms_norm-size-one", norm, [normal(1, 1), normal(1)], {"eps": 1e-5}, rms_norm),
+    ("rms_norm-no-rows", norm, [normal(3, 0, 7), normal(7)], {"eps": 1e-5}, rms_norm),
+    ("rope", rope, [normal(2, 5, 3 * 6), *angles(5, 3)], {}, rotate),
+    ("rope-no-batch", rope, [normal(5, 2), *angles(5, 1)], {}, rotate),
+    ("rope-no-tokens", rope, [normal(2, 0, 6), *angles(0, 3)], {}, rotate),
+    ("swiglu", swiglu, [normal(3, 5, 7), normal(3, 5, 7, seed=1)], {}, lambda gate, up: F.silu(gate) * up),
+    ("swiglu-empty", swiglu, [normal(3, 0), normal(3, 0)], {}, lambda gate, up: F.silu(gate) * up),
+    ("add", elementwise, [normal(3, 5, 7), normal(3, 5, 7, seed=1)], {}, torch.add),
+    ("add-empty", elementwise, [normal(0, 7), normal(0, 7)], {}, torch.add),
+]
+
+
+def attention_case(B, T, S, heads, kv_heads, D, **options):
+    tensors = [normal(*B, T, heads * D), normal(*B, S, kv_heads * D, seed=1), normal(*B, S, kv_heads * D, seed=2)]
+    options = {"head_dim": D, **options}
+    return attention, tensors, options, lambda *t: attend(*t, **options)
+
+
+CASES += [
+    ("attention", *attention_case([2], 7, 7, 4, 4, 6)),
+    ("attention-grouped", *attention_case([2], 7, 7, 6, 2, 5)),
+    ("attention-one-kv-head", *attention_case([], 5, 5, 3, 1, 4)),
+    ("attention-two-batch-dims", *attention_case([2, 3], 4, 4, 2, 1, 4)),
+    ("attention-one-token", *attention_case([2], 1, 1, 2, 1, 4)),
+    ("attention-cached-one-query", *attention_case([2], 1, 9, 4, 2, 4)),
+    ("attention-cached", *attention_case([2], 3, 9, 4, 2, 4)),
+    ("attention-not-causal", *attention_case([2], 6, 4, 4, 2, 4, causal=False)),
+    ("attention-scaled", *attention_case([1], 5, 5, 2, 2, 4, scale=0.7)),
+    ("attention-no-batch", *attention_case([0], 5, 5, 4, 2, 4)),
+    ("attention-no-tokens", *attention_case([2], 0, 0, 4, 2, 4)),
+]
+
+
+def each_case():
+    return pytest.mark.parametrize(
+        ("room", "tensors", "options", "oracle"), [pytest.param(*case, id=name) for name, *case in CASES]
+    )
+
+
+def with_gradients(function, tensors, grad=None):
+    """The output, and the gradient of each float64 tensor (None for others) for the upstream gradient `grad`."""
+    leaves = [t.detach().clone().requires_grad_(t.dtype == torch.float64) if t is not None else None for t in tensors]
+    output = function(*leaves)
+    grad = normal(*output.shape, seed=9) if grad is None else grad
+    output.backward(grad)
+    return output.detach(), [leaf.grad if leaf is not None else None for leaf in leaves]
+
+
+@each_case()
+def test_output_and_gradients_are_those_of_the_oracle(room, tensors, options, oracle):
+    output, gradients = with_gradients(lambda *t: apply(op(room), *t, **options), tensors)
+    expected, expected_gradients = with_gradients(oracle, tensors)
+    torch.testing.assert_close(output, expected, atol=1e-6 if room is rope else 1e-12, rtol=1e-12)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-6 if room is rope else 1e-12, rtol=1e-12)
+
+
+@each_case()
+def test_gradients_are_those_of_finite_differences(room, tensors, options, oracle):
+    leaves = [t.clone().requires_grad_(t.dtype == torch.float64) if t is not None else None for t in tensors]
+    assert torch.autograd.gradcheck(lambda *t: apply(op(room), *t, **options), leaves)
+
+
+@each_case()
+def test_backward_computes_what_is_needed_alone(room, tensors, options, oracle):
+    output, saved = room.forward(*tensors, **options)
+    grad = normal(*output.shape, seed=9)
+    whole = room.backward(saved, grad, [t is not None for t in tensors], **options)
+    for i, gradient in enumerate(whole):
+        if tensors[i] is None:
+            continue
+        one = room.backward(saved, grad, [j == i for j in range(len(tensors))], **options)
+        assert [j for j, g in enumerate(one) if g is not None] == ([i] if gradient is not None else [])
+        if gradient is not None:
+            assert torch.equal(one[i], gradient)
+            assert gradient.shape == tensors[i].shape and gradient.dtype == tensors[i].dtype
+    assert room.backward(saved, grad, [False] * len(tensors), **options) == (None,) * len(tensors)
+
+
+@each_case()
+def test_backward_is_linear_in_the_gradient_and_takes_any_strides(room, tensors, options, oracle):
+    output, saved = room.forward(*tensors, **options)
+    first, second = normal(*output.shape, seed=1), normal(*output.shape, seed=2)
+    needed = [t is not None for t in tensors]
+    total = room.backward(saved, first + second, needed, **options)
+    parts = [room.backward(saved, grad, needed, **options) for grad in (first, second)]
+    for whole, one, other in zip(total, *parts, strict=True):
+        if whole is not None:
+            torch.testing.assert_close(whole, one + other, atol=1e-12, rtol=1e-12)
+    expanded = torch.ones((), dtype=output.dtype).expand(output.shape)  # what sum() sends back: all strides are 0
+    for one, other in zip(
+        room.backward(saved, expanded, needed, **options),
+        room.backward(saved, expanded.contiguous(), needed, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+LOW = [case for case in CASES if case[0] in ("linear", "rms_norm", "rope", "swiglu", "add", "attention-grouped")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("room", "tensors", "options", "oracle"), [pytest.param(*case, id=name) for name, *case in LOW]
+)
+def test_low_precision_errs_no_more_than_eager_torch(room, tensors, options, oracle, dtype):
+    low = [t.to(dtype) if t.dtype == torch.float64 else t for t in tensors]
+
+    def run(function, tensors):
+        leaves = [t.clone().requires_grad_(i < 1 or room is not rope) for i, t in enumerate(tensors)]
+        output = function(*leaves)
+        assert output.dtype == tensors[0].dtype
+        output.backward(normal(*output.shape, seed=9).to(dtype).to(output.dtype))
+        return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    truth = run(oracle, [t.double() for t in low])
+    eager = run(oracle, low)
+    ours = run(lambda *t: apply(op(room), *t, **options), low)
+    for true, other, got in zip(truth, eager, ours, strict=True):
+        assert got.dtype == dtype
+        allowed = 2 * (other.double() - true).abs().max() + 4 * torch.finfo(dtype).eps * true.abs().max()
+        assert (got.double() - true).abs().max() <= allowed
+
+
+def test_rms_norm_in_low_precision_is_hugging_faces_to_the_bit():
+    x, weight = normal(64, 33, dtype=torch.bfloat16), normal(33, dtype=torch.bfloat16)
+    assert torch.equal(norm.forward(x, weight, eps=1e-5)[0], rms_norm(x, weight))
+
+
+def test_linear_bias_left_out_still_has_its_gradient():
+    input, weight, bias = normal(2, 5, 3), normal(7, 3), normal(7)
+    output, (dinput, dweight, dbias) = with_gradients(
+        lambda *t: apply(op(matmul), *t, add_bias=False), [input, weight, bias]
+    )
+    expected, wanted = with_gradients(F.linear, [input, weight, bias])
+    torch.testing.assert_close(output + bias, expected)
+    torch.testing.assert_close([dinput, dweight, dbias], wanted)
+
+
+def test_ops_keep_no_more_than_their_inputs_and_a_number_a_row():
+    for room, tensors, options in [
+        (matmul, [normal(5, 3), normal(4, 3), normal(4)], {}),
+        (norm, [normal(5, 3), normal(3)], {"eps": 1e-5}),
+        (swiglu, [normal(5, 3), normal(5, 3)], {}),
+        (elementwise, [normal(5, 3), normal(5, 3)], {}),
+        (attention, [normal(2, 5, 8), normal(2, 5, 4), normal(2, 5, 4)], {"head_dim": 4}),
+    ]:
+        _, saved = room.forward(*tensors, **options)
+        fresh = [s for s in saved if all(s.data_ptr() != t.data_ptr() for t in tensors)]
+        assert sum(s.numel() for s in fresh) <= tensors[0].shape[0]
+
+
+# embedding: its first tensor has no gradient and its result follows from a rank's rows
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 5), (3, 0)], ids=str)
+def test_embedding(shape):
+    weight = normal(11, 4)
+    tokens = torch.randint(0, 11, shape, generator=torch.Generator().manual_seed(0))
+    output, (_, dweight) = with_gradients(lambda *t: apply(op(embedding), *t), [tokens, weight])
+    expected, (_, wanted) = with_gradients(F.embedding, [tokens, weight])
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(dweight, wanted)
+    leaf = weight.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: apply(op(embedding), tokens, w), (leaf,))
+
+
+@pytest.mark.parametrize(
+    "cuts", [[0, 4, 8, 11], [0, 11, 11], [0, 0, 5, 11]], ids=["uneven", "empty-last", "empty-first"]
+)
+def test_embedding_of_a_ranks_rows_sums_to_the_whole(cuts):
+    weight, tokens = normal(11, 4), torch.tensor([[0, 3, 4, 10], [10, 10, 7, 8]])
+    grad = normal(2, 4, 4)
+    whole, (_, wanted) = with_gradients(F.embedding, [tokens, weight], grad)
+    outputs, gradients = [], []
+    for start, stop in itertools.pairwise(cuts):
+        options = {"vocab_start": start, "vocab_size": 11}
+        part, (_, gradient) = with_gradients(
+            lambda *t, options=options: apply(op(embedding), *t, **options), [tokens, weight[start:stop]], grad
+        )
+        assert gradient.shape == (stop - start, 4)
+        outputs.append(part)
+        gradients.append(gradient)
+    assert torch.equal(sum(outputs), whole)
+    torch.testing.assert_close(torch.cat(gradients), wanted)
+
+
+def test_embedding_gradient_sums_in_float32():
+    weight, tokens = normal(3, 2, dtype=torch.bfloat16).requires_grad_(), torch.ones(1000, dtype=torch.long)
+    apply(op(embedding), tokens, weight).sum().backward()
+    assert weight.grad.tolist() == [[0, 0], [1000, 1000], [0, 0]]  # a bfloat16 sum of ones stops at 256
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        pytest.param([[1, 2], [11, 0]], r"tokens\[1, 0\] is 11, outside the table of 11 rows", id="too-large"),
+        pytest.param([[1, -1]], r"tokens\[0, 1\] is -1", id="negative"),
+    ],
+)
+def test_embedding_names_the_token_outside_the_table(tokens, message):
+    for weight, options in [(normal(11, 4), {}), (normal(4, 4), {"vocab_start": 4, "vocab_size": 11})]:
+        with pytest.raises(ValueError, match=message):
+            apply(op(embedding), torch.tensor(tokens), weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("room", "shapes", "options", "message"),
+    [
+        pytest.param(attention, [(2, 8), (2, 8), (3, 8)], {"head_dim": 4}, "shapes do not fit", id="key-value"),
+        pytest.param(attention, [(2, 2, 8), (2, 8), (2, 8)], {"head_dim": 4}, "shapes do not fit", id="leading"),
+        pytest.param(attention, [(2, 8), (2, 6), (2, 6)], {"head_dim": 4}, "widths do not fit", id="head-dim"),
+        pytest.param(attention, [(2, 12), (2, 8), (2, 8)], {"head_dim": 4}, "widths do not fit", id="groups"),
+        pytest.param(attention, [(3, 8), (2, 8), (2, 8)], {"head_dim": 4}, "at least as many keys", id="too-few-keys"),
+        pytest.param(rope, [(5, 9), (5, 3), (5, 3)], {}, r"heads \* 6", id="rope-width"),
+        pytest.param(rope, [(4, 6), (5, 3), (5, 3)], {}, r"\[\.\.\., 5,", id="rope-length"),
+        pytest.param(elementwise, [(4, 6), (6,)], {}, "one shape", id="add"),
+    ],
+)
+def test_shapes_that_do_not_fit(room, shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        apply(op(room), *(normal(*shape) for shape in shapes), **options)

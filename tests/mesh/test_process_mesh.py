@@ -1,0 +1,244 @@
+"""Meshes: their coordinates, the meshes made from them, identity by content, and what bad input says."""
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from weft.mesh import ProcessMesh
+
+MESHES = [
+    pytest.param(ProcessMesh([5], ["dp"]), id="one-rank"),
+    pytest.param(ProcessMesh.grid(dp=4), id="one-axis"),
+    pytest.param(ProcessMesh([7, 0, 3], ["tp"]), id="any-ranks"),
+    pytest.param(ProcessMesh.grid(dp=2, tp=3), id="two-axes"),
+    pytest.param(ProcessMesh.grid(pp=2, dp=1, tp=3, first_rank=4), id="three-axes-one-trivial"),
+]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> ProcessMesh:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    size = torch.Size(sizes).numel()
+    ranks = draw(st.permutations(range(size + 2)))[:size]
+    return ProcessMesh(torch.tensor(ranks).reshape(sizes), ["pp", "dp", "cp", "tp"][: len(sizes)])
+
+
+def test_nested_ranks_and_a_grid_are_row_major():
+    mesh = ProcessMesh([[0, 1, 2], [3, 4, 5]], ["dp", "tp"])
+    assert mesh == ProcessMesh.grid(dp=2, tp=3)
+    assert (mesh.shape, mesh.axis_names, mesh.ranks) == ((2, 3), ("dp", "tp"), (0, 1, 2, 3, 4, 5))
+    assert (mesh.ndim, mesh.size, mesh.axis_size("tp")) == (2, 6, 3)
+    assert ProcessMesh.grid(dp=2, tp=3, first_rank=6).ranks == (6, 7, 8, 9, 10, 11)
+
+
+def test_ranks_come_from_a_tensor_or_a_tuple():
+    assert ProcessMesh(torch.arange(4).reshape(2, 2), ("dp", "tp")) == ProcessMesh.grid(dp=2, tp=2)
+    assert ProcessMesh(((0, 1), (2, 3)), ("dp", "tp")) == ProcessMesh.grid(dp=2, tp=2)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_coordinate_and_rank_at_are_inverse(mesh):
+    assert [mesh.rank_at(**mesh.coordinate(rank)) for rank in mesh.ranks] == list(mesh.ranks)
+    coordinates = [tuple(mesh.coordinate(rank).values()) for rank in mesh.ranks]
+    assert coordinates == list(itertools.product(*map(range, mesh.shape)))
+    assert mesh.coordinate(99) is None
+    assert 99 not in mesh
+    assert all(rank in mesh for rank in mesh.ranks)
+
+
+def test_select_drops_an_axis_by_int_and_keeps_it_by_slice():
+    mesh = ProcessMesh.grid(pp=2, dp=2, tp=2)
+    assert mesh.select(pp=1) == ProcessMesh([[4, 5], [6, 7]], ["dp", "tp"])
+    assert mesh.select(pp=slice(1, 2)) == ProcessMesh([[[4, 5], [6, 7]]], ["pp", "dp", "tp"])
+    assert mesh.select(dp=0, tp=1) == ProcessMesh([1, 5], ["pp"])
+    assert mesh.select() == mesh
+
+
+@given(meshes(), st.data())
+def test_meshes_made_from_a_mesh_follow_numpy(mesh, data):
+    """The oracle is torch's indexing of the grid of ranks."""
+    grid = torch.tensor(mesh.ranks).reshape(mesh.shape)
+    order = data.draw(st.permutations(range(mesh.ndim)))
+    permuted = mesh.permute(*(mesh.axis_names[axis] for axis in order))
+    assert permuted.ranks == tuple(grid.permute(*order).flatten().tolist())
+    assert permuted.permute(*mesh.axis_names) == mesh
+
+    axis = data.draw(st.integers(0, mesh.ndim - 1))
+    name = mesh.axis_names[axis]
+    index = data.draw(st.integers(0, mesh.shape[axis] - 1))
+    assert mesh.select(**{name: slice(index, None)}).ranks == tuple(
+        grid.narrow(axis, index, mesh.shape[axis] - index).flatten().tolist()
+    )
+    if mesh.ndim > 1:
+        assert mesh.select(**{name: index}).ranks == tuple(grid.select(axis, index).flatten().tolist())
+
+    kept = data.draw(st.lists(st.sampled_from(mesh.axis_names), min_size=1, unique=True))
+    groups = mesh.groups(*kept)
+    assert sorted(rank for group in groups for rank in group.ranks) == sorted(mesh.ranks)
+    for group in groups:
+        assert group.axis_names == tuple(kept)
+        assert all(mesh.submesh(rank, *kept) == group for rank in group.ranks)
+
+
+def test_groups_are_in_row_major_order():
+    mesh = ProcessMesh.grid(dp=2, tp=3)
+    assert [group.ranks for group in mesh.groups("tp")] == [(0, 1, 2), (3, 4, 5)]
+    assert [group.ranks for group in mesh.groups("dp")] == [(0, 3), (1, 4), (2, 5)]
+    assert [group.ranks for group in mesh.groups("tp", "dp")] == [(0, 3, 1, 4, 2, 5)]
+
+
+def test_flatten_and_unflatten_are_inverse():
+    mesh = ProcessMesh.grid(pp=2, dp=2, cp=3)
+    flat = mesh.flatten(("dp", "cp"), into="batch")
+    assert flat == ProcessMesh.grid(pp=2, batch=6)
+    assert flat.unflatten("batch", dp=2, cp=3) == mesh
+    assert mesh.flatten(["dp"], into="data") == mesh.rename(dp="data")
+
+
+def test_rename_swaps_names_in_one_call():
+    assert ProcessMesh.grid(dp=2, tp=3).rename(dp="tp", tp="dp") == ProcessMesh.grid(tp=2, dp=3)
+
+
+class TestPaddle62125:
+    """get_mesh_with_dim: a sub-mesh along any axis in one call; a mesh is its content, whatever was made before it."""
+
+    def test_index_takes_that_slice(self):
+        mesh = ProcessMesh.grid(dp=2, pp=2, tp=2)
+        assert mesh.get_mesh_with_dim("pp", 1) == ProcessMesh([[2, 3], [6, 7]], ["dp", "tp"])
+
+    def test_without_index_the_axis_comes_first(self):
+        mesh = ProcessMesh.grid(dp=2, pp=3, tp=2)
+        assert mesh.get_mesh_with_dim("pp") == mesh.permute("pp", "dp", "tp")
+        assert mesh.get_mesh_with_dim("dp") == mesh
+
+    @pytest.mark.parametrize("index", [None, 0, 1])
+    def test_no_mesh_is_created_in_between(self, monkeypatch, index):
+        mesh = ProcessMesh.grid(dp=2, pp=2, tp=2)
+        made = []
+        initialize = ProcessMesh._set
+        monkeypatch.setattr(
+            ProcessMesh, "_set", lambda self, *content: (made.append(content), initialize(self, *content))
+        )
+        result = mesh.get_mesh_with_dim("pp", index)
+        assert made == [(result.shape, result.axis_names, result.ranks)]
+
+    def test_identity_is_content(self):
+        first = ProcessMesh.grid(dp=2, tp=2)
+        for size in range(1, 20):
+            ProcessMesh.grid(dp=size)
+        again = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+        assert first == again
+        assert hash(first) == hash(again)
+        assert first.digest == again.digest
+        assert first == first.permute("tp", "dp").permute("dp", "tp") == pickle.loads(pickle.dumps(first))
+
+    def test_other_content_is_another_mesh(self):
+        mesh = ProcessMesh.grid(dp=2, tp=2)
+        others = [
+            mesh.permute("tp", "dp"),
+            mesh.rename(dp="pp"),
+            ProcessMesh.grid(dp=4),
+            ProcessMesh.grid(dp=2, tp=2, first_rank=1),
+        ]
+        assert len({mesh, *others}) == 5
+        assert len({other.digest for other in (mesh, *others)}) == 5
+        assert mesh != "ProcessMesh.grid(dp=2, tp=2)"
+
+    @pytest.mark.parametrize("seed", ["0", "1"])
+    def test_the_digest_is_the_same_in_every_process(self, seed):
+        made = "from weft.mesh import ProcessMesh; ProcessMesh.grid(x=7); print(ProcessMesh.grid(dp=2, tp=4).digest)"
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run([sys.executable, "-c", made], env=environment, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == ProcessMesh.grid(dp=2, tp=4).digest == "aaa94808e7851e98c4d62d3114b76b8c"
+
+
+def test_a_mesh_is_immutable():
+    mesh = ProcessMesh.grid(dp=2)
+    with pytest.raises(AttributeError, match="immutable"):
+        mesh.ranks = (1, 0)
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_repr_of_consecutive_ranks_evaluates_to_the_mesh(mesh):
+    assert eval(repr(mesh)) == mesh
+
+
+def test_a_mesh_of_100_000_ranks_is_quick():
+    mesh = ProcessMesh.grid(pp=10, dp=100, cp=10, tp=10)
+    assert mesh.coordinate(99_999) == {"pp": 9, "dp": 99, "cp": 9, "tp": 9}
+    assert mesh.submesh(12_345, "tp").ranks == tuple(range(12_340, 12_350))
+    assert mesh.submesh(12_345, "dp").size == 100
+
+
+@pytest.mark.parametrize(
+    "ranks, names, message",
+    [
+        pytest.param([0, 1, 0], ["dp"], "rank 0 stands twice", id="duplicate"),
+        pytest.param([0, -1], ["dp"], "rank -1 is not an int >= 0", id="negative"),
+        pytest.param([0, 1.0], ["dp"], "rank 1.0 is not an int >= 0", id="float"),
+        pytest.param([0, True], ["dp"], "rank True is not an int >= 0", id="bool"),
+        pytest.param([0, "1"], ["dp"], "rank '1' is not an int >= 0", id="text"),
+        pytest.param(
+            [[0, 1], [2]], ["dp", "tp"], r"ragged: part 0 has shape \(2,\), part 1 has shape \(1,\)", id="ragged"
+        ),
+        pytest.param([[0, 1], 2], ["dp", "tp"], r"ragged: part 0 has shape \(2,\), part 1 has shape \(\)", id="levels"),
+        pytest.param([], ["dp"], "hold no rank", id="empty"),
+        pytest.param([[], []], ["dp", "tp"], "hold no rank", id="empty-parts"),
+        pytest.param(0, [], "hold no rank", id="no-axis"),
+        pytest.param([0, 1], ["dp", "tp"], "2 axis names .* give one per level", id="too-many-names"),
+        pytest.param([[0], [1]], ["dp"], "1 axis names .* give one per level", id="too-few-names"),
+        pytest.param([[0], [1]], ["dp", "dp"], "repeat a name", id="repeated-name"),
+        pytest.param([0], ["d p"], "'d p' is not an identifier", id="not-an-identifier"),
+        pytest.param([0], [0], "0 is not an identifier", id="not-text"),
+    ],
+)
+def test_a_bad_mesh_says_what_is_wrong(ranks, names, message):
+    with pytest.raises(ValueError, match=message):
+        ProcessMesh(ranks, names)
+
+
+GRID = ProcessMesh.grid(dp=2, tp=3)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        pytest.param(lambda: ProcessMesh.grid(dp=0), "axis 'dp' has size 0", id="grid-size-zero"),
+        pytest.param(lambda: ProcessMesh.grid(dp=2.0), "axis 'dp' has size 2.0", id="grid-size-float"),
+        pytest.param(lambda: ProcessMesh.grid(), "at least one axis", id="grid-of-nothing"),
+        pytest.param(lambda: ProcessMesh.grid(dp=2, first_rank=-1), "rank -1 is not", id="grid-first-rank"),
+        pytest.param(lambda: GRID.axis_size("pp"), "no axis 'pp'; its axes are dp, tp", id="axis-size"),
+        pytest.param(lambda: GRID.rank_at(dp=0), "one index for each of dp, tp", id="rank-at-too-few"),
+        pytest.param(lambda: GRID.rank_at(dp=0, tp=0, pp=0), "one index for each of dp, tp", id="rank-at-unknown"),
+        pytest.param(
+            lambda: GRID.rank_at(dp=0, tp=3), "index 3 is outside axis 'tp' of size 3; use 0 to 2", id="rank-at"
+        ),
+        pytest.param(lambda: GRID.rank_at(dp=-1, tp=0), "index -1 is outside axis 'dp'", id="rank-at-negative"),
+        pytest.param(lambda: GRID.select(tp=3), "index 3 is outside axis 'tp'", id="select"),
+        pytest.param(lambda: GRID.select(pp=0), "no axis 'pp'", id="select-unknown"),
+        pytest.param(lambda: GRID.select(dp=0, tp=0), "drops every axis; use rank_at", id="select-everything"),
+        pytest.param(lambda: GRID.select(dp=slice(2, 2)), "hold no rank", id="select-nothing"),
+        pytest.param(lambda: GRID.get_mesh_with_dim("pp"), "no axis 'pp'", id="with-dim-unknown"),
+        pytest.param(lambda: GRID.get_mesh_with_dim("dp", 2), "index 2 is outside axis 'dp'", id="with-dim-index"),
+        pytest.param(lambda: GRID.submesh(6, "tp"), "rank 6 is not in ProcessMesh", id="submesh-outside"),
+        pytest.param(lambda: GRID.submesh(0, "pp"), "no axis 'pp'", id="submesh-unknown"),
+        pytest.param(lambda: GRID.groups("pp"), "no axis 'pp'", id="groups-unknown"),
+        pytest.param(lambda: GRID.permute("tp"), "must name each of dp, tp once", id="permute-too-few"),
+        pytest.param(lambda: GRID.permute("tp", "tp"), "must name each of dp, tp once", id="permute-twice"),
+        pytest.param(lambda: GRID.rename(pp="x"), "no axis 'pp'", id="rename-unknown"),
+        pytest.param(lambda: GRID.rename(dp="tp"), "repeat a name", id="rename-collides"),
+        pytest.param(lambda: GRID.flatten(("tp", "dp"), into="x"), "not neighbours", id="flatten-backwards"),
+        pytest.param(lambda: GRID.flatten((), into="x"), "not neighbours", id="flatten-nothing"),
+        pytest.param(lambda: GRID.unflatten("tp", a=2, b=2), "size 3 cannot be unflattened", id="unflatten-product"),
+        pytest.param(lambda: GRID.unflatten("tp", a=-1, b=-3), "size 3 cannot be unflattened", id="unflatten-negative"),
+    ],
+)
+def test_a_bad_call_says_what_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,253 @@
+"""Worker processes for distributed tests: they import torch once and are reused from test to test.
+
+    def gathered(x): ...  # a function of a test module; runs on every rank, with torch.distributed initialized
+    results = pool.run(gathered, x, ranks=4)  # by rank
+
+The workers are forked from a server that has torch loaded already. Each call has a process group of its own (gloo).
+When a rank fails, dies or hangs, the workers of that call are killed and the next call gets new ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MAX_RANKS = 8
+GRACE_SECONDS = 3.0  # how long the other ranks may take to answer once one has failed
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DIST_INIT_BARRIER": "1",  # else a rank with nothing to do leaves while others still connect, and they fail
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank failed. seconds: since the call began."""
+
+    rank: int
+    seconds: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, after {self.seconds:.1f} s: {self.what}"
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks of a call failed; `failures` has the cause first: ranks that died, then by time."""
+
+    def __init__(self, function: str, ranks: int, failures: list[Failure]) -> None:
+        self.failures = tuple(failures)
+        super().__init__(f"{len(failures)} of {ranks} ranks failed in {function}\n\n" + "\n".join(map(str, failures)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    rank: int
+    ranks: int
+    store: str  # file where the ranks of this call meet
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: ForkServerProcess
+    connection: Connection
+    stacks: Path  # where the worker writes its stacks on SIGUSR1
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class Pool:
+    """Gloo worker processes, started when first needed. Close it, or use it as a context."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
+        self._calls = 0
+        self._started = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed.tensor.debug", "pytest", __name__])
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int = 4, timeout: float = 60.0) -> list[Any]:
+        """Calls `function(*arguments)` on `ranks` processes and returns their results by rank.
+
+        function: of a module's top level; arguments and results are pickled, tensors are copied.
+        timeout: in seconds. Communication: a new gloo world of size `ranks`, gone when the call ends.
+        Raises RanksFailed when a rank raises, dies or does not answer in time; ValueError for a bad number of ranks.
+        """
+        if not 1 <= ranks <= MAX_RANKS:
+            raise ValueError(f"a pool runs 1 to {MAX_RANKS} ranks, not {ranks}")
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        calls = [_Call(function, arguments, rank, ranks, store, timeout) for rank in range(ranks)]
+        messages = [pickle.dumps(call) for call in calls]
+        self._discard([worker for worker in self._workers if not worker.process.is_alive()])
+        while len(self._workers) < ranks:
+            self._workers.append(self._start())
+        workers = self._workers[:ranks]
+        try:
+            for worker, message in zip(workers, messages, strict=True):
+                worker.connection.send_bytes(message)
+            results, failures = _collect(workers, timeout)
+        except BaseException:  # Ctrl-C, or the test's own time limit
+            self._discard(workers)
+            raise
+        if failures:
+            self._discard(workers)
+            raise RanksFailed(f"{function.__module__}.{function.__qualname__}", ranks, failures)
+        return [results[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        """Ends all workers. The pool can be used again afterwards."""
+        self._discard(list(self._workers))
+
+    def _start(self) -> _Worker:
+        self._started += 1
+        stacks = Path(self._folder.name) / f"stacks-{self._started}"
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        with _worker_environment():
+            process.start()
+        theirs.close()
+        return _Worker(process, mine, stacks)
+
+    def _discard(self, workers: list[_Worker]) -> None:
+        for worker in workers:
+            worker.kill()
+            self._workers.remove(worker)
+
+
+def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], list[Failure]]:
+    """Waits for every worker: the results by rank, and the failures, the cause first."""
+    start = time.monotonic()
+    end = start + timeout
+    results: dict[int, Any] = {}
+    died: list[Failure] = []
+    raised: list[Failure] = []
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    while waiting and (left := end - time.monotonic()) > 0:
+        for connection in wait(list(waiting), left):
+            assert isinstance(connection, Connection)  # nothing else was waited for
+            rank = waiting.pop(connection)
+            try:
+                ok, moment, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                workers[rank].process.join(GRACE_SECONDS)
+                code = workers[rank].process.exitcode
+                died.append(Failure(rank, time.monotonic() - start, f"the process died, {_exit_text(code)}"))
+            else:
+                if ok:
+                    results[rank] = value
+                else:
+                    raised.append(Failure(rank, moment - start, value))
+            if died or raised:
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+    seconds = time.monotonic() - start
+    silent = [Failure(rank, seconds, "no answer" + _stacks(workers[rank])) for rank in waiting.values()]
+    return results, died + sorted(raised, key=lambda failure: failure.seconds) + silent
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _stacks(worker: _Worker) -> str:
+    """Where a worker that does not answer stands."""
+    if worker.process.pid is None:
+        return ""
+    with suppress(ProcessLookupError):
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline and not (worker.stacks.exists() and worker.stacks.stat().st_size):
+        time.sleep(0.02)
+    time.sleep(0.05)  # the rest of the stacks
+    return "; its stacks, innermost call first:\n" + worker.stacks.read_text() if worker.stacks.exists() else ""
+
+
+@contextmanager
+def _worker_environment() -> Iterator[None]:
+    """The environment that the server, and so the workers, start with: they take it from this process."""
+    before = dict(os.environ)
+    os.environ.update(WORKER_ENVIRONMENT)
+    os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        ensure_running()
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    """A worker's life: a call, an answer, until the pool goes away."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except EOFError:
+                return
+            connection.send_bytes(_answer(message))
+
+
+def _answer(message: bytes) -> bytes:
+    """(it returned, when, its result or the traceback), pickled."""
+    try:
+        return pickle.dumps(_in_a_world(pickle.loads(message)))
+    except BaseException:
+        return pickle.dumps((False, time.monotonic(), traceback.format_exc()))
+
+
+def _in_a_world(call: _Call) -> tuple[bool, float, Any]:
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(call.store, call.ranks),  # type: ignore[attr-defined]
+        rank=call.rank,
+        world_size=call.ranks,
+        timeout=timedelta(seconds=call.timeout + GRACE_SECONDS),  # the pool's limit comes first, and shows the stacks
+    )
+    try:
+        return True, time.monotonic(), call.function(*call.arguments)
+    except BaseException:  # noted before the group goes, which makes the other ranks fail
+        return False, time.monotonic(), traceback.format_exc()
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it holds meshes whose groups are gone
