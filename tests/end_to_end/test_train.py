@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -209,25 +210,40 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_one_dead_rank_ends_all(victim: int, tmp_path: Path) -> None:
+    status, said = _disturb(tmp_path, lambda parent, workers: os.kill(workers[victim], signal.SIGKILL))
+    assert status == 1
+    assert said[0] == f"rank {victim} killed by SIGKILL; the other processes were ended"
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, tmp_path: Path) -> None:
+    ended, said = _disturb(tmp_path, lambda parent, workers: os.kill(parent, how))
+    assert ended == status
+    assert "Traceback" not in "".join(said)
+
+
+def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[int, list[str]]:
+    """Starts a long run, does something to it at step 3, and gives its exit status and what it said of it.
+
+    Fails unless all its processes have ended within 10 s.
+    """
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
     with subprocess.Popen(
-        [*WEFT, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("step      3/"):
-                    break
-            workers = _workers(process.pid)
-            os.kill(workers[victim], signal.SIGKILL)
-            killed = time.monotonic()
-            process.stdout.close()
-            assert process.wait(timeout=20) == 1
-            assert time.monotonic() - killed < 10
             assert process.stderr is not None
-            said = process.stderr.read().strip().splitlines()
-            assert said[0] == f"rank {victim} killed by SIGKILL; the other processes were ended"
-            assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+            assert any(line.startswith("step      3/") for line in process.stdout)
+            workers = _workers(process.pid)
+            disturb(process.pid, workers)
+            disturbed = time.monotonic()
+            process.stdout.close()
+            status = process.wait(timeout=20)
+            while any(Path(f"/proc/{worker}").exists() for worker in workers):
+                assert time.monotonic() - disturbed < 10
+                time.sleep(0.1)
+            return status, process.stderr.read().strip().splitlines()
         finally:
             process.kill()
 

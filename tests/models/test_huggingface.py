@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models.checkpoint import huggingface
 from weft.models.checkpoint.huggingface import from_pretrained, save_pretrained
-from weft.models.generate import generate
-from weft.models.initialize import initialize
+from weft.models.generation import generate
+from weft.models.initialization import initialize
 from weft.models.llama.model import Llama
 from weft.models.llama.plan import PLAN
 from weft.models.llama.weights import read_config

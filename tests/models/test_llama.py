@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from weft.mesh import Layout, ProcessMesh
-from weft.models.generate import generate
-from weft.models.initialize import element_index, initialize
+from weft.models.generation import generate
+from weft.models.initialization import element_index, initialize
 from weft.models.llama.config import Llama3RopeScaling, LlamaConfig
 from weft.models.llama.model import Llama, rotary_tables
 from weft.models.llama.weights import tensor_name, write_config
@@ -224,10 +224,10 @@ def test_config_fills_in_what_follows():
         ({"vocab_size": 0}, "LlamaConfig: vocab_size is 0; it must be an int >= 1"),
         ({"num_layers": 1.5}, "num_layers is 1.5"),
         ({"num_heads": True}, "num_heads is True"),
-        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"num_kv_heads": -1}, "num_kv_heads is -1"),
         ({"num_kv_heads": 3}, r"num_heads 4 is not a multiple of num_kv_heads 3; use one of \[1, 2, 4\]"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"head_dim": None, "hidden_size": 30}, "hidden_size 30 is not a multiple of num_heads 4"),
+        ({"head_dim": 0, "hidden_size": 30}, "hidden_size 30 is not a multiple of num_heads 4"),
         ({"norm_eps": -1e-6}, "norm_eps is -1e-06"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"rope_scaling": {"factor": 8}}, "rope_scaling is .*; give a Llama3RopeScaling"),

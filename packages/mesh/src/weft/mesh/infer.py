@@ -105,7 +105,9 @@ def elementwise(name: str, linear: bool, *layouts: Layout) -> Layout:
                 f"reshard one to the other"
             )
         if layout.is_partial() and not (linear and set(_partials(layout)) == {Partial("sum")}):
-            raise LayoutError(f"{name} is not linear, and operand {position} is ({layout}); reshard it to Replicate() first")
+            raise LayoutError(
+                f"{name} is not linear, and operand {position} is ({layout}); reshard it to Replicate() first"
+            )
     return first
 
 

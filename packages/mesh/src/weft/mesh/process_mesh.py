@@ -45,7 +45,9 @@ class ProcessMesh:
 
     def _set(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
         if len(shape) != len(axis_names):
-            raise ValueError(f"{len(axis_names)} axis names {axis_names} for ranks of shape {shape}; give one per level")
+            raise ValueError(
+                f"{len(axis_names)} axis names {axis_names} for ranks of shape {shape}; give one per level"
+            )
         for name in axis_names:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ValueError(f"axis name {name!r} is not an identifier; name axes like 'dp' or 'tp'")

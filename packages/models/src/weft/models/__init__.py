@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
-    from .generate import generate
-    from .initialize import initialize
+    from .generation import generate
+    from .initialization import initialize
     from .llama.config import Llama3RopeScaling, LlamaConfig
     from .llama.model import Llama
     from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "from_pretrained": ".checkpoint",
     "save_pretrained": ".checkpoint",
-    "generate": ".generate",
-    "initialize": ".initialize",
+    "generate": ".generation",
+    "initialize": ".initialization",
     "Llama3RopeScaling": ".llama.config",
     "LlamaConfig": ".llama.config",
     "Llama": ".llama.model",
@@ -50,5 +50,5 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"weft.models has no {name!r}")
     value = getattr(import_module(_HOMES[name], __name__), name)
-    globals()[name] = value  # a submodule of that name must not hide it
+    globals()[name] = value
     return value

@@ -20,6 +20,7 @@ from .train.recipes import recipe
 from .train.report import describe
 
 DEFAULT_RECIPE = "llama-tiny"
+NO_SUBCOMMANDS = (tyro.conf.AvoidSubcommands,)  # a rope scaling that the recipe has not is not to be chosen here
 USAGE = """usage: weft COMMAND ...
 
   weft train [RECIPE] [--mesh.dp 2 --mesh.tp 2 ...]   train a model on a mesh of processes; --help lists every option
@@ -64,7 +65,9 @@ def _refuse(message: str) -> None:
 
 def _train(arguments: list[str]) -> int:
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-    config = tyro.cli(TrainConfig, default=recipe(name), args=arguments, prog=f"weft train {name}")
+    config = tyro.cli(
+        TrainConfig, default=recipe(name), args=arguments, prog=f"weft train {name}", config=NO_SUBCOMMANDS
+    )
     gpus, world = gpu_count(), launched_processes()
     dp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
@@ -84,7 +87,7 @@ def _generate(arguments: list[str]) -> int:
     import torch
 
     from .checkpoint import from_pretrained
-    from .generate import generate
+    from .generation import generate
     from .train.data import VOCAB_SIZE, decode, encode
 
     if not options.prompt:

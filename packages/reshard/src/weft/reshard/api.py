@@ -24,7 +24,7 @@ def reshard(
     """`dtensor` in the layout of `placements` on `mesh` (absent: its own mesh; absent axes replicate).
 
     Differentiable, twice as well: the gradient is brought to the layout of `dtensor`, Replicate where that is Partial,
-    also where the forward moves nothing.
+    also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
     Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`.
     Raises LayoutError for a target that no plan leads to, or on a mesh of other ranks.
     """
@@ -32,12 +32,14 @@ def reshard(
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     own = layout_of(dtensor).mesh
     if isinstance(placements, Layout):
+        if mesh is not None and as_process_mesh(mesh) != placements.mesh:
+            raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
         target = placements
     else:
         target = Layout(own if mesh is None else as_process_mesh(mesh), () if placements is None else placements)
-    if target.mesh != own:
-        if set(target.mesh.axis_names) != set(own.axis_names) or target.mesh.permute(*own.axis_names) != own:
-            raise LayoutError(f"the tensor lies on {own}, the target on {target.mesh}; both must be one mesh")
+    names = own.axis_names
+    if target.mesh != own and (set(target.mesh.axis_names) != set(names) or target.mesh.permute(*names) != own):
+        raise LayoutError(f"the tensor lies on {own}, the target on {target.mesh}; both must be one mesh")
     result: DTensor = _Reshard.apply(dtensor, target)  # type: ignore[no-untyped-call]
     return result
 
@@ -54,10 +56,10 @@ class _Reshard(torch.autograd.Function):
     def forward(ctx: Any, dtensor: DTensor, target: Layout) -> DTensor:
         src = layout_of(dtensor)
         ctx.cotangent = cotangent(src)
-        dst = Layout(src.mesh, str(target))  # the target's mesh may have its axes in another order
+        dst = target if target.mesh == src.mesh else Layout(src.mesh, str(target))  # its axes in another order
         local = execute(plan(src, dst, dtensor.shape, dtensor.dtype), dtensor.to_local(), dtensor.device_mesh)
         return wrap(local, target, dtensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return reshard(grad, placements=ctx.cotangent), None
+        return grad if layout_of(grad) == ctx.cotangent else reshard(grad, placements=ctx.cotangent), None

@@ -47,20 +47,21 @@ def _run(step: Step, layout: Layout, shape: tuple[int, ...], local: Tensor, mesh
     assert coordinate is not None, "execute returns early on ranks outside the mesh"
     index = coordinate[step.axis]
     group = axis_group(mesh, step.axis)
+    order = _order(layout, step.axis, group)
     match step:
         case AllGather(dim=dim):
             whole = follow(step, layout).local_shape(shape, this_rank())[dim]
-            return _all_gather(local, whole, dim, size, group)
+            return _all_gather(local, whole, dim, order, group)
         case AllReduce(op=op):
             reduced = local.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(reduced, REDUCE_OPS[op], group)
             return reduced / size if op == "avg" else reduced
         case ReduceScatter(dim=dim, op=op):
-            scattered = _reduce_scatter(local, dim, size, index, op, group)
+            scattered = _reduce_scatter(local, dim, order, index, op, group)
             return scattered / size if op == "avg" else scattered
         case AllToAll(src_dim=src, dst_dim=dst):
             whole = follow(step, layout).local_shape(shape, this_rank())[src]
-            return _all_to_all(local, whole, src, dst, size, index, group)
+            return _all_to_all(local, whole, src, dst, order, index, group)
         case Slice(dim=dim):
             start, stop = chunk(local.shape[dim], size, index)
             return local.narrow(dim, start, stop - start).contiguous()
@@ -68,38 +69,60 @@ def _run(step: Step, layout: Layout, shape: tuple[int, ...], local: Tensor, mesh
             return local if index == 0 or op == "avg" else torch.full_like(local, identity(op, local.dtype))
 
 
-def _all_gather(local: Tensor, whole: int, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+def _order(layout: Layout, axis: str, group: dist.ProcessGroup) -> list[int]:
+    """The index along `axis` of each member of the group: torch sorts the ranks of a group, a mesh may not."""
+    coordinates = [layout.mesh.coordinate(rank) for rank in dist.get_process_group_ranks(group)]
+    return [coordinate[axis] for coordinate in coordinates if coordinate is not None]
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _reordered(rows: Tensor, order: list[int]) -> Tensor:
+    """`rows` in len(order) equal blocks, of which block order[i] comes at i."""
+    if order == list(range(len(order))):
+        return rows
+    blocks = rows.reshape(len(order), rows.shape[0] // len(order), *rows.shape[1:])
+    return blocks[order].reshape(rows.shape)
+
+
+def _all_gather(local: Tensor, whole: int, dim: int, order: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows padded to the first rank's; only the last rows of the result are padding, as only the last chunks are short."""
-    rows = _pad(local.movedim(dim, 0), -(-whole // size))
-    gathered = rows.new_empty((size * rows.shape[0], *rows.shape[1:]))
+    rows = _pad(local.movedim(dim, 0), -(-whole // len(order)))
+    gathered = rows.new_empty((len(order) * rows.shape[0], *rows.shape[1:]))
     all_gather_single(gathered, rows, group)
-    return gathered[:whole].movedim(0, dim).contiguous()
+    return _reordered(gathered, _inverse(order))[:whole].movedim(0, dim).contiguous()
 
 
-def _reduce_scatter(local: Tensor, dim: int, size: int, index: int, op: str, group: dist.ProcessGroup) -> Tensor:
-    start, stop = chunk(local.shape[dim], size, index)
-    step = -(-local.shape[dim] // size)
-    rows = _pad(local.movedim(dim, 0), step * size)
+def _reduce_scatter(local: Tensor, dim: int, order: list[int], index: int, op: str, group: dist.ProcessGroup) -> Tensor:
+    start, stop = chunk(local.shape[dim], len(order), index)
+    step = -(-local.shape[dim] // len(order))
+    rows = _reordered(_pad(local.movedim(dim, 0), step * len(order)), order)
     scattered = rows.new_empty((step, *rows.shape[1:]))
     reduce_scatter_single(scattered, rows, REDUCE_OPS[op], group)
     return scattered[: stop - start].movedim(0, dim).contiguous()
 
 
 def _all_to_all(
-    local: Tensor, whole: int, src: int, dst: int, size: int, index: int, group: dist.ProcessGroup
+    local: Tensor, whole: int, src: int, dst: int, order: list[int], index: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Uneven parts as they are: the element counts of both sides follow from the layouts."""
-    outgoing = [piece.reshape(-1) for piece in local.split(chunk_sizes(local.shape[dst], size), dst)]
-    shapes = []
+    size = len(order)
+    pieces = torch.split(local, chunk_sizes(local.shape[dst], size), dst)
+    outgoing = [pieces[i].reshape(-1) for i in order]
     start, stop = chunk(local.shape[dst], size, index)
-    for rows in chunk_sizes(whole, size):
+    rows = chunk_sizes(whole, size)
+    shapes = []
+    for i in order:
         shape = list(local.shape)
-        shape[src], shape[dst] = rows, stop - start
+        shape[src], shape[dst] = rows[i], stop - start
         shapes.append(shape)
     counts = [math.prod(shape) for shape in shapes]
     received = local.new_empty(sum(counts))
     dist.all_to_all_single(received, torch.cat(outgoing), counts, [piece.numel() for piece in outgoing], group)
-    return torch.cat([piece.reshape(shape) for piece, shape in zip(received.split(counts), shapes, strict=True)], src)
+    parts = [piece.reshape(shape) for piece, shape in zip(torch.split(received, counts), shapes, strict=True)]
+    return torch.cat([parts[i] for i in _inverse(order)], src)
 
 
 def _pad(rows: Tensor, count: int) -> Tensor:

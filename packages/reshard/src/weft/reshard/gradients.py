@@ -14,7 +14,7 @@ from weft.mesh import Layout, Partial, Replicate
 
 from .api import reshard
 from .dtensor import layout_of, wrap
-from .groups import axis_group
+from .groups import axis_group, this_rank
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -41,7 +41,7 @@ class GradientSync:
         self._synced: set[Tensor] = set()
         self._paused = False
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -77,14 +77,13 @@ class GradientSync:
 
     def _add(self, parameter: Tensor) -> None:
         assert isinstance(parameter, DTensor), "only DTensor parameters are hooked"
-        grad = parameter.grad
-        assert isinstance(grad, DTensor), "the gradient of a DTensor is a DTensor"
+        grad = _gradient(parameter)
         self._synced.add(parameter)
         src, dst = layout_of(grad), layout_of(parameter)
         if src == dst:
             return
         axes = summed_axes(src, dst)
-        if not axes:
+        if not axes or this_rank() not in src.mesh:
             parameter.grad = reshard(grad, placements=dst)
             return
         key = (src.mesh, axes, grad.dtype, grad.device)
@@ -108,6 +107,12 @@ def summed_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     return tuple(changed)
 
 
+def _gradient(parameter: DTensor) -> DTensor:
+    grad = parameter.grad
+    assert isinstance(grad, DTensor), "a gradient that is ready is there, and that of a DTensor is a DTensor"
+    return grad
+
+
 _Key = tuple[object, tuple[str, ...], torch.dtype, torch.device]
 
 
@@ -123,12 +128,11 @@ class _Bucket:
     def add(self, parameter: DTensor, layout: Layout) -> None:
         self.parameters.append(parameter)
         self.layouts.append(layout)
-        assert parameter.grad is not None, "added when its gradient is ready"
-        self.nbytes += parameter.grad.to_local().nbytes
+        self.nbytes += _gradient(parameter).to_local().nbytes
 
     def start(self) -> None:
         with torch.no_grad():
-            self._flat = torch.cat([p.grad.to_local().reshape(-1) for p in self.parameters])  # type: ignore[union-attr]
+            self._flat = torch.cat([_gradient(parameter).to_local().reshape(-1) for parameter in self.parameters])
         self._work = self._all_reduce(self.axes[0])
 
     def finish(self) -> None:
@@ -145,6 +149,6 @@ class _Bucket:
 
     def _all_reduce(self, axis: str) -> dist.Work:
         group = axis_group(self.parameters[0].device_mesh, axis)
-        work = dist.all_reduce(self._flat, group=group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(self._flat, group=group, async_op=True)
         assert work is not None, "async_op=True returns the work"
         return work

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +12,7 @@ from weft.mesh import ProcessMesh
 _world: object = None
 _made: dict[tuple[ProcessMesh, str], DeviceMesh] = {}
 _known: dict[DeviceMesh, ProcessMesh] = {}
+_of_this_world: dict[Any, Any] = {}
 
 
 def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
@@ -23,7 +26,9 @@ def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
     if key not in _made:
         size = dist.get_world_size()
         if max(mesh.ranks) >= size:
-            raise ValueError(f"{mesh} names rank {max(mesh.ranks)}, but the world has {size} processes (0 to {size - 1})")
+            raise ValueError(
+                f"{mesh} names rank {max(mesh.ranks)}, but the world has {size} processes (0 to {size - 1})"
+            )
         ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
         made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names)
         _made[key] = made
@@ -36,7 +41,7 @@ def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
     _forget_other_worlds()
     if mesh not in _known:
         names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-        _known[mesh] = ProcessMesh(mesh.mesh, names)
+        _known[mesh] = ProcessMesh(mesh.mesh.tolist(), names)
         _made.setdefault((_known[mesh], mesh.device_type), mesh)
     return _known[mesh]
 
@@ -44,6 +49,12 @@ def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """The process group of this rank along `axis`."""
     return mesh.get_group(process_mesh(mesh).axis(axis))
+
+
+def of_this_world() -> dict[Any, Any]:
+    """A place for what must not outlive the process groups it refers to: emptied when the world changes."""
+    _forget_other_worlds()
+    return _of_this_world
 
 
 def this_rank() -> int:
@@ -64,3 +75,4 @@ def _forget_other_worlds() -> None:
         _world = dist.group.WORLD
         _made.clear()
         _known.clear()
+        _of_this_world.clear()

@@ -73,6 +73,7 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) 
     return Plan(src, dst, shape, dtype, steps)
 
 
+@lru_cache(maxsize=65536)
 def cotangent(layout: Layout) -> Layout:
     """The layout that the gradient of a tensor is brought to: the tensor's own, Replicate where it is Partial."""
     return layout.replace(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-
 from weft.mesh import LayoutError
 
 from .identities import identity

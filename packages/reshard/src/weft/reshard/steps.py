@@ -93,9 +93,9 @@ def follow(step: Step, layout: Layout) -> Layout:
 def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
     """Elements that arrive at `rank` from other ranks when `step` starts from `layout`.
 
-    all-gather, all-to-all: what the rank has after the step and had not before.
-    reduce-scatter: p - 1 chunks of the padded input, as in a ring; all-reduce: a reduce-scatter and an all-gather of
-    the flattened tensor, 2 (p - 1) chunks of ceil(n / p) elements.
+    all-to-all: what the rank has after the step and had not before.
+    all-gather, reduce-scatter: p - 1 chunks of the padded tensor, as in a ring; all-reduce: a reduce-scatter and an
+    all-gather of the flattened tensor, 2 (p - 1) chunks of ceil(n / p) elements.
     """
     size = layout.mesh.axis_size(step.axis)
     if size == 1 or isinstance(step, Slice | MakePartial) or rank not in layout.mesh:
@@ -103,14 +103,13 @@ def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: in
     local = layout.local_shape(shape, rank)
     if isinstance(step, AllReduce):
         return 2 * (size - 1) * -(-math.prod(local) // size)
-    if isinstance(step, ReduceScatter):
-        rows = -(-local[step.dim] // size)
-        return (size - 1) * rows * math.prod(local[: step.dim] + local[step.dim + 1 :])
-    after = math.prod(follow(step, layout).local_shape(shape, rank))
-    if isinstance(step, AllGather):
-        return after - math.prod(local)
+    after = follow(step, layout).local_shape(shape, rank)
+    if isinstance(step, AllGather | ReduceScatter):
+        whole = local if isinstance(step, ReduceScatter) else after
+        rows = -(-whole[step.dim] // size)
+        return (size - 1) * rows * math.prod(whole[: step.dim] + whole[step.dim + 1 :])
     coordinate = layout.mesh.coordinate(rank)
     assert coordinate is not None, "checked above: the rank is in the mesh"
     start, stop = chunk(local[step.dst_dim], size, coordinate[step.axis])
     kept = (stop - start) * math.prod(local[: step.dst_dim] + local[step.dst_dim + 1 :])
-    return after - kept
+    return math.prod(after) - kept

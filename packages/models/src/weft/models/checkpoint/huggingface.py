@@ -20,7 +20,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
 from weft.reshard.dtensor import wrap
 
-from ..initialize import local_slices
+from ..initialization import local_slices
 from ..llama import weights as llama
 from ..parallel import ParallelPlan, parallelize
 

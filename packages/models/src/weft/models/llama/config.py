@@ -31,34 +31,44 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a Llama.
-
-    num_kv_heads: num_heads where None, as head_dim is hidden_size // num_heads; both hold ints once made.
-    initializer_range: standard deviation of the initial weights.
-    Raises ValueError for sizes that do not fit together.
-    """
+    """Sizes and constants of a Llama. Those that do not fit together are a ValueError."""
 
     vocab_size: int
+    """Tokens that there are."""
     hidden_size: int
+    """Width of the residual stream."""
     intermediate_size: int
+    """Width inside the MLPs."""
     num_layers: int
+    """Transformer blocks."""
     num_heads: int
-    num_kv_heads: int = None  # type: ignore[assignment]  # an int once made
-    head_dim: int = None  # type: ignore[assignment]  # an int once made
+    """Query heads."""
+    num_kv_heads: int = 0
+    """Key and value heads, shared by groups of query heads; 0: as many as query heads."""
+    head_dim: int = 0
+    """Width of a head; 0: hidden_size / num_heads."""
     max_seq_len: int = 2048
+    """Tokens in the longest sequence."""
     rope_theta: float = 10000.0
+    """Base of the rotary wavelengths."""
     rope_scaling: Llama3RopeScaling | None = None
+    """Llama 3.1's stretch of the rotary wavelengths."""
     norm_eps: float = 1e-6
+    """Added to the mean square in norms."""
     tie_embeddings: bool = False
+    """One table for embedding and output."""
     attention_bias: bool = False
+    """Biases in the attention's projections."""
     mlp_bias: bool = False
+    """Biases in the MLPs' projections."""
     initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
         _sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_seq_len")
-        if self.num_kv_heads is None:
+        if self.num_kv_heads == 0:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.head_dim is None:
+        if self.head_dim == 0:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
                     f"LlamaConfig: hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "

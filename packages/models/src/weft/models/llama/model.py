@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 
-from ..initialize import Constant, Initial, Normal
+from ..initialization import Constant, Initial, Normal
 from ..layers import Embedding, Linear, RMSNorm
 from ..parallel.plan import ParallelPlan
 from .config import LlamaConfig

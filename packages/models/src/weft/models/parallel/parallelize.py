@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ class _Entrance:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if x is not self._outside or self._inside is None:
-            self._outside, self._inside = x, reshard(x, placements=layout_of(x).replace(**{TENSOR_AXIS: Replicate()}))
+            self._outside, self._inside = x, reshard(x, placements=_along_tensor_axis(layout_of(x), Replicate()))
         return self._inside, *rest
 
     def close(self, *_: object) -> None:
@@ -119,8 +120,13 @@ def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> Non
         model.register_forward_hook(_leave(Replicate()))
 
 
+@lru_cache(maxsize=1024)  # a few layouts, asked for at every boundary of every step
+def _along_tensor_axis(layout: Layout, placement: Shard | Replicate) -> Layout:
+    return layout.replace(**{TENSOR_AXIS: placement})
+
+
 def _leave(placement: Shard | Replicate) -> Callable[[nn.Module, Any, DTensor], DTensor]:
     def hook(module: nn.Module, args: Any, output: DTensor) -> DTensor:
-        return reshard(output, placements=layout_of(output).replace(**{TENSOR_AXIS: placement}))
+        return reshard(output, placements=_along_tensor_axis(layout_of(output), placement))
 
     return hook

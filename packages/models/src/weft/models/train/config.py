@@ -31,7 +31,7 @@ class DataConfig:
     """A text file, or a folder of them; by default the source of this machine's own Python standard library."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
-    sequence_length: int = 128
+    sequence_length: int = 64
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
@@ -43,10 +43,15 @@ class OptimizerConfig:
     """AdamW with a linear warmup and a cosine decay to a tenth."""
 
     lr: float = 3e-3
+    """The highest learning rate."""
     warmup_steps: int = 20
+    """Steps until it is reached."""
     weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
     beta1: float = 0.9
+    """Decay of the gradient's mean."""
     beta2: float = 0.95
+    """Decay of the gradient's mean square."""
     clip_norm: float = 1.0
     """The gradient's norm is cut to this."""
 
@@ -59,13 +64,16 @@ class TrainConfig:
     """One training run."""
 
     model: LlamaConfig
+    """The network."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 200
+    """Updates of the weights."""
     sequence_parallel: bool = False
     """Shard activations on the tokens between the tensor-parallel layers."""
     seed: int = 0
+    """Of the initial weights, the order of the data and the sample."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""
     log_every: int = 10

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -44,8 +46,7 @@ def find_corpus(path: Path | None) -> Corpus:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in sorted(root.rglob("*.py")) if not _is_foreign(file.relative_to(root))]
-        files = [file for file in files if _bad_byte(file) is None]
+        files = [file for file in sorted(_sources(root)) if _bad_byte(file) is None]
         return Corpus("the Python standard library", tuple(files), sum(file.stat().st_size for file in files))
     if not path.exists():
         raise ValueError(f"data.path {path} does not exist; give a text file or a folder of them")
@@ -126,5 +127,8 @@ def _bad_byte(file: Path) -> int | None:
     return None
 
 
-def _is_foreign(path: Path) -> bool:
-    return any(part in ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3") for part in path.parts)
+def _sources(root: Path) -> Iterator[Path]:
+    """The standard library's modules, without its tests and what others have installed."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "test", "tests")]
+        yield from (Path(folder) / name for name in names if name.endswith(".py"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from datetime import timedelta
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .config import Run
 
 STOPPED = 3  # exit status of a process that has said why it stops
+INTERRUPTED = 130  # as a shell gives it for SIGINT
 CPU_PROCESSES = 4
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -74,10 +76,19 @@ def _start_and_watch(run: Run, processes: int, store: Path, gpus: int) -> int:
             how = f"killed by {error.signal_name}" if error.signal_name else f"exited with status {error.exit_code}"
             print(f"\nrank {error.error_index} {how}; the other processes were ended", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; checkpoints that were saved are whole", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        for process in started.processes:
+            process.terminate()
     return 0
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # ends it at once: the parent speaks for all, and torch sends it orphans
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 

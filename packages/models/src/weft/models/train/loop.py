@@ -17,8 +17,8 @@ from weft.reshard import GradientSync, layout_of, reshard
 from weft.reshard.dtensor import wrap
 
 from ..estimate import Collectives, collectives
-from ..generate import generate
-from ..initialize import initialize
+from ..generation import generate
+from ..initialization import initialize
 from ..llama.model import Llama
 from ..parallel import parallelize
 from .config import Run
@@ -29,7 +29,7 @@ from .report import Metrics, Report, next_steps
 from .results import Results
 
 SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 120
+SAMPLE_TOKENS = 80
 
 
 class TrainingError(RuntimeError):

@@ -1,0 +1,186 @@
+"""Layouts: which part each rank holds (torch.chunk, nested), how they print, parse and compare, what bad input says."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+import torch.distributed.tensor as torch_tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
+
+from tests.support.shards import every_layout, rebuild, split
+
+LINE = ProcessMesh.grid(tp=3)
+GRID = ProcessMesh.grid(dp=2, tp=3)
+CUBE = ProcessMesh.grid(pp=2, dp=2, tp=2)
+
+
+@pytest.mark.parametrize("size", range(10))
+@pytest.mark.parametrize("parts", range(1, 8))
+def test_one_axis_cuts_as_torch_chunk_does(size, parts):
+    layout = Layout(ProcessMesh.grid(tp=parts), "tp: S(0)")
+    whole = torch.arange(size)
+    pieces = [whole[layout.local_slices((size,), rank)] for rank in range(parts)]
+    assert [len(piece) for piece in pieces] == [layout.local_shape((size,), rank)[0] for rank in range(parts)]
+    filled = [piece.tolist() for piece in pieces if len(piece)]
+    assert filled == [piece.tolist() for piece in torch.chunk(whole, parts) if len(piece)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize(
+    "mesh, shapes",
+    [
+        pytest.param(GRID, [(n,) for n in range(10)], id="grid-vector"),
+        pytest.param(GRID, list(itertools.product((0, 1, 5, 7), (0, 3, 4))), id="grid-matrix"),
+        pytest.param(CUBE, [(n,) for n in range(10)], id="cube-vector"),
+        pytest.param(CUBE, [(5, 9), (1, 3)], id="cube-matrix"),
+        pytest.param(GRID.permute("tp", "dp"), [(7, 5)], id="permuted-mesh"),
+    ],
+)
+def test_every_layout_holds_the_nested_chunks(mesh, shapes):
+    for shape in shapes:
+        whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        for layout in every_layout(mesh, len(shape), partials=()):
+            parts = {rank: whole[layout.local_slices(shape, rank)] for rank in mesh.ranks}
+            for rank, expected in split(whole, layout).items():
+                assert layout.local_shape(shape, rank) == tuple(expected.shape), (str(layout), shape, rank)
+                assert torch.equal(parts[rank], expected), (str(layout), shape, rank)
+            assert torch.equal(rebuild(parts, layout, shape), whole)  # nothing missing, replicas equal
+
+
+@given(st.data())
+def test_fully_sharded_parts_tile_the_tensor_exactly(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    mesh = ProcessMesh.grid(**dict(zip("abcd", sizes, strict=False)))
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    order = data.draw(st.permutations(mesh.axis_names))
+    layout = Layout(mesh, ", ".join(f"{axis}: S({data.draw(st.integers(0, len(shape) - 1))})" for axis in order))
+    times_held = torch.zeros(shape, dtype=torch.int64)
+    for rank in mesh.ranks:
+        times_held[layout.local_slices(shape, rank)] += 1
+    assert bool((times_held == 1).all())
+    assert Layout(mesh, str(layout)) == layout
+
+
+def test_the_major_axis_cuts_first():
+    dp_major, tp_major = Layout(GRID, "dp: S(0), tp: S(0)"), Layout(GRID, "tp: S(0), dp: S(0)")
+    assert [dp_major.local_slices((6,), rank)[0].start for rank in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [tp_major.local_slices((6,), rank)[0].start for rank in range(6)] == [0, 2, 4, 1, 3, 5]
+    assert dp_major != tp_major
+    assert dp_major.placements == tp_major.placements == (Shard(0), Shard(0))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, -1)])
+def test_paddle_balanced_split_of_5_over_4_has_no_negative_part(sizes):
+    layout = Layout(ProcessMesh.grid(tp=4), "tp: S(0)")
+    held = tuple(layout.local_shape((5,), rank)[0] for rank in range(4))
+    assert held == (2, 2, 1, 0) != sizes
+
+
+def test_a_rank_outside_the_mesh_holds_nothing():
+    layout = Layout(LINE, "tp: S(0)")
+    assert layout.local_shape((6, 2), 3) == (0,)
+    assert layout.local_slices((6, 2), 3) == (slice(0, 0), slice(0, 0))
+
+
+def test_a_scalar_is_whole_on_every_rank():
+    layout = Layout(GRID, "dp: P(sum)")
+    assert [layout.local_shape((), rank) for rank in range(6)] == [()] * 6
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(LINE, id="line"), pytest.param(GRID, id="grid"), pytest.param(CUBE, id="cube")]
+)
+def test_text_parses_back(mesh):
+    layouts = every_layout(mesh, 2, [Partial("sum"), Partial("max")])
+    assert len({str(layout) for layout in layouts}) == len(layouts) == len(set(layouts))
+    for layout in layouts:
+        assert Layout(mesh, str(layout)) == layout
+        assert hash(Layout(mesh, str(layout))) == hash(layout)
+        if not layout.is_partial():
+            assert Layout.from_spec(mesh, layout.spec) == layout
+    again = pickle.loads(pickle.dumps(layouts))
+    assert again == layouts
+
+
+def test_the_forms_of_one_layout_are_equal():
+    same = [
+        Layout(GRID, {"tp": Shard(1)}),
+        Layout(GRID, {"tp": "S(1)", "dp": "R"}),
+        Layout(GRID, [Replicate(), Shard(1)]),
+        Layout(GRID, (torch_tensor.Replicate(), torch_tensor.Shard(1))),
+        Layout(GRID, {"tp": torch_tensor.Shard(1)}),
+        Layout(GRID, "tp: S(1)"),
+        Layout(GRID, " dp:R ,tp :S(1) "),
+        Layout.from_spec(GRID, [None, "tp"]),
+        Layout.from_spec(GRID, [(), ("tp",)]),
+    ]
+    assert len(set(same)) == 1
+    assert same[0]["tp"] == Shard(1)
+    assert str(same[0]) == "dp: R, tp: S(1)"
+    assert Layout(GRID) == Layout(GRID, "") == Layout(GRID, []) == Layout(GRID, "dp: R, tp: R")
+
+
+def test_from_spec_takes_the_axes_major_first():
+    layout = Layout.from_spec(GRID, [("tp", "dp"), None])
+    assert layout == Layout(GRID, "tp: S(0), dp: S(0)")
+    assert layout.spec == (("tp", "dp"),)
+    assert layout.shard_order == {0: ("tp", "dp")}
+    assert Layout.from_spec(GRID, [None, "tp"]).spec == ((), ("tp",))
+
+
+def test_a_mapping_is_in_the_order_of_the_mesh_and_text_as_written():
+    assert Layout(GRID, {"tp": Shard(0), "dp": Shard(0)}).shard_order == {0: ("dp", "tp")}
+    assert Layout(GRID, "tp: S(0), dp: S(0)").shard_order == {0: ("tp", "dp")}
+    assert Layout.in_order(GRID, {"tp": Shard(0), "dp": Shard(0)}).shard_order == {0: ("tp", "dp")}
+
+
+def test_replace_puts_a_newly_sharding_axis_last_and_keeps_the_others():
+    layout = Layout(CUBE, "tp: S(0), pp: S(0)")
+    assert layout.replace(dp=Shard(0)).spec == (("tp", "pp", "dp"),)
+    assert layout.replace(tp=Shard(0)) == layout  # it shards dim 0 already
+    assert layout.replace() == layout
+    assert layout.replace(tp=Replicate()).spec == (("pp",),)
+    assert layout.replace(tp="S(1)").spec == (("pp",), ("tp",))
+    assert layout.replace(pp=Partial("max"))["pp"] == Partial("max")
+    with pytest.raises(ValueError, match="no axis 'cp'"):
+        layout.replace(cp=Replicate())
+
+
+def test_a_layout_is_immutable():
+    with pytest.raises(AttributeError, match="immutable"):
+        Layout(LINE).mesh = GRID
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        pytest.param(lambda: Layout(GRID, {"cp": Shard(0)}), "no axis 'cp'; its axes are dp, tp", id="unknown-axis"),
+        pytest.param(lambda: Layout(GRID, "cp: R"), "no axis 'cp'", id="unknown-axis-in-text"),
+        pytest.param(lambda: Layout(GRID, [Shard(0)]), "1 placements for the 2 axes", id="too-few"),
+        pytest.param(lambda: Layout(GRID, "dp: R, dp: R"), "axis 'dp' stands twice", id="twice-in-text"),
+        pytest.param(lambda: Layout(GRID, "dp S(0)"), "is not 'axis: placement'", id="no-colon"),
+        pytest.param(lambda: Layout.from_spec(GRID, ["dp", "dp"]), "uses axis 'dp' twice", id="spec-repeats"),
+        pytest.param(
+            lambda: Layout.from_spec(GRID, [("tp", "tp")]), "uses axis 'tp' twice", id="spec-repeats-in-a-dim"
+        ),
+        pytest.param(lambda: Layout.from_spec(GRID, ["cp"]), "no axis 'cp'", id="spec-unknown"),
+        pytest.param(
+            lambda: Layout(GRID, "tp: S(2)").local_shape((4, 4), 0),
+            r"axis 'tp' shards dim 2 of a tensor of shape \(4, 4\), which has 2 dims",
+            id="no-such-dim",
+        ),
+        pytest.param(lambda: Layout(GRID, "tp: S(0)").local_slices((), 0), "which has 0 dims", id="scalar"),
+    ],
+)
+def test_a_bad_layout_says_what_is_wrong(call, message):
+    with pytest.raises(LayoutError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("text", ["dp: X", "dp: S", "dp:", "dp: S(-1)", "dp: P(mean)"])
+def test_bad_placement_text_says_what_is_wrong(text):
+    with pytest.raises(ValueError, match=r"is not a placement|has no op 'mean'"):
+        Layout(GRID, text)

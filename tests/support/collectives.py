@@ -1,0 +1,37 @@
+"""Counts the collectives that really start, below everything that could hide one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KINDS = {
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+}
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`with Collectives() as seen: ...`; then `seen.kinds` lists what this rank started, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kinds: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor unwraps it first, so that what it starts is seen too
+        namespace, name = func.name().split("::")
+        name = name.partition(".")[0]
+        if namespace in ("c10d", "_c10d_functional"):
+            self.kinds.append(KINDS.get(name, name))
+        return func(*args, **(kwargs or {}))
