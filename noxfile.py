@@ -51,13 +51,19 @@ def test_gpu(session: nox.Session) -> None:
 @nox.session
 def benchmark(session: nox.Session) -> None:
     """The benchmarks; arguments go to pytest."""
-    _pytest(session, "benchmarks", "--timeout=1200", *session.posargs)
+    _pytest(session, "benchmarks", "--capture=no", "--timeout=1200", *session.posargs)
 
 
 @nox.session
 def train(session: nox.Session) -> None:
     """Trains a model; arguments go to `weft train`, paths count from where you stand."""
     _replace_by(session, _weft(session), "-m", "weft.models.cli", "train", *session.posargs)
+
+
+@nox.session
+def generate(session: nox.Session) -> None:
+    """Lets a trained model go on with a text; arguments go to `weft generate`."""
+    _replace_by(session, _weft(session), "-m", "weft.models.cli", "generate", *session.posargs)
 
 
 @nox.session
@@ -155,7 +161,7 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
 def _replace_by(session: nox.Session, *command: str) -> None:
     """Runs `command` where the user stands, with the user's terminal; where it fails, nox ends with its exit status."""
     session.log(" ".join(["weft", *command[3:]]))
-    with subprocess.Popen(command, cwd=session.invoked_from, env=os.environ) as process:
+    with subprocess.Popen(command, cwd=session.invoked_from, env={**os.environ, "WEFT_PROGRAM": "./run"}) as process:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         while True:
             try:

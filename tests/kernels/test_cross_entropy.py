@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
 from weft.kernels.cross_entropy import function, reference
 from weft.kernels.op import Op
 from weft.kernels.sharded import apply

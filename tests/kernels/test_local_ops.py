@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from torch.nn import functional as F
-
 from weft.kernels.attention import reference as attention
 from weft.kernels.elementwise import reference as elementwise
 from weft.kernels.embedding import reference as embedding

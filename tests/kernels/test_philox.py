@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from weft.kernels.random import philox
 
 KEY = 0x0123456789ABCDEF

@@ -74,7 +74,7 @@ class _Plain(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         return None, None, *ctx.op.backward(ctx.saved_tensors, grad, ctx.needs_input_grad[2:], **ctx.options)
 
@@ -104,7 +104,7 @@ class _Sharded(torch.autograd.Function):
         return wrap(output, sharding.output, sharding.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: DTensor) -> Tensors:
         needed = ctx.needs_input_grad[5:]
         layouts = ctx.sharding.gradients(layout_of(grad))

@@ -67,12 +67,14 @@ class _Kind:
         size, stride = torch.Size(shape), _contiguous_stride(shape)
         with torch.no_grad():
             like = DTensor.from_local(local.new_empty(0), mesh, placements, run_check=False, shape=size, stride=stride)
-        names, context = like.__tensor_flatten__()
+        names, context = like.__tensor_flatten__()  # type: ignore[no-untyped-call]
         return cls(tuple(names), tuple(getattr(like, name) for name in names[1:]), context, size, stride)
 
     def wrap(self, local: Tensor) -> DTensor:
         held = dict(zip(self.names, (local, *self.rest), strict=True))
-        dtensor: DTensor = DTensor.__tensor_unflatten__(held, self.context, self.shape, self.stride)
+        dtensor: DTensor = DTensor.__tensor_unflatten__(  # type: ignore[no-untyped-call]
+            held, self.context, self.shape, self.stride
+        )
         return dtensor
 
 

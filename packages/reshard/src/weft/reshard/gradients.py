@@ -15,6 +15,7 @@ from weft.mesh import Layout, Partial, Replicate
 from .api import reshard
 from .dtensor import layout_of, wrap
 from .groups import axis_group, this_rank
+from .search import without_trivial_axes
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -99,6 +100,7 @@ class GradientSync:
 
 def summed_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """The axes to all-reduce over on the way from `src` to `dst`; none where the way is another."""
+    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
     if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
         return ()
     changed = [axis for axis in src.mesh.axis_names if src[axis] != dst[axis]]

@@ -62,7 +62,7 @@ def _start_and_watch(run: Run, processes: int, store: Path, gpus: int) -> int:
         start_processes,
     )
 
-    started: Any = start_processes(
+    started: Any = start_processes(  # type: ignore[no-untyped-call]
         _work, (run, processes, str(store), gpus), nprocs=processes, join=False, start_method="forkserver"
     )
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_NOT_SENT = ("wait_tensor", "wrap_tensor_autograd")  # of the same namespace, but nothing travels
 _KINDS = {
     "allreduce": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -20,21 +21,21 @@ _KINDS = {
 }
 
 
-class CollectiveCount(TorchDispatchMode):
+class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts collectives by kind while it is entered: `with CollectiveCount() as count: ...; count.issued`.
 
     It stands at torch's dispatcher, so it sees whoever issues them, DTensor's own included.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.issued: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.__name__.replace("_c10d_functional", "").lstrip("_").replace("all_", "all")
+        if func.namespace in ("c10d", "_c10d_functional") and not func.__name__.startswith(_NOT_SENT):
+            name = func.__name__.lstrip("_").replace("all_", "all")
             self.issued[next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), name)] += 1
         return func(*args, **(kwargs or {}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -118,13 +119,16 @@ def describe(run: Run, *, gpus: int) -> str:
     )
 
 
+PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
+
+
 def next_steps(folder: Path, recipe: str, first: float, last: float, seconds: float) -> str:
     """The closing lines."""
     per_token = f"{last / math.log(2):.2f} bits a byte"
     return (
         f"loss {first:.4f} -> {last:.4f} ({per_token}) in {seconds:.0f} s\n"
         f"saved {folder}: config.json, metrics.jsonl, plan.txt, versions.json, and checkpoint/ for transformers\n"
-        f"next  weft generate {folder / 'checkpoint'} --prompt 'def '\n"
-        f"      weft train {recipe} --mesh.dp 4 --mesh.tp 1    the same loss on another mesh\n"
-        f"      weft train {recipe} --data.path FILE_OR_FOLDER    your own text"
+        f"next  {PROGRAM} generate {folder / 'checkpoint'} --prompt 'def '\n"
+        f"      {PROGRAM} train {recipe} --mesh.dp 4 --mesh.tp 1    the same loss on another mesh\n"
+        f"      {PROGRAM} train {recipe} --data.path FILE_OR_FOLDER    your own text"
     )

@@ -1,0 +1,5 @@
+"""Benchmarks run on the tests' worker processes."""
+
+from tests.conftest import pool
+
+__all__ = ["pool"]

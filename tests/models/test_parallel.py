@@ -1,0 +1,266 @@
+"""A model on a mesh: the fewest collectives, and the loss and gradients of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from weft.kernels import add, cross_entropy
+from weft.mesh import Layout, ProcessMesh, Shard
+from weft.models import (
+    ColwiseParallel,
+    Llama,
+    LlamaConfig,
+    ParallelPlan,
+    RowwiseParallel,
+    VocabParallel,
+    initialize,
+    parallelize,
+)
+from weft.models.estimate import collectives
+from weft.models.layers import Linear
+from weft.models.llama.config import check_tensor_parallel
+from weft.models.parallel.plan import resolve
+from weft.models.train.observe import CollectiveCount
+from weft.reshard import GradientSync, distribute, reshard, to_global
+
+CONFIG = LlamaConfig(
+    vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4, max_seq_len=32
+)
+MESHES = [pytest.param(1, 1, id="1x1"), pytest.param(4, 1, id="4x1"), pytest.param(1, 4, id="1x4"), pytest.param(2, 2)]
+VARIANTS = [
+    pytest.param({}, {}, id="plain"),
+    pytest.param({"tie_embeddings": True}, {}, id="tied"),
+    pytest.param({"attention_bias": True, "mlp_bias": True}, {}, id="biases"),
+    pytest.param({}, {"sequence": True}, id="sequence"),
+    pytest.param({"tie_embeddings": True, "attention_bias": True}, {"sequence": True}, id="sequence-tied-biases"),
+    pytest.param({}, {"loss_parallel": False}, id="whole-logits"),
+]
+
+
+def make(config: LlamaConfig) -> Llama:
+    model = Llama(config)
+    initialize(model, seed=3)
+    return model
+
+
+def batch(rows: int = 5, length: int = 9, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [rows, length]: rows and length are uneven on purpose."""
+    tokens = torch.randint(0, CONFIG.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def on(mesh: ProcessMesh, *tensors: Tensor) -> list[Tensor]:
+    if mesh.size == 1:
+        return list(tensors)
+    return [distribute(tensor, Layout(mesh, {"dp": Shard(0)})) for tensor in tensors]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def one_step(dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool]) -> dict[str, Any]:
+    """Loss, gradients and collectives by phase, and those predicted."""
+    mesh = ProcessMesh.grid(dp=dp, tp=tp)
+    model = make(config)
+    chosen = replace(model.parallel_plan(), **plan)
+    predicted = collectives(model, mesh, chosen)
+    parallelize(model, mesh, chosen)
+    sync = GradientSync(model)
+    tokens, target = on(mesh, *batch())
+    issued = {}
+    with CollectiveCount() as count:
+        loss = cross_entropy(model(tokens), target, denominator=float(target.numel()))
+        loss = reshard(loss) if isinstance(loss, DTensor) else loss
+        issued["forward"] = count.take()
+        loss.backward()
+        issued["backward"] = count.take()
+        sync.wait()
+        issued["gradients"] = count.take()
+    if mesh.size > 1:
+        predicted["gradients"]["all-reduce"] -= 1  # the gradient's norm, which no one asks for here
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return {"loss": whole(loss).item(), "gradients": gradients, "issued": issued, "predicted": predicted}
+
+
+@pytest.mark.parametrize(("change", "plan"), VARIANTS)
+@pytest.mark.parametrize(("dp", "tp"), MESHES[1:])
+def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any], plan: dict[str, bool], pool) -> None:
+    config = replace(CONFIG, **change)
+    dense = make(config)
+    tokens, target = batch()
+    loss = cross_entropy(dense(tokens), target)
+    loss.backward()
+    for found in pool.run(one_step, dp, tp, config, plan, ranks=4):
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        assert {phase: +count for phase, count in found["predicted"].items()} == found["issued"]
+        for name, parameter in dense.named_parameters():
+            torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def one_block(ranks: int, plan: dict[str, bool]) -> tuple[Counter[str], Counter[str]]:
+    mesh = ProcessMesh.grid(tp=ranks)
+    model = parallelize(make(CONFIG), mesh, replace(make(CONFIG).parallel_plan(), **plan))
+    x = torch.randn(2, 8, CONFIG.hidden_size)
+    stream = Layout(mesh, {"tp": Shard(1)} if plan.get("sequence") else {})
+    dx = distribute(x, stream).requires_grad_()
+    half = CONFIG.head_dim // 2
+    with CollectiveCount() as count:
+        y = model.layers[0](dx, torch.ones(8, half), torch.zeros(8, half))
+        forward = count.take()
+        y.backward(distribute(torch.randn(2, 8, CONFIG.hidden_size), stream))
+        return forward, count.take()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_issues_two_all_reduces_each_way(ranks: int, pool) -> None:
+    for forward, backward in pool.run(one_block, ranks, {}, ranks=ranks):
+        assert forward == backward == Counter({"all-reduce": 2})
+
+
+def test_a_sequence_parallel_block_issues_pairs_at_the_same_places(pool) -> None:
+    for forward, backward in pool.run(one_block, 2, {"sequence": True}, ranks=2):
+        assert forward == backward == Counter({"reduce-scatter": 2, "all-gather": 2})
+
+
+def losses(dp: int, tp: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of each step of AdamW, and the initial weights."""
+    mesh = ProcessMesh.grid(dp=dp, tp=tp)
+    model = parallelize(make(CONFIG), mesh, make(CONFIG).parallel_plan())
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    sync, optimizer = GradientSync(model), torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    found = []
+    for step in range(steps):
+        tokens, target = on(mesh, *batch(rows=4, length=16, seed=step % 7))
+        loss = cross_entropy(model(tokens), target, denominator=float(target.numel()))
+        loss = reshard(loss) if isinstance(loss, DTensor) else loss
+        loss.backward()
+        sync.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(whole(loss).item())
+    return found, weights
+
+
+@pytest.fixture(scope="module")
+def alone(pool) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of plain tensors in one process."""
+    return pool.run(losses, 1, 1, 50, ranks=1)[0]
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_fifty_steps_have_one_loss_on_every_mesh(dp: int, tp: int, alone: Any, pool) -> None:
+    for found, weights in pool.run(losses, dp, tp, 50, ranks=dp * tp):
+        assert found[0] == pytest.approx(alone[0][0], rel=1e-6)
+        assert found == pytest.approx(alone[0], rel=1e-4)
+        assert found[-1] < found[0] - 0.5
+        for name, weight in weights.items():
+            assert torch.equal(weight, alone[1][name]), f"{name} starts otherwise on {dp} x {tp}"
+
+
+def buckets(bucket_bytes: int) -> int:
+    mesh = ProcessMesh.grid(dp=2)
+    model = parallelize(make(CONFIG), mesh, make(CONFIG).parallel_plan())
+    sync = GradientSync(model, bucket_bytes=bucket_bytes)
+    tokens, target = on(mesh, *batch())
+    with CollectiveCount() as count:
+        reshard(cross_entropy(model(tokens), target, denominator=45.0)).backward()
+        sync.wait()
+    return count.issued["all-reduce"] - 1  # the loss's own
+
+
+def test_data_parallelism_adds_the_gradients_buckets_alone(pool) -> None:
+    parameters = len(list(make(CONFIG).parameters()))
+    assert pool.run(buckets, 2**20, ranks=2) == [1, 1]
+    assert pool.run(buckets, 1, ranks=2) == [parameters, parameters]
+
+
+class Crossed(nn.Module):
+    """Column-parallel siblings that are given two tensors, as in cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Linear(8, 12, bias=True), Linear(8, 12, bias=True)
+        self.out = Linear(12, 8, bias=True)
+        for index, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.out(add(self.left(x), self.right(y)))
+
+
+CROSSED = ParallelPlan(tensor={"left": ColwiseParallel(), "right": ColwiseParallel(), "out": RowwiseParallel()})
+
+
+def crossed(recompute: bool) -> list[Tensor]:
+    mesh = ProcessMesh.grid(tp=2)
+    model = parallelize(Crossed(), mesh, CROSSED)
+    inputs = [distribute(part, Layout(mesh)).requires_grad_() for part in two_inputs()]
+    y = checkpoint(model, *inputs, use_reentrant=False) if recompute else model(*inputs)
+    y.backward(distribute(torch.ones(3, 8), Layout(mesh)))
+    return [whole(y), *(whole(x.grad) for x in inputs), *(whole(p.grad) for p in model.parameters())]
+
+
+def two_inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, 8, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_siblings_that_are_given_two_tensors(recompute: bool, pool) -> None:
+    model, inputs = Crossed(), [part.requires_grad_() for part in two_inputs()]
+    y = model(*inputs)
+    y.backward(torch.ones(3, 8))
+    expected = [y.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    for found in pool.run(crossed, recompute, ranks=2):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_a_mesh_of_one_process_leaves_the_model_as_it_is() -> None:
+    model = make(CONFIG)
+    before = list(model.parameters())
+    assert parallelize(model, ProcessMesh.grid(dp=1, tp=1), model.parallel_plan()) is model
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        pytest.param(
+            {"layers.*.mlp.upproj": ColwiseParallel()},
+            r"'layers\.\*\.mlp\.upproj' matches no module of Llama; the nearest names are .*mlp\.up_proj",
+            id="matches-nothing",
+        ),
+        pytest.param(
+            {"layers.*.mlp.up_proj": ColwiseParallel(), "*up_proj": RowwiseParallel()},
+            r"'layers\.\*\.mlp\.up_proj' and '\*up_proj' give 'layers\.0\.mlp\.up_proj' two styles",
+            id="two-styles",
+        ),
+        pytest.param({"norm": ColwiseParallel()}, r"to 'norm', a RMSNorm; that style is for Linear", id="not-a-linear"),
+        pytest.param({"lm_head": VocabParallel()}, r"to 'lm_head', a Linear; .* for Embedding", id="not-an-embedding"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(tensor: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(Llama(CONFIG), ParallelPlan(tensor=tensor))
+
+
+def test_tied_parameters_need_styles_that_agree() -> None:
+    model = Llama(replace(CONFIG, tie_embeddings=True))
+    plan = ParallelPlan(tensor={"embed_tokens": VocabParallel()})
+    with pytest.raises(ValueError, match=r"'embed_tokens.weight' and 'lm_head.weight' are one tied parameter"):
+        collectives(model, ProcessMesh.grid(tp=2), plan)
+
+
+def test_degrees_that_do_not_divide_list_those_that_do() -> None:
+    check_tensor_parallel(CONFIG, 2)
+    with pytest.raises(ValueError, match=r"tp=3 does not divide num_heads 4 .*degrees that work: 1, 2, 4"):
+        check_tensor_parallel(CONFIG, 3)
