@@ -169,9 +169,7 @@ def every_layout_of(name: str, mesh: ProcessMesh) -> dict[str, object]:
         for grad_layout in upstream_layouts(layout_of(output), output.ndim):
             grad = part(upstream_of(output.shape), grad_layout)
             with Collectives() as seen:
-                found = attempt(
-                    lambda o=output, w=wanted, g=grad: torch.autograd.grad(o, w, g, retain_graph=True)
-                )
+                found = attempt(lambda o=output, w=wanted, g=grad: torch.autograd.grad(o, w, g, retain_graph=True))
             assert seen.kinds == [], (key, str(grad_layout), seen.kinds)
             gradients[str(grad_layout)] = found if isinstance(found, str) else [told(tensor) for tensor in found]
         results[key] = told(output), gradients
@@ -185,7 +183,9 @@ def told(tensor: DTensor) -> tuple[str, object]:
 def whole(parts: list[tuple[str, object]], mesh: ProcessMesh, shape: torch.Size) -> Tensor:
     """The tensor that the ranks' parts make; asserts that they agree on the layout, and that replicas are bitwise equal."""
     (layout,) = {text for text, _ in parts}
-    return rebuild({rank: torch.from_numpy(local) for rank, (_, local) in enumerate(parts)}, Layout(mesh, layout), shape)
+    return rebuild(
+        {rank: torch.from_numpy(local) for rank, (_, local) in enumerate(parts)}, Layout(mesh, layout), shape
+    )
 
 
 def dense(case: Case) -> tuple[Tensor, list[Tensor]]:
@@ -283,7 +283,7 @@ def vocab_parallel(mesh, placements, classes, tokens, dtype):
     layout = Layout(mesh, placements)
     logits = normal(*tokens, classes).to(dtype)
     target = ints(classes, *tokens)
-    rows = layout.replace(**{axis: "R" for axis in layout.shard_order.get(len(tokens), ())})
+    rows = layout.replace(**dict.fromkeys(layout.shard_order.get(len(tokens), ()), "R"))
     x = distribute(logits, layout).requires_grad_()
     with Gathers() as gathers:
         loss = kernels.cross_entropy(x, distribute(target, rows), reduction="none")
@@ -438,8 +438,9 @@ def two_meshes():
 
 
 def test_operands_on_two_meshes_are_refused(pool):
-    for message in sum(pool.run(two_meshes, ranks=2), []):
-        assert_names_a_remedy(message)
+    for messages in pool.run(two_meshes, ranks=2):
+        for message in messages:
+            assert_names_a_remedy(message)
 
 
 def cut_heads():
