@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from .llama.config import check_tensor_parallel
 from .train.config import Run, TrainConfig, mesh_sizes
 from .train.data import check_enough, find_corpus
 from .train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
-from .train.recipes import recipe
+from .train.recipes import RECIPES, recipe
 from .train.report import describe
 
 DEFAULT_RECIPE = "llama-tiny"
@@ -51,11 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if command not in commands:
         _refuse(f"unknown command {command!r}; the commands are {', '.join(commands)}")
+    sys.exit(commands[command](rest))
+
+
+@contextmanager
+def _refusing(command: str) -> Iterator[None]:
+    """Input that cannot be used is one line, and status 2; what goes wrong later keeps its traceback."""
     try:
-        status = commands[command](rest)
+        yield
     except ValueError as error:
         _refuse(f"{command}: {error}")
-    sys.exit(status)
 
 
 def _refuse(message: str) -> None:
@@ -64,9 +70,23 @@ def _refuse(message: str) -> None:
 
 
 def _train(arguments: list[str]) -> int:
+    with _refusing("train"):
+        run, gpus = _settle(arguments)
+    if os.environ.get("RANK", "0") == "0":
+        print(describe(run, gpus=gpus), flush=True)
+    return launch(run, gpus=gpus)
+
+
+def _settle(arguments: list[str]) -> tuple[Run, int]:
+    """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
     config = tyro.cli(
-        TrainConfig, default=recipe(name), args=arguments, prog=f"weft train {name}", config=NO_SUBCOMMANDS
+        TrainConfig,
+        default=recipe(name),
+        args=arguments,
+        prog=f"weft train {name}",
+        description=f"Trains a model on a mesh of processes. Recipes: {', '.join(RECIPES)}.",
+        config=NO_SUBCOMMANDS,
     )
     gpus, world = gpu_count(), launched_processes()
     dp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
@@ -76,10 +96,7 @@ def _train(arguments: list[str]) -> int:
     folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists():
         raise ValueError(f"the output folder {folder} exists; give another with --output, or remove it")
-    run = Run(recipe=name, config=config, corpus=corpus, dp=dp, tp=tp, folder=folder)
-    if os.environ.get("RANK", "0") == "0":
-        print(describe(run, gpus=gpus), flush=True)
-    return launch(run, gpus=gpus)
+    return Run(recipe=name, config=config, corpus=corpus, dp=dp, tp=tp, folder=folder), gpus
 
 
 def _generate(arguments: list[str]) -> int:
@@ -90,21 +107,23 @@ def _generate(arguments: list[str]) -> int:
     from .generation import generate
     from .train.data import VOCAB_SIZE, decode, encode
 
-    if not options.prompt:
-        raise ValueError("--prompt is empty; give a text to go on with")
-    model = from_pretrained(options.folder)
-    if model.config.vocab_size != VOCAB_SIZE:  # type: ignore[union-attr]
-        raise ValueError(
-            f"{options.folder} has {model.config.vocab_size} tokens; this command speaks bytes, which are "  # type: ignore[union-attr]
-            f"{VOCAB_SIZE}: use weft.models.generate with the model's own tokenizer"
+    with _refusing("generate"):
+        if not options.prompt:
+            raise ValueError("--prompt is empty; give a text to go on with")
+        model = from_pretrained(options.folder)
+        vocab_size = model.get_parameter("embed_tokens.weight").shape[0]
+        if vocab_size != VOCAB_SIZE:
+            raise ValueError(
+                f"{options.folder} has {vocab_size} tokens; this command speaks bytes, which are {VOCAB_SIZE}: use "
+                f"weft.models.generate with the model's own tokenizer"
+            )
+        tokens = generate(
+            model,
+            torch.tensor([encode(options.prompt)]),
+            max_new_tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
         )
-    tokens = generate(
-        model,
-        torch.tensor([encode(options.prompt)]),
-        max_new_tokens=options.tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
     print(decode(tokens[0].tolist()))
     return 0
 

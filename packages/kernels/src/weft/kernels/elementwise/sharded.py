@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from weft.mesh import Layout, infer
 
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, independent
+from ..sharded import apply
 from . import reference
-from .shapes import check_same_shape
+from .pairs import check_same_shape, pair_rule
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -23,11 +20,4 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return apply(ADD, x, y)
 
 
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    x, y = layouts
-    assert x is not None and y is not None and shapes[0] is not None, "both are given"
-    output = infer.elementwise("add", True, x, y)
-    return Sharding(output, shapes[0], independent(output, layouts))
-
-
-ADD = Op("add", reference.forward, reference.backward, _rule)
+ADD = Op("add", reference.forward, reference.backward, pair_rule("add", linear=True))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from weft.mesh import Layout, infer
 
-from ..elementwise.shapes import check_same_shape
+from ..elementwise.pairs import check_same_shape, pair_rule
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, independent
+from ..sharded import apply
 from . import reference
 
 
@@ -23,11 +20,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return apply(SWIGLU, gate, up)
 
 
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    gate, up = layouts
-    assert gate is not None and up is not None and shapes[0] is not None, "both are given"
-    output = infer.elementwise("swiglu", False, gate, up)
-    return Sharding(output, shapes[0], independent(output, layouts))
-
-
-SWIGLU = Op("swiglu", reference.forward, reference.backward, _rule)
+SWIGLU = Op("swiglu", reference.forward, reference.backward, pair_rule("swiglu", linear=False))

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 STOPPED = 3  # exit status of a process that has said why it stops
 INTERRUPTED = 130  # as a shell gives it for SIGINT
 CPU_PROCESSES = 4
+ECHO_SECONDS = 1.0
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
@@ -86,9 +88,8 @@ def _start_and_watch(run: Run, processes: int, store: Path, gpus: int) -> int:
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # ends it at once: the parent speaks for all, and torch sends it orphans
+    # Ends it at once: the parent speaks for all, and torch sends this signal to orphans.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 
@@ -114,5 +115,9 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
             print(f"\nweft train: {error}", file=sys.stderr, flush=True)
         dist.barrier()  # said before any process ends
         sys.exit(STOPPED)
+    except RuntimeError as error:
+        if "onnection" in str(error):  # an echo of another rank's end, which is to be heard first
+            time.sleep(ECHO_SECONDS)
+        raise
     finally:
         dist.destroy_process_group()

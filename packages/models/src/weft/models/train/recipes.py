@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 
 from ..llama.config import LlamaConfig
 from .config import TrainConfig
 from .data import VOCAB_SIZE
 
+_TINY = LlamaConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=128,
+    intermediate_size=384,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    max_seq_len=256,
+)
+
 RECIPES = {
-    "llama-tiny": TrainConfig(
-        model=LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=384,
-            num_layers=4,
-            num_heads=8,
-            num_kv_heads=4,
-            max_seq_len=256,
-        )
-    ),
-    "llama-tiny-tied": TrainConfig(
-        model=LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=384,
-            num_layers=4,
-            num_heads=8,
-            num_kv_heads=4,
-            max_seq_len=256,
-            tie_embeddings=True,
-        )
-    ),
+    "llama-tiny": TrainConfig(model=_TINY),
+    "llama-tiny-tied": TrainConfig(model=replace(_TINY, tie_embeddings=True)),
 }
 
 
