@@ -155,7 +155,7 @@ def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
 
 
 def _pytest(session: nox.Session, *arguments: str) -> None:
-    session.run(_weft(session), "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    session.run(_weft(session), "-m", "pytest", "--timeout=120", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
 def _replace_by(session: nox.Session, *command: str) -> None:

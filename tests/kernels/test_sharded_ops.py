@@ -45,7 +45,7 @@ class Case:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def ints(below: int, *shape: int) -> Tensor:

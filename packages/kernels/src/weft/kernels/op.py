@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor | None, ...]
@@ -19,9 +20,11 @@ class Op:
     backward(saved, grad, needed, **options) -> gradients: one per tensor of forward; None where `needed[i]` is false.
         It is linear in `grad`, so a Partial gradient may flow through it.
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
+    dtype(dtype of the first floating tensor) -> that of the output: ranks outside the mesh have nothing else to ask.
     """
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensors]]
     backward: Callable[..., Tensors]
     rule: Callable[..., Any]
+    dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype

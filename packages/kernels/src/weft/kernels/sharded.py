@@ -53,6 +53,11 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
 
 @lru_cache(maxsize=65536)
 def _sharding(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, options: tuple[Any, ...]) -> Sharding:
+    first, *others = {layout.mesh: None for layout in layouts if layout is not None}
+    if others:
+        raise LayoutError(
+            f"{op.name}: operands lie on different meshes: {first} and {others[0]}; reshard one to the other"
+        )
     answer: Sharding = op.rule(layouts, shapes, dict(options))
     return answer
 
@@ -96,8 +101,9 @@ class _Sharded(torch.autograd.Function):
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding
         if not ctx.inside:
+            ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             like = next(t for t in locals_ if t is not None and t.is_floating_point())
-            return wrap(like.new_empty(0), sharding.output, sharding.shape)
+            return wrap(like.new_empty(0, dtype=op.dtype(like.dtype)), sharding.output, sharding.shape)
         ctx.options = {**options, **sharding.local(this_rank(), mesh)}
         output, saved = op.forward(*locals_, **ctx.options)
         ctx.save_for_backward(*saved)
@@ -112,7 +118,10 @@ class _Sharded(torch.autograd.Function):
         parts = (
             ctx.op.backward(ctx.saved_tensors, local, needed, **ctx.options)
             if ctx.inside
-            else [local.new_empty(0) if need else None for need in needed]
+            else [
+                local.new_empty(0, dtype=dtype) if need else None
+                for dtype, need in zip(ctx.dtypes, needed, strict=True)
+            ]
         )
         gradients: list[Tensor | None] = []
         for part, layout, shape, plain in zip(parts, layouts, ctx.shapes, ctx.plain, strict=True):
@@ -121,7 +130,7 @@ class _Sharded(torch.autograd.Function):
             elif not plain:
                 gradients.append(wrap(part, layout, shape))
             elif set(layout.placements) == {Replicate()}:
-                gradients.append(part)
+                gradients.append(part if ctx.inside else None)  # a plain tensor has no empty part
             else:
                 raise LayoutError(
                     f"{ctx.op.name}: a plain tensor of shape {tuple(shape)} beside DTensors has a gradient that is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,4 +104,6 @@ def _gather(groups: list[dist.ProcessGroup], statistics: Tensor) -> Tensor:
     return gathered
 
 
-CROSS_ENTROPY = Op("cross_entropy", function.forward, function.backward, _rule)
+CROSS_ENTROPY = Op(
+    "cross_entropy", function.forward, function.backward, _rule, lambda dtype: torch.promote_types(dtype, torch.float32)
+)

@@ -44,7 +44,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     if bias is not None:
         wanted = infer.einsum("yz,->y", weight.replace(**_partial_axes(output)), Layout(output.mesh))
         if bias != wanted:
-            raise LayoutError(f"linear gives its output as ({output}) and has a bias ({bias}); reshard the bias to ({wanted})")
+            raise LayoutError(
+                f"linear gives its output as ({output}) and has a bias ({bias}); reshard the bias to ({wanted})"
+            )
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         return (

@@ -1,0 +1,151 @@
+"""The pieces of a training run: its mesh, its data, its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from weft.mesh import Layout, ProcessMesh, Replicate, Shard
+from weft.models import Llama, initialize, parallelize
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, mesh_sizes
+from weft.models.train.data import END, Batches, Corpus, decode, encode, find_corpus
+from weft.models.train.optimizer import clip_gradients, learning_rate
+from weft.models.train.recipes import RECIPES, recipe
+from weft.reshard import distribute, to_global
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "processes", "exact", "sizes"),
+    [
+        pytest.param(None, None, 1, False, (1, 1), id="one-gpu"),
+        pytest.param(None, None, 4, False, (2, 2), id="four"),
+        pytest.param(None, None, 3, False, (3, 1), id="odd"),
+        pytest.param(4, None, 4, False, (4, 1), id="dp-alone"),
+        pytest.param(None, 4, 8, False, (2, 4), id="tp-alone"),
+        pytest.param(1, 2, 4, False, (1, 2), id="fewer-than-there-are"),
+        pytest.param(1, 2, 2, True, (1, 2), id="launched"),
+    ],
+)
+def test_the_mesh_follows_from_the_processes(
+    dp: int | None, tp: int | None, processes: int, exact: bool, sizes: tuple[int, int]
+) -> None:
+    assert mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, exact=exact) == sizes
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "processes", "exact"),
+    [
+        pytest.param(3, None, 4, False, id="does-not-divide"),
+        pytest.param(8, None, 4, False, id="too-many"),
+        pytest.param(4, 2, 4, False, id="product-too-large"),
+        pytest.param(1, 2, 4, True, id="launched-with-others"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_those_that_do(dp: int, tp: int | None, processes: int, exact: bool) -> None:
+    with pytest.raises(ValueError, match=r"does not fit 4 processes; dp x tp that fit: 4 x 1, 2 x 2, 1 x 4"):
+        mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, exact=exact)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_number_of_parameters_is_the_models(name: str) -> None:
+    config = recipe(name).model
+    assert sum(p.numel() for p in Llama(config).parameters()) == config.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda: MeshConfig(dp=0), r"mesh\.dp is 0; it must be 1 or more", id="mesh"),
+        pytest.param(lambda: DataConfig(batch_size=0), r"data\.batch_size is 0", id="batch"),
+        pytest.param(lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr is nan", id="lr"),
+        pytest.param(
+            lambda: TrainConfig(model=recipe("llama-tiny").model, data=DataConfig(sequence_length=257)),
+            r"data\.sequence_length 257 is above model\.max_seq_len 256",
+            id="sequence",
+        ),
+    ],
+)
+def test_a_config_is_checked_when_it_is_made(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first ä")
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    return find_corpus(tmp_path)
+
+
+def test_a_corpus_is_its_documents_in_order_each_with_its_end(corpus: Corpus) -> None:
+    batches = Batches(corpus, sequence_length=15, batch_size=1, seed=0)
+    tokens, target = batches.batch(0, slice(None))
+    text = [*encode("first ä"), END, *encode("second"), END]
+    assert tokens[0].tolist() == text[:15]
+    assert target[0].tolist() == text[1:16]
+
+
+def test_text_survives_its_tokens() -> None:
+    assert decode(encode("wärp\n")) == "wärp\n"
+    assert decode([ord("a"), END]) == "a\ufffd"
+
+
+def test_the_order_of_samples_does_not_depend_on_the_mesh(corpus: Corpus) -> None:
+    batches = Batches(corpus, sequence_length=2, batch_size=5, seed=1)
+    for step in range(4):  # across epochs: there are 7 samples
+        whole = torch.cat(batches.batch(step, slice(None)), 1)
+        for dp in (2, 3, 4, 8):
+            layout = Layout(ProcessMesh.grid(dp=dp), {"dp": Shard(0)})
+            rows = [layout.local_slices((5, 2), rank)[0] for rank in range(dp)]
+            parts = [torch.cat(batches.batch(step, part), 1) for part in rows]
+            assert torch.equal(torch.cat(parts), whole)
+
+
+def test_an_epoch_visits_every_sample_once_and_the_next_in_another_order(corpus: Corpus) -> None:
+    batches = Batches(corpus, sequence_length=2, batch_size=1, seed=1)
+    count = batches.num_samples
+    seen = [tuple(batches.batch(step, slice(None))[0][0].tolist()) for step in range(2 * count)]
+    assert sorted(seen[:count]) == sorted(seen[count:])
+    assert len(set(seen[:count])) == count
+    assert seen[:count] != seen[count:]
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    rates = [learning_rate(config, step, 20) for step in range(21)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[20] == pytest.approx(0.1)
+
+
+def clipped(max_norm: float) -> tuple[float, list[torch.Tensor]]:
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    model = Llama(recipe("llama-tiny").model)
+    initialize(model, seed=0)
+    model = parallelize(model, mesh, model.parallel_plan())
+    gradients = whole_gradients(model)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        placements = {"tp": parameter.placements[1]}
+        parameter.grad = distribute(gradient, Layout(mesh, {"dp": Replicate(), **placements}))
+    norm = clip_gradients(model, max_norm)
+    return norm, [to_global(parameter.grad) for parameter in model.parameters()]
+
+
+def whole_gradients(model: nn.Module) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e9])
+def test_the_gradients_norm_counts_every_element_once(max_norm: float, pool) -> None:
+    model = Llama(recipe("llama-tiny").model)
+    for parameter, gradient in zip(model.parameters(), whole_gradients(model), strict=True):
+        parameter.grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for norm, gradients in pool.run(clipped, max_norm, ranks=4):
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+        for ours, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-7)
