@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.reshard import (
     AllGather,
@@ -324,3 +324,17 @@ def wrong_on_one_rank():
 def test_the_checks_above_can_fail(pool):
     with pytest.raises(RanksFailed, match="1 of 2 ranks failed"):
         pool.run(wrong_on_one_rank, ranks=2)
+
+
+def layouts_on_device_meshes():
+    named = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    unnamed = init_device_mesh("cpu", (2,))
+    return Layout(named, "dp: S(0)"), Layout(unnamed, [Shard(1)])
+
+
+def test_a_device_mesh_is_taken_for_a_mesh(pool):
+    for named, unnamed in pool.run(layouts_on_device_meshes, ranks=2):
+        assert named == Layout(ProcessMesh.grid(dp=2, tp=1), "dp: S(0)")
+        assert unnamed == Layout(ProcessMesh.grid(axis0=2), "axis0: S(1)")
+    with pytest.raises(ValueError, match=r"'tp' is not a mesh; give a ProcessMesh or a DeviceMesh"):
+        Layout("tp", "tp: S(0)")

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import LayoutError
 from .extents import chunk
 from .placement import Partial, Placement, Replicate, Shard, as_placement
-from .process_mesh import ProcessMesh
+from .process_mesh import ProcessMesh, as_mesh
 
 Spec = Sequence[str | Sequence[str] | None]
 
@@ -17,6 +17,7 @@ Spec = Sequence[str | Sequence[str] | None]
 class Layout:
     """How a tensor lies on a mesh.
 
+    mesh: a ProcessMesh, or torch's DeviceMesh.
     placements: {"dp": Shard(0)} (absent axes replicate), a sequence with one placement per axis, or text such as
         "dp: S(0), tp: P(sum)". Where several axes shard one dim, the first is the major one: in a mapping or a
         sequence that is the mesh's order; in text the order as written, so "tp: S(0), dp: S(0)" cuts by tp first.
@@ -28,7 +29,8 @@ class Layout:
     placements: tuple[Placement, ...]
     shard_order: dict[int, tuple[str, ...]]
 
-    def __init__(self, mesh: ProcessMesh, placements: Mapping[str, Any] | Sequence[Any] | str = ()) -> None:
+    def __init__(self, mesh: ProcessMesh | Any, placements: Mapping[str, Any] | Sequence[Any] | str = ()) -> None:
+        mesh = as_mesh(mesh)
         names = list(mesh.axis_names)
         if isinstance(placements, str):
             written = _parse(placements)

@@ -236,6 +236,19 @@ class ProcessMesh:
             yield self.ranks[sum(i * stride for i, stride in zip(index, strides, strict=True))]
 
 
+def as_mesh(value: Any) -> ProcessMesh:
+    """`value` as a mesh of ours; torch's DeviceMesh is taken too, its unnamed axes called axis0, axis1, …
+
+    torch is not imported: a DeviceMesh is known by its public attributes.
+    """
+    if isinstance(value, ProcessMesh):
+        return value
+    if not hasattr(value, "mesh_dim_names"):
+        raise ValueError(f"{value!r} is not a mesh; give a ProcessMesh or a DeviceMesh")
+    ranks = value.mesh.tolist()
+    return ProcessMesh(ranks, value.mesh_dim_names or [f"axis{axis}" for axis in range(value.ndim)])
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
+from weft.mesh.process_mesh import as_mesh
 
 _world: object = None
 _made: dict[tuple[ProcessMesh, str], DeviceMesh] = {}
@@ -40,8 +41,7 @@ def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
     """The process mesh of a DeviceMesh; axes without names are called axis0, axis1, …"""
     _forget_other_worlds()
     if mesh not in _known:
-        names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-        _known[mesh] = ProcessMesh(mesh.mesh.tolist(), names)
+        _known[mesh] = as_mesh(mesh)
         _made.setdefault((_known[mesh], mesh.device_type), mesh)
     return _known[mesh]
 
