@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from weft.kernels import add, cross_entropy
-from weft.mesh import Layout, ProcessMesh, Shard
+from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.models import (
     ColwiseParallel,
     Llama,
@@ -20,6 +21,7 @@ from weft.models import (
     ParallelPlan,
     RowwiseParallel,
     VocabParallel,
+    estimate,
     initialize,
     parallelize,
 )
@@ -28,7 +30,9 @@ from weft.models.layers import Linear
 from weft.models.llama.config import check_tensor_parallel
 from weft.models.parallel.plan import resolve
 from weft.models.train.observe import CollectiveCount
-from weft.reshard import GradientSync, distribute, reshard, to_global
+from weft.reshard import GradientSync, distribute, gradients, reshard, to_global
+
+from tests.support.collectives import Collectives
 
 CONFIG = LlamaConfig(
     vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4, max_seq_len=32
@@ -66,17 +70,19 @@ def whole(tensor: Tensor) -> Tensor:
     return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def one_step(dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool]) -> dict[str, Any]:
+def one_step(
+    dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool], bucket_bytes: int = gradients.BUCKET_BYTES
+) -> dict[str, Any]:
     """Loss, gradients and collectives by phase, and those predicted."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     chosen = replace(model.parallel_plan(), **plan)
     predicted = collectives(model, mesh, chosen)
     parallelize(model, mesh, chosen)
-    sync = GradientSync(model)
+    sync = GradientSync(model, bucket_bytes=bucket_bytes)
     tokens, target = on(mesh, *batch())
     issued = {}
-    with CollectiveCount() as count:
+    with Collectives() as seen, CollectiveCount() as count:
         loss = cross_entropy(model(tokens), target, denominator=float(target.numel()))
         loss = reshard(loss) if isinstance(loss, DTensor) else loss
         issued["forward"] = count.take()
@@ -84,10 +90,11 @@ def one_step(dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool]) -> di
         issued["backward"] = count.take()
         sync.wait()
         issued["gradients"] = count.take()
+    assert Counter(seen.kinds) == sum(issued.values(), Counter())  # none was issued inside a DTensor's own ops
     if mesh.size > 1:
         predicted["gradients"]["all-reduce"] -= 1  # the gradient's norm, which no one asks for here
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return {"loss": whole(loss).item(), "gradients": gradients, "issued": issued, "predicted": predicted}
+    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return {"loss": whole(loss).item(), "gradients": found, "issued": issued, "predicted": predicted}
 
 
 @pytest.mark.parametrize(("change", "plan"), VARIANTS)
@@ -222,6 +229,150 @@ def test_siblings_that_are_given_two_tensors(recompute: bool, pool) -> None:
     for found in pool.run(crossed, recompute, ranks=2):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def plain_input() -> None:
+    """A plain tensor enters as if replicated; one that needs a gradient, which would be Partial, is refused."""
+    inputs, expected = two_inputs(), Crossed()(*two_inputs())
+    model = parallelize(Crossed(), ProcessMesh.grid(tp=2), CROSSED)
+    torch.testing.assert_close(whole(model(*inputs)), expected)
+    output = model(*(part.requires_grad_() for part in inputs))
+    with pytest.raises(LayoutError, match=r"give it a layout with distribute\(\)"):
+        output.backward(distribute(torch.ones(3, 8), Layout(ProcessMesh.grid(tp=2))))
+
+
+def test_a_plain_input_of_column_parallel_layers(pool) -> None:
+    pool.run(plain_input, ranks=2)
+
+
+class Shared(Crossed):
+    """One module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = self.left
+
+
+def shared() -> list[Tensor]:
+    mesh = ProcessMesh.grid(tp=2)
+    plan = ParallelPlan(tensor={"left": ColwiseParallel(), "out": RowwiseParallel()})
+    model = parallelize(Shared(), mesh, plan)
+    x, _ = (distribute(part, Layout(mesh)).requires_grad_() for part in two_inputs())
+    with Collectives() as seen:
+        y = model(x, x)
+        y.backward(distribute(torch.ones(3, 8), Layout(mesh)))
+    assert seen.kinds == ["all-reduce"] * 2
+    return [whole(y), whole(x.grad), *(whole(p.grad) for p in model.parameters())]
+
+
+def test_a_module_under_two_names_is_laid_out_once(pool) -> None:
+    model, (x, _) = Shared(), two_inputs()
+    y = model(x.requires_grad_(), x)
+    y.backward(torch.ones(3, 8))
+    expected = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    for found in pool.run(shared, ranks=2):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def recomputed(sequence: bool) -> list[tuple[Tensor, dict[str, Tensor], list[str]]]:
+    """A model's loss, gradients and the kinds of its collectives, as it is and with every layer recomputed."""
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    results = []
+    for again in (False, True):
+        model = make(CONFIG)
+        parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
+        if again:
+            for layer in model.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        sync = GradientSync(model)
+        tokens, target = on(mesh, *batch())
+        with Collectives() as seen:
+            loss = reshard(cross_entropy(model(tokens), target, denominator=float(target.numel())))
+            loss.backward()
+            sync.wait()
+        results.append((whole(loss), {n: whole(p.grad) for n, p in model.named_parameters()}, seen.kinds))
+    return results
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recompute_gives_the_same_bits_and_repeats_the_forward_alone(sequence: bool, pool) -> None:
+    for (loss, found, kinds), (loss_again, found_again, kinds_again) in pool.run(recomputed, sequence):
+        assert torch.equal(loss, loss_again)
+        for name, gradient in found.items():
+            assert torch.equal(gradient, found_again[name]), name
+        more = Counter(kinds_again) - Counter(kinds)
+        # Recomputing stops when the last saved tensor is there: before the reduction that ends a layer.
+        assert more == Counter({"all-gather": 4, "reduce-scatter": 2} if sequence else {"all-reduce": 2})
+        assert not Counter(kinds) - Counter(kinds_again)
+
+
+def block_on_a_grid(sequence: bool, bucket_bytes: int) -> list[list[str]]:
+    """Collectives in order: of a block's forward, of its backward and of the gradients' synchronization."""
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    model = make(CONFIG)
+    parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
+    sync = GradientSync(model.layers[0], bucket_bytes=bucket_bytes)
+    stream = Layout(mesh, {"dp": Shard(0), "tp": Shard(1)} if sequence else {"dp": Shard(0)})
+    x = distribute(torch.randn(3, 7, CONFIG.hidden_size), stream).requires_grad_()
+    half = CONFIG.head_dim // 2
+    phases = []
+    with Collectives() as seen:
+        y = model.layers[0](x, torch.ones(7, half), torch.zeros(7, half))
+        phases.append(len(seen.kinds))
+        y.backward(distribute(torch.randn(3, 7, CONFIG.hidden_size), stream))
+        phases.append(len(seen.kinds))
+        sync.wait()
+    return [seen.kinds[: phases[0]], seen.kinds[phases[0] : phases[1]], seen.kinds[phases[1] :]]
+
+
+def test_data_parallelism_leaves_a_block_as_it_is_but_for_one_bucket(pool) -> None:
+    for phases in pool.run(block_on_a_grid, False, 2**20):
+        assert phases == [["all-reduce"] * 2, ["all-reduce"] * 2, ["all-reduce"]]
+    for forward, backward, after in pool.run(block_on_a_grid, False, 1):
+        assert (forward, backward, after) == (["all-reduce"] * 2, ["all-reduce"] * (2 + 9), [])  # 9 parameters
+    for forward, backward, after in pool.run(block_on_a_grid, True, 2**20):
+        assert forward == backward == ["all-gather", "reduce-scatter"] * 2
+        assert after == ["all-reduce"] * 3  # dp for the projections; dp and tp for the norms
+
+
+def small_buckets(dp: int, tp: int, plan: dict[str, bool], bucket_bytes: int) -> dict[str, Any]:
+    estimate.BUCKET_BYTES = bucket_bytes
+    try:
+        return one_step(dp, tp, CONFIG, plan, bucket_bytes=bucket_bytes)
+    finally:
+        estimate.BUCKET_BYTES = gradients.BUCKET_BYTES
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 3_000, 10_000])
+@pytest.mark.parametrize(("dp", "tp", "plan"), [(4, 1, {}), (2, 2, {}), (2, 2, {"sequence": True})])
+def test_buckets_are_predicted_by_the_phase_in_which_they_leave(dp, tp, plan, bucket_bytes, pool) -> None:
+    found = pool.run(small_buckets, dp, tp, plan, bucket_bytes)[0]
+    assert {phase: +count for phase, count in found["predicted"].items()} == found["issued"]
+
+
+def laid_out_then_filled(dp: int, tp: int) -> dict[str, Tensor]:
+    mesh = ProcessMesh.grid(dp=dp, tp=tp)
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    model = parallelize(model, mesh, model.parallel_plan()).to_empty(device="cpu")
+    initialize(model, seed=3)
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_paddle_62125_initial_weights_drawn_shard_by_shard_are_those_of_one_process(dp: int, tp: int, pool) -> None:
+    expected = dict(make(CONFIG).named_parameters())
+    for weights in pool.run(laid_out_then_filled, dp, tp, ranks=dp * tp):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+
+
+def test_a_plan_that_does_not_fit_is_refused_on_one_process_too() -> None:
+    plan = ParallelPlan(tensor={"layers.*.mlp.upproj": ColwiseParallel()})
+    with pytest.raises(ValueError, match="matches no module"):
+        parallelize(make(CONFIG), ProcessMesh.grid(dp=1, tp=1), plan)
 
 
 def test_a_mesh_of_one_process_leaves_the_model_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.models import Llama, initialize, parallelize
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, mesh_sizes
 from weft.models.train.data import END, Batches, Corpus, decode, encode, find_corpus
+from weft.models.train.observe import CollectiveCount
 from weft.models.train.optimizer import clip_gradients, learning_rate
 from weft.models.train.recipes import RECIPES, recipe
 from weft.reshard import distribute, to_global
@@ -149,3 +151,21 @@ def test_the_gradients_norm_counts_every_element_once(max_norm: float, pool) -> 
         assert norm == pytest.approx(float(expected), rel=1e-5)
         for ours, parameter in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def hidden_collectives() -> list[Counter[str]]:
+    mesh = ProcessMesh.grid(tp=2)
+    rows, columns = (distribute(torch.ones(4, 4), Layout(mesh, {"tp": Shard(dim)})) for dim in (0, 1))
+    counts = []
+    for act in (lambda: rows + columns, lambda: rows.full_tensor(), lambda: rows + rows):
+        with CollectiveCount() as count:
+            act()
+        counts.append(count.issued)
+    return counts
+
+
+def test_the_count_sees_what_dtensor_issues_unasked(pool) -> None:
+    for hidden, gathered, none in pool.run(hidden_collectives, ranks=2):
+        assert hidden.total() == 1
+        assert gathered == Counter({"all-gather": 1})
+        assert none == Counter()

@@ -29,9 +29,9 @@ def parallelize(model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: Parallel
     Raises ValueError as `resolve` does, and where tied parameters are given two layouts.
     """
     mesh = as_process_mesh(mesh)
+    styles = resolve(model, plan)  # a mistake in the plan is one on any mesh
     if mesh.size == 1:
         return model
-    styles = resolve(model, plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -51,18 +51,22 @@ def has_tensor_axis(mesh: ProcessMesh) -> bool:
 
 
 def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style]) -> dict[str, Layout]:
-    """The layout of every parameter by name, tied names included. Raises ValueError where tied ones disagree."""
+    """The layout of every parameter by name, tied names included, those of a module under another name left out.
+
+    Raises ValueError where tied parameters disagree.
+    """
     layouts: dict[str, Layout] = {}
     first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module_name, _, leaf = name.rpartition(".")
-        layouts[name] = Layout(mesh, _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {})
-        other = first.setdefault(parameter, name)
-        if layouts[other] != layouts[name]:
-            raise ValueError(
-                f"{other!r} and {name!r} are one tied parameter, but the plan lays them out as ({layouts[other]}) and "
-                f"({layouts[name]}); give both modules styles that agree"
-            )
+    for module_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{module_name}.{leaf}".lstrip(".")
+            layouts[name] = Layout(mesh, _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {})
+            other = first.setdefault(parameter, name)
+            if layouts[other] != layouts[name]:
+                raise ValueError(
+                    f"{other!r} and {name!r} are one tied parameter, but the plan lays them out as "
+                    f"({layouts[other]}) and ({layouts[name]}); give both modules styles that agree"
+                )
     return layouts
 
 
@@ -96,6 +100,8 @@ class _Entrance:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
+        if not isinstance(x, DTensor):
+            return args  # it counts as replicated
         if x is not self._outside or self._inside is None:
             self._outside, self._inside = x, reshard(x, placements=_along_tensor_axis(layout_of(x), Replicate()))
         return self._inside, *rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -64,6 +65,8 @@ def _start_and_watch(run: Run, processes: int, store: Path, gpus: int) -> int:
         start_processes,
     )
 
+    # It would warn of every process it ends, before the error that is the reason.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     started: Any = start_processes(  # type: ignore[no-untyped-call]
         _work, (run, processes, str(store), gpus), nprocs=processes, join=False, start_method="forkserver"
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NOT_SENT = ("wait_tensor", "wrap_tensor_autograd")  # of the same namespace, but nothing travels
@@ -34,8 +35,10 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and not func.__name__.startswith(_NOT_SENT):
-            name = func.__name__.lstrip("_").replace("all_", "all")
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor unwraps first: what it issues then comes by here
+        name = func.__name__.lstrip("_").replace("all_", "all")
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(_NOT_SENT):
             self.issued[next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), name)] += 1
         return func(*args, **(kwargs or {}))
 
