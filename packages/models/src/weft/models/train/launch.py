@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def launch(run: Run, *, gpus: int) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["weft.models.train.loop"])  # torch is imported once, not once a process
+    ensure_running()  # while this process imports torch, too
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         return _start_and_watch(run, processes, Path(folder) / "store", gpus)
 

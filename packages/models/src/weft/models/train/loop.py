@@ -29,7 +29,7 @@ from .report import Metrics, Report, next_steps
 from .results import Results
 
 SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 80
+SAMPLE_TOKENS = 60
 
 
 class TrainingError(RuntimeError):
