@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 from .errors import LayoutError
 from .extents import chunk
+from .picture import draw
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import ProcessMesh, as_mesh
 
@@ -110,11 +112,20 @@ class Layout:
         return tuple(self.shard_order.get(dim, ()) for dim in range(max(self.shard_order, default=-1) + 1))
 
     def replace(self, **placements: Placement | str) -> Layout:
-        """This layout with other placements on the named axes; an axis that newly shards a dim is its minor one."""
+        """This layout with other placements on the named axes; those that newly shard a dim are its minor ones, in order."""
         wanted = {name: as_placement(placement) for name, placement in placements.items()}
         changed = {name: placement for name, placement in wanted.items() if placement != self[name]}
         kept = {name: self[name] for order in self.shard_order.values() for name in order if name not in changed}
-        return Layout.in_order(self.mesh, kept | {name: self[name] for name in self.mesh.axis_names} | changed)
+        others = {name: self[name] for name in self.mesh.axis_names if name not in changed}
+        return Layout.in_order(self.mesh, kept | others | changed)
+
+    def parts(self, dim: int) -> int:
+        """In how many parts dim `dim` is cut."""
+        return math.prod(self.mesh.axis_size(axis) for axis in self.shard_order.get(dim, ()))
+
+    def explain(self, global_shape: Sequence[int] | None = None) -> str:
+        """The layout and a picture of who holds what, as lines of ASCII; with the shape, the indices of each part."""
+        return "\n".join([f"{self} on {self.mesh}", *draw(self, global_shape)])
 
     def is_partial(self) -> bool:
         return any(isinstance(placement, Partial) for placement in self.placements)

@@ -1,9 +1,9 @@
-"""`reshard`: a DTensor brought to another layout, with autograd."""
+"""`reshard`: a DTensor brought to another layout, on its mesh or another, with autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,36 +12,77 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 
 from .dtensor import as_process_mesh, layout_of, wrap
-from .executor import execute
-from .plan import cotangent, plan
+from .executor import Pending
+from .layouts import cotangent
+from .plan import plan
+from .topology import Topology
 
 Placements = Mapping[str, Placement] | Sequence[Placement] | str
 
 
 def reshard(
-    dtensor: DTensor, mesh: ProcessMesh | DeviceMesh | None = None, placements: Placements | Layout | None = None
+    dtensor: DTensor,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    placements: Placements | Layout | None = None,
+    *,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
 ) -> DTensor:
     """`dtensor` in the layout of `placements` on `mesh` (absent: its own mesh; absent axes replicate).
 
+    mesh: of the same ranks or of others; ranks outside it then hold an empty local part with the metadata.
+    topology, memory_limit: see `plan`.
     Differentiable, twice as well: the gradient is brought to the layout of `dtensor`, Replicate where that is Partial,
     also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
-    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`.
-    Raises LayoutError for a target that no plan leads to, or on a mesh of other ranks.
+    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes; where
+    the target's mesh is new to this process group world its groups are made, by all ranks of the world.
+    Raises LayoutError for a target that no plan leads to.
     """
+    return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
+
+
+def start_reshard(
+    dtensor: DTensor,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    placements: Placements | Layout | None = None,
+    *,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
+) -> StartedReshard:
+    """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
-    own = layout_of(dtensor).mesh
-    if isinstance(placements, Layout):
-        if mesh is not None and as_process_mesh(mesh) != placements.mesh:
-            raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
-        target = placements
-    else:
-        target = Layout(own if mesh is None else as_process_mesh(mesh), () if placements is None else placements)
-    names = own.axis_names
-    if target.mesh != own and (set(target.mesh.axis_names) != set(names) or target.mesh.permute(*names) != own):
-        raise LayoutError(f"the tensor lies on {own}, the target on {target.mesh}; both must be one mesh")
-    result: DTensor = _Reshard.apply(dtensor, target)  # type: ignore[no-untyped-call]
-    return result
+    src = layout_of(dtensor)
+    target = _target(src, mesh, placements)
+    made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
+    with torch.no_grad():
+        pending = Pending(made, dtensor.to_local(), dtensor.device_mesh)
+    return StartedReshard(dtensor, target, pending, _Options(topology, memory_limit))
+
+
+class _Options(NamedTuple):
+    topology: Topology | None = None
+    memory_limit: int | None = None
+
+
+class StartedReshard:
+    """A reshard under way; made by `start_reshard`."""
+
+    def __init__(self, dtensor: DTensor, target: Layout, pending: Pending, options: _Options) -> None:
+        self._arguments = dtensor, target, pending, options
+
+    def wait(self) -> DTensor:
+        """The resharded tensor. Communication: the collectives of the plan after the first."""
+        result: DTensor = _Reshard.apply(*self._arguments)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
+    if not isinstance(placements, Layout):
+        return Layout(src.mesh if mesh is None else as_process_mesh(mesh), () if placements is None else placements)
+    if mesh is not None and as_process_mesh(mesh) != placements.mesh:
+        raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
+    return placements
 
 
 def to_global(dtensor: DTensor) -> Tensor:
@@ -53,13 +94,12 @@ class _Reshard(torch.autograd.Function):
     """Its dual is itself: layout of the gradient -> layout of the input."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, target: Layout) -> DTensor:
-        src = layout_of(dtensor)
-        ctx.cotangent = cotangent(src)
-        dst = target if target.mesh == src.mesh else Layout(src.mesh, str(target))  # its axes in another order
-        local = execute(plan(src, dst, dtensor.shape, dtensor.dtype), dtensor.to_local(), dtensor.device_mesh)
-        return wrap(local, target, dtensor.shape)
+    def forward(ctx: Any, dtensor: DTensor, target: Layout, pending: Pending, options: _Options) -> DTensor:
+        ctx.cotangent, ctx.options = cotangent(layout_of(dtensor)), options
+        return wrap(pending.wait(), target, dtensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return grad if layout_of(grad) == ctx.cotangent else reshard(grad, placements=ctx.cotangent), None
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
+        if layout_of(grad) != ctx.cotangent:
+            grad = reshard(grad, placements=ctx.cotangent, **ctx.options._asdict())
+        return grad, None, None, None

@@ -1,131 +1,255 @@
-"""Runs a plan's steps on this rank's local tensor, by torch.distributed."""
+"""Runs a plan's steps on this rank's local tensor, by torch.distributed.
+
+A step is a generator that yields the collectives it has started and returns its result: who runs it decides whether to
+wait for each at once, or to do something else meanwhile.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
-from weft.mesh.extents import chunk, chunk_sizes
+from weft.mesh.extents import chunk
 
-from .groups import axis_group, this_rank
+from .collectives import Running, all_gather, all_reduce, exchange, reduce_scatter
+from .costs import backwards, padded_part
+from .exchange import exchanging_axes, messages_of, taking_part
+from .groups import axis_group, device_mesh, group_of, make_groups, this_rank
 from .identities import identity
+from .layouts import dual_layout
+from .order import announce
 from .plan import Plan
-from .steps import AllGather, AllReduce, AllToAll, MakePartial, ReduceScatter, Slice, Step, follow
-
-# torch 2.13 renamed these; 2.11 and 2.12 have the old names only
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # then divided: gloo has no average
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+from .steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    MakePartial,
+    Permute,
+    ReduceExchange,
+    ReduceScatter,
+    Relabel,
+    Slice,
+    Step,
+    Targeted,
+    axes_of,
+    dims_of,
+    follow,
+)
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's local tensor after the plan; `local` itself is not changed.
 
-    Communication: the plan's steps, in order. A rank outside the mesh does nothing.
+    Communication: the plan's steps, in order. A rank outside both meshes does nothing.
     """
-    if this_rank() not in plan.src.mesh:
-        return local
+    return Pending(plan, local, mesh).wait()
+
+
+class Pending:
+    """A plan that runs: its first collective is started; `wait()` brings the result."""
+
+    def __init__(self, plan: Plan, local: Tensor, mesh: DeviceMesh) -> None:
+        self._running = _run(plan, local, mesh)
+        self._result = local
+        self._work: dist.Work | None = None
+        self._advance()
+
+    def wait(self) -> Tensor:
+        """Runs the rest, and returns this rank's local tensor after the plan. Communication: what is left of the plan."""
+        while self._work is not None:
+            self._work.wait()
+            self._advance()
+        return self._result
+
+    def _advance(self) -> None:
+        try:
+            self._work = next(self._running)
+        except StopIteration as done:
+            self._work, self._result = None, done.value
+
+
+def prepare(plan: Plan, device_type: str) -> None:
+    """Makes the process groups that the plan needs beyond those of its source's mesh.
+
+    Communication: where a group is new to this process group world, by all ranks of the world, in the same order.
+    """
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
-        local = _run(step, layout, plan.shape, local, mesh)
+        match step:
+            case AllGather(apart=()) | ReduceScatter(apart=()) | AllReduce() if len(axes_of(step)) > 1:
+                make_groups(layout.mesh, axes_of(step))
+            case Exchange() | Permute() | ReduceExchange():
+                if step.target.mesh != layout.mesh:
+                    group_of(taking_part(layout, step.target, this_rank()))
+                elif len(axes := exchanging_axes(layout, step.target)) > 1:
+                    make_groups(layout.mesh, axes)
+        if isinstance(step, Targeted) and step.target.mesh != layout.mesh:
+            device_mesh(step.target.mesh, device_type)
+
+
+def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
+    rank = this_rank()
+    prepare(plan, mesh.device_type)
+    if rank not in plan.src.mesh and rank not in plan.dst.mesh:
+        return local
+    if any(not isinstance(step, Slice | MakePartial | Relabel) for step in plan.steps):
+        announce(str(plan), plan.ranks)
+    for step, layout in zip(plan.steps, plan.layouts, strict=True):
+        if rank in layout.mesh or (isinstance(step, Targeted) and rank in step.target.mesh):
+            on = mesh if layout.mesh == plan.src.mesh else device_mesh(layout.mesh, mesh.device_type)
+            local = yield from _Here(layout, plan.shape, on, rank).run(step, local)
     return local
 
 
-def _run(step: Step, layout: Layout, shape: tuple[int, ...], local: Tensor, mesh: DeviceMesh) -> Tensor:
-    size = layout.mesh.axis_size(step.axis)
-    coordinate = layout.mesh.coordinate(this_rank())
-    assert coordinate is not None, "execute returns early on ranks outside the mesh"
-    index = coordinate[step.axis]
-    group = axis_group(mesh, step.axis)
-    order = _order(layout, step.axis, group)
-    match step:
-        case AllGather(dim=dim):
-            whole = follow(step, layout).local_shape(shape, this_rank())[dim]
-            return _all_gather(local, whole, dim, order, group)
-        case AllReduce(op=op):
-            reduced = local.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(reduced, REDUCE_OPS[op], group)
-            return reduced / size if op == "avg" else reduced
-        case ReduceScatter(dim=dim, op=op):
-            scattered = _reduce_scatter(local, dim, order, index, op, group)
-            return scattered / size if op == "avg" else scattered
-        case AllToAll(src_dim=src, dst_dim=dst):
-            whole = follow(step, layout).local_shape(shape, this_rank())[src]
-            return _all_to_all(local, whole, src, dst, order, index, group)
-        case Slice(dim=dim):
-            start, stop = chunk(local.shape[dim], size, index)
-            return local.narrow(dim, start, stop - start).contiguous()
-        case MakePartial(op=op):
-            return local if index == 0 or op == "avg" else torch.full_like(local, identity(op, local.dtype))
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """Where a step starts: the layout, the tensor's shape, and this rank."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    rank: int
+
+    def run(self, step: Step, local: Tensor) -> Running:
+        match step:
+            case AllGather():
+                return (yield from self._all_gather(step, local))
+            case ReduceScatter():
+                return (yield from self._reduce_scatter(step, local))
+            case AllReduce(op=op):
+                group, _ = self._group(axes_of(step))
+                return (yield from all_reduce(local, op, group))
+            case AllToAll() | Exchange() | Permute():
+                return (yield from self._exchange(follow(step, self.layout), local))
+            case ReduceExchange():
+                return (yield from self._reduce_exchange(step, local))
+            case Slice(axis=axis, dim=dim):
+                start, stop = chunk(local.shape[dim], self.layout.mesh.axis_size(axis), self._index(axis))
+                return local.narrow(dim, start, stop - start).contiguous()
+            case MakePartial():
+                return self._make_partial(step, local)
+            case Relabel(target=target):
+                return (yield from self._exchange(target, local, moves=False))
+
+    def _index(self, axis: str) -> int:
+        coordinate = self.layout.mesh.coordinate(self.rank)
+        assert coordinate is not None, "only an exchange runs on ranks outside the mesh it starts from"
+        return coordinate[axis]
+
+    def _group(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup, list[int]]:
+        """The group of this rank along `axes`, and the position along them, major first, of each of its members.
+
+        torch sorts the ranks of a group; a mesh may list them in any order.
+        """
+        if len(axes) == 1:
+            group = axis_group(self.mesh, axes[0])
+            members = dist.get_process_group_ranks(group)
+        else:
+            members = sorted(self.layout.mesh.submesh(self.rank, *axes).ranks)
+            group = group_of(tuple(members))
+        position = {rank: i for i, rank in enumerate(self.layout.mesh.submesh(self.rank, *axes).ranks)}
+        return group, [position[rank] for rank in members]
+
+    def _all_gather(self, step: AllGather, local: Tensor) -> Running:
+        whole = follow(step, self.layout).local_shape(self.shape, self.rank)
+        part = padded_part(step, self.layout, whole)
+        phases = [self._group((axis,)) for axis in step.apart] or [self._group(axes_of(step))]
+        leading = [*reversed(step.apart)] or [*axes_of(step)]  # the last gathered is the outermost in memory
+        gathered = yield from all_gather(_padded(local, part), phases)
+        sizes = [self.layout.mesh.axis_size(axis) for axis in leading]
+        return _cut_to(_assembled(gathered.reshape(*sizes, *part), leading, step), whole)
+
+    def _reduce_scatter(self, step: ReduceScatter, local: Tensor) -> Running:
+        part = padded_part(step, self.layout, local.shape)
+        phases = [self._group((axis,)) for axis in step.apart] or [self._group(axes_of(step))]
+        leading = [*step.apart] or [*axes_of(step)]  # the first scattered is the outermost in memory
+        sizes = {axis: self.layout.mesh.axis_size(axis) for axis in leading}
+        scattered = yield from reduce_scatter(_taken_apart(local, part, leading, sizes, step), step.op, phases)
+        mine = follow(step, self.layout).local_shape(self.shape, self.rank)
+        return _cut_to(scattered.reshape(part), mine)
+
+    def _exchange(self, target: Layout, local: Tensor, *, moves: bool = True) -> Running:
+        ranks, group = self._exchanging(self.layout, target) if moves else ((), None)
+        messages = messages_of(self.layout, target, self.shape, self.rank)
+        held = self.layout.local_slices(self.shape, self.rank)
+        wanted = target.local_slices(self.shape, self.rank)
+        result = local.new_empty(target.local_shape(self.shape, self.rank))
+        return (yield from exchange(local, held, result, wanted, messages, group, ranks))
+
+    def _reduce_exchange(self, step: ReduceExchange, local: Tensor) -> Running:
+        """The dual exchange backwards: what it receives is sent, what it sends arrives, and is added."""
+        ranks, group = self._exchanging(dual_layout(step.target), dual_layout(self.layout))
+        messages = backwards(self.layout, step, self.shape, self.rank).reversed()
+        held = self.layout.local_slices(self.shape, self.rank)
+        wanted = step.target.local_slices(self.shape, self.rank)
+        result = local.new_zeros(step.target.local_shape(self.shape, self.rank))
+        return (yield from exchange(local, held, result, wanted, messages, group, ranks, add=True))
+
+    def _exchanging(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], dist.ProcessGroup]:
+        """The ranks, ascending, that exchange with this one, and their group."""
+        ranks = taking_part(src, dst, self.rank)
+        axes = exchanging_axes(src, dst) if src.mesh == dst.mesh else ()
+        return ranks, axis_group(self.mesh, axes[0]) if len(axes) == 1 else group_of(ranks)
+
+    def _make_partial(self, step: MakePartial, local: Tensor) -> Tensor:
+        if step.dim is None:
+            if step.op == "avg" or self._index(step.axis) == 0:
+                return local
+            return torch.full_like(local, identity(step.op, local.dtype))
+        whole = follow(step, self.layout).local_shape(self.shape, self.rank)
+        start, stop = chunk(whole[step.dim], self.layout.mesh.axis_size(step.axis), self._index(step.axis))
+        result = local.new_full(whole, identity(step.op, local.dtype))
+        result.narrow(step.dim, start, stop - start).copy_(local)
+        return result
 
 
-def _order(layout: Layout, axis: str, group: dist.ProcessGroup) -> list[int]:
-    """The index along `axis` of each member of the group: torch sorts the ranks of a group, a mesh may not."""
-    coordinates = [layout.mesh.coordinate(rank) for rank in dist.get_process_group_ranks(group)]
-    return [coordinate[axis] for coordinate in coordinates if coordinate is not None]
+def _padded(local: Tensor, part: Sequence[int]) -> Tensor:
+    if list(local.shape) == list(part):
+        return local.contiguous()
+    padded = local.new_zeros(part)
+    padded[tuple(slice(size) for size in local.shape)] = local
+    return padded
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+def _cut_to(padded: Tensor, shape: Sequence[int]) -> Tensor:
+    return padded[tuple(slice(size) for size in shape)].contiguous()
 
 
-def _reordered(rows: Tensor, order: list[int]) -> Tensor:
-    """`rows` in len(order) equal blocks, of which block order[i] comes at i."""
-    if order == list(range(len(order))):
-        return rows
-    blocks = rows.reshape(len(order), rows.shape[0] // len(order), *rows.shape[1:])
-    return blocks[order].reshape(rows.shape)
+def _assembled(gathered: Tensor, leading: Sequence[str], step: AllGather) -> Tensor:
+    """Parts stacked along `leading` axes, put side by side in the dims that the axes shard."""
+    order: list[int] = []
+    parts = gathered.ndim - len(leading)
+    sizes: list[int] = []
+    for dim in range(parts):
+        axes = [leading.index(axis) for axis, of in zip(axes_of(step), dims_of(step), strict=True) if of == dim]
+        order += [*axes, len(leading) + dim]
+        size = gathered.shape[len(leading) + dim]
+        for axis in axes:
+            size *= gathered.shape[axis]
+        sizes.append(size)
+    return gathered.permute(order).reshape(sizes)
 
 
-def _all_gather(local: Tensor, whole: int, dim: int, order: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows padded to the first rank's; only the last rows of the result are padding, as only the last chunks are short."""
-    rows = _pad(local.movedim(dim, 0), -(-whole // len(order)))
-    gathered = rows.new_empty((len(order) * rows.shape[0], *rows.shape[1:]))
-    all_gather_single(gathered, rows, group)
-    return _reordered(gathered, _inverse(order))[:whole].movedim(0, dim).contiguous()
-
-
-def _reduce_scatter(local: Tensor, dim: int, order: list[int], index: int, op: str, group: dist.ProcessGroup) -> Tensor:
-    start, stop = chunk(local.shape[dim], len(order), index)
-    step = -(-local.shape[dim] // len(order))
-    rows = _reordered(_pad(local.movedim(dim, 0), step * len(order)), order)
-    scattered = rows.new_empty((step, *rows.shape[1:]))
-    reduce_scatter_single(scattered, rows, REDUCE_OPS[op], group)
-    return scattered[: stop - start].movedim(0, dim).contiguous()
-
-
-def _all_to_all(
-    local: Tensor, whole: int, src: int, dst: int, order: list[int], index: int, group: dist.ProcessGroup
+def _taken_apart(
+    local: Tensor, part: Sequence[int], leading: Sequence[str], sizes: dict[str, int], step: ReduceScatter
 ) -> Tensor:
-    """Uneven parts as they are: the element counts of both sides follow from the layouts."""
-    size = len(order)
-    pieces = torch.split(local, chunk_sizes(local.shape[dst], size), dst)
-    outgoing = [pieces[i].reshape(-1) for i in order]
-    start, stop = chunk(local.shape[dst], size, index)
-    rows = chunk_sizes(whole, size)
-    shapes = []
-    for i in order:
-        shape = list(local.shape)
-        shape[src], shape[dst] = rows[i], stop - start
-        shapes.append(shape)
-    counts = [math.prod(shape) for shape in shapes]
-    received = local.new_empty(sum(counts))
-    dist.all_to_all_single(received, torch.cat(outgoing), counts, [piece.numel() for piece in outgoing], group)
-    parts = [piece.reshape(shape) for piece, shape in zip(torch.split(received, counts), shapes, strict=True)]
-    return torch.cat([parts[i] for i in _inverse(order)], src)
-
-
-def _pad(rows: Tensor, count: int) -> Tensor:
-    if rows.shape[0] == count:
-        return rows.contiguous()
-    return torch.cat([rows, rows.new_zeros((count - rows.shape[0], *rows.shape[1:]))])
+    """The reverse of `_assembled`: padded to whole parts, and the parts stacked along `leading`."""
+    view: list[int] = []
+    where: dict[str, int] = {}
+    dims = []
+    for dim, size in enumerate(part):
+        for axis, of in zip(axes_of(step), dims_of(step), strict=True):
+            if of == dim:
+                where[axis] = len(view)
+                view.append(sizes[axis])
+        dims.append(len(view))
+        view.append(size)
+    padded = list(part)
+    for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
+        padded[dim] *= sizes[axis]
+    return _padded(local, padded).reshape(view).permute(*(where[axis] for axis in leading), *dims).contiguous()

@@ -15,7 +15,7 @@ from weft.mesh import Layout, Partial, Replicate
 from .api import reshard
 from .dtensor import layout_of, wrap
 from .groups import axis_group, this_rank
-from .search import without_trivial_axes
+from .layouts import without_trivial_axes
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 

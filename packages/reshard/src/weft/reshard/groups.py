@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from weft.mesh.process_mesh import as_mesh
 _world: object = None
 _made: dict[tuple[ProcessMesh, str], DeviceMesh] = {}
 _known: dict[DeviceMesh, ProcessMesh] = {}
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _of_this_world: dict[Any, Any] = {}
 
 
@@ -51,6 +53,29 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh.get_group(process_mesh(mesh).axis(axis))
 
 
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of `ranks`, ascending; made once for each process group world.
+
+    Communication: the first call makes the group, so every rank of the world must make it, also those that are not in
+    `ranks`, in the same order. (torch can make a group among its members alone, but names it by how many groups each
+    of them has seen, which differs between ranks of overlapping meshes.)
+    """
+    _forget_other_worlds()
+    if len(ranks) == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None, "checked above: torch.distributed is initialized"
+        return world
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks))
+    return _groups[ranks]
+
+
+def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> None:
+    """Makes the groups of all sub-meshes along `axes`. Communication: as in `group_of`."""
+    for part in mesh.groups(*axes):
+        group_of(tuple(sorted(part.ranks)))
+
+
 def of_this_world() -> dict[Any, Any]:
     """A place for what must not outlive the process groups it refers to: emptied when the world changes."""
     _forget_other_worlds()
@@ -75,4 +100,5 @@ def _forget_other_worlds() -> None:
         _world = dist.group.WORLD
         _made.clear()
         _known.clear()
+        _groups.clear()
         _of_this_world.clear()

@@ -1,8 +1,9 @@
-"""What a rank holds that has nothing to add to a Partial."""
+"""What the operations of a Partial do: their identities, and their results."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def identity(op: str, dtype: torch.dtype) -> float | int | bool:
@@ -17,3 +18,18 @@ def identity(op: str, dtype: torch.dtype) -> float | int | bool:
         return float("inf") if op == "min" else float("-inf")
     info = torch.iinfo(dtype)
     return info.max if op == "min" else info.min
+
+
+def reduced(op: str, parts: Tensor) -> Tensor:
+    """`parts` reduced over their first dim, in their own dtype."""
+    match op:
+        case "sum":
+            return parts.sum(0, dtype=parts.dtype)
+        case "avg":
+            return parts.sum(0, dtype=parts.dtype) / parts.shape[0]
+        case "product":
+            return parts.prod(0, dtype=parts.dtype)
+        case "min":
+            return parts.amin(0)
+        case _:
+            return parts.amax(0)

@@ -1,16 +1,22 @@
-"""A plan: the steps from one layout to another, as a value that can be priced, printed and simulated."""
+"""A plan: the steps from one layout to another, as a value that can be priced, printed, simulated and transposed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from weft.mesh import Layout, LayoutError, Partial, Replicate
+from weft.mesh import Layout, LayoutError
 
-from .search import cheapest, without_trivial_axes
-from .steps import Step, follow, received_elements
+from .across import cheapest_across
+from .bounds import lower_bound_elements
+from .costs import peak_elements, received_elements, seconds_of
+from .layouts import check_reductions, dual_layout, without_trivial_axes
+from .pictures import explained, written
+from .search import cheapest
+from .steps import Step, dual, follow
+from .topology import Topology
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class Plan:
     shape: tuple[int, ...]
     dtype: torch.dtype
     steps: tuple[Step, ...]
+    topology: Topology | None = None
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -31,55 +38,134 @@ class Plan:
             layouts.append(follow(step, layouts[-1]))
         return tuple(layouts[:-1])
 
+    def __str__(self) -> str:
+        way = ", ".join(written(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
+        return f"({self.src}) -> ({self.dst}) of {self.dtype} {self.shape}: {way or 'nothing to do'}"
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both meshes, ascending."""
+        return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
+
     def received_bytes(self, rank: int) -> int:
-        """Bytes that arrive at `rank` from other ranks; the algorithms counted are stated in `steps.py`."""
-        return self.dtype.itemsize * sum(
-            received_elements(step, layout, self.shape, rank)
+        """Bytes that arrive at `rank` from other ranks; the algorithms counted are stated in `costs.py`."""
+        return self.dtype.itemsize * sum(self._each(received_elements, rank))
+
+    @cached_property
+    def max_received_bytes(self) -> int:
+        """Bytes that arrive at the rank that receives most. Cost: all ranks are asked."""
+        return max(self.received_bytes(rank) for rank in self.ranks)
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """Bytes that some rank must receive whatever the plan; see `bounds.py`."""
+        return self.dtype.itemsize * lower_bound_elements(
+            without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
+        )
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Bytes alive at once on the rank that needs most: a step's input, its result and its buffers."""
+        return self.dtype.itemsize * max(self._peak_bytes_of(rank) for rank in self.ranks)
+
+    def _peak_bytes_of(self, rank: int) -> int:
+        held = self.src.local_shape(self.shape, rank) if rank in self.src.mesh else (0,)
+        return max([torch.Size(held).numel(), *self._each(peak_elements, rank)])
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the transfers, by the topology that the plan was made for.
+
+        Raises ValueError for a plan made without one.
+        """
+        if self.topology is None:
+            raise ValueError(
+                "this plan was made without a topology, so its time is unknown; give plan(..., topology=Topology(...))"
+            )
+        return sum(
+            seconds_of(step, layout, self.shape, self.dtype.itemsize, self.topology)
             for step, layout in zip(self.steps, self.layouts, strict=True)
         )
 
-    @property
-    def max_received_bytes(self) -> int:
-        return max(self.received_bytes(rank) for rank in self.src.mesh.ranks)
+    def transpose(self) -> Plan:
+        """The plan of the gradients: from that of the result to that of the source, each step its dual, in reverse.
+
+        The gradient of a replicated value is Partial("sum") and that of a sum is replicated; transposing twice gives the
+        plan back. Raises LayoutError for reductions that are not sums.
+        """
+        steps = (dual(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
+        src, dst = dual_layout(self.dst), dual_layout(self.src)
+        return Plan(src, dst, self.shape, self.dtype, tuple(steps)[::-1], self.topology)
 
     def explain(self) -> str:
-        """The steps with the layout after each, and the bytes that the first rank receives."""
-        rank = self.src.mesh.ranks[0]
-        lines = [f"({self.src}) -> ({self.dst})  {self.dtype} {self.shape}  {self.max_received_bytes} bytes received"]
-        for step, layout in zip(self.steps, self.layouts, strict=True):
-            received = self.dtype.itemsize * received_elements(step, layout, self.shape, rank)
-            lines.append(f"  {step}: ({layout}) -> ({follow(step, layout)}), {received} bytes")
-        return "\n".join(lines if self.steps else [*lines, "  nothing to do"])
+        """The steps, each with a picture of who holds what, bytes against the bound, peak memory, predicted seconds."""
+        return explained(self)
+
+    def _each(self, cost: Callable[[Step, Layout, Sequence[int], int], int], rank: int) -> list[int]:
+        return [cost(step, layout, self.shape, rank) for step, layout in zip(self.steps, self.layouts, strict=True)]
 
 
-def plan(src: Layout, dst: Layout, shape: Sequence[int], dtype: torch.dtype) -> Plan:
+def plan(
+    src: Layout,
+    dst: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
+) -> Plan:
     """The plan from `src` to `dst` for a global tensor; computed from global metadata alone, cached by value.
 
-    Raises LayoutError where the layouts lie on different meshes, shard a dim that the shape does not have, or name
-    reductions that do not go together.
+    topology: links of the axes; without it the plan has the fewest bytes received by the busiest rank, with it the
+        fewest seconds.
+    memory_limit: bytes that no rank's step may exceed, input, result and buffers together.
+    Raises LayoutError where the layouts shard a dim that the shape does not have, name reductions that do not go
+    together or that the dtype does not have, or where every plan found exceeds the memory limit.
     """
-    return _plan(src, dst, tuple(shape), dtype)
+    return _plan(src, dst, tuple(shape), dtype, topology, memory_limit)
 
 
 @lru_cache(maxsize=65536)
-def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Plan:
-    if src.mesh != dst.mesh:
-        raise LayoutError(f"a plan stays on one mesh; the source lies on {src.mesh}, the target on {dst.mesh}")
+def _plan(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    topology: Topology | None,
+    memory_limit: int | None,
+) -> Plan:
     for layout in (src, dst):
         layout.check_shape(shape)
-        if Partial("avg") in layout.placements and not (dtype.is_floating_point or dtype.is_complex):
-            raise LayoutError(f"({layout}) averages {dtype}, which has no fractions; use Partial('sum')")
-    steps = cheapest(without_trivial_axes(src), without_trivial_axes(dst), shape)
-    return Plan(src, dst, shape, dtype, steps)
+    if src.mesh != dst.mesh and _same_but_for_the_order_of_axes(src, dst):
+        dst = Layout(src.mesh, str(dst))
+    peaks: list[int] = []
 
+    def made(steps: tuple[Step, ...]) -> Plan:
+        return Plan(src, dst, shape, dtype, steps, topology)
 
-@lru_cache(maxsize=65536)
-def cotangent(layout: Layout) -> Layout:
-    """The layout that the gradient of a tensor is brought to: the tensor's own, Replicate where it is Partial."""
-    return layout.replace(
-        **{
-            axis: Replicate()
-            for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
-            if isinstance(placement, Partial)
-        }
+    def fits(steps: tuple[Step, ...]) -> bool:
+        peaks.append(made(steps).peak_bytes)
+        return memory_limit is None or peaks[-1] <= memory_limit
+
+    start, end = without_trivial_axes(src), without_trivial_axes(dst)
+    check_reductions(start, end, dtype)
+    find = cheapest if src.mesh == dst.mesh else cheapest_across
+    steps = find(
+        start,
+        end,
+        shape,
+        itemsize=dtype.itemsize,
+        topology=topology,
+        fits=None if memory_limit is None else fits,
     )
+    if steps is None:
+        raise LayoutError(
+            f"no plan from ({src}) to ({dst}) for {dtype} {shape} stays within memory_limit={memory_limit} bytes a rank; "
+            f"the leanest found needs {min(peaks)}"
+        )
+    return made(steps)
+
+
+def _same_but_for_the_order_of_axes(src: Layout, dst: Layout) -> bool:
+    names = src.mesh.axis_names
+    return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh

@@ -6,17 +6,34 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from weft.mesh import LayoutError
+from weft.mesh import Layout, LayoutError
 
-from .identities import identity
+from .costs import backwards
+from .exchange import messages_of, within
+from .identities import identity, reduced
 from .plan import Plan
-from .steps import AllGather, AllReduce, AllToAll, MakePartial, ReduceScatter, Slice, Step
+from .steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    MakePartial,
+    Permute,
+    ReduceExchange,
+    ReduceScatter,
+    Relabel,
+    Slice,
+    Step,
+    axes_of,
+    dims_of,
+    follow,
+)
 
 Shards = dict[int, Tensor]
 
 
 def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
-    """Every rank's local tensor after the plan, from every rank's before it.
+    """The local tensor of every rank of the target mesh after the plan, from those of the source mesh before it.
 
     Raises LayoutError where a rank is missing or its tensor has not the shape that the source layout gives it.
     """
@@ -26,47 +43,79 @@ def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
         if got != want:
             raise LayoutError(f"rank {rank} brings {got}, but ({plan.src}) of {plan.shape} gives it {want}")
     current = dict(shards)
-    for step in plan.steps:
-        for group in plan.src.mesh.groups(step.axis):
-            parts = [current[rank] for rank in group.ranks]
-            current.update(zip(group.ranks, _together(step, parts), strict=True))
-    return {rank: current[rank].clone() for rank in plan.src.mesh.ranks}
+    for step, layout in zip(plan.steps, plan.layouts, strict=True):
+        current = _after(step, layout, plan.shape, current)
+    return {rank: current[rank].clone() for rank in plan.dst.mesh.ranks}
 
 
-def _together(step: Step, parts: list[Tensor]) -> list[Tensor]:
-    size = len(parts)
+def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
     match step:
-        case AllGather(dim=dim):
-            return [torch.cat(parts, dim)] * size
+        case AllToAll() | Exchange() | Permute() | Relabel():
+            return _exchanged(layout, follow(step, layout), shape, current)
+        case ReduceExchange():
+            return _exchanged_backwards(layout, step, shape, current)
+        case AllGather() | ReduceScatter():
+            # Axis by axis: whatever collectives the step is, it means that.
+            changes = list(zip(axes_of(step), dims_of(step), strict=True))
+            for axis, dim in reversed(changes) if isinstance(step, AllGather) else changes:
+                for group in layout.mesh.groups(axis):
+                    parts = [current[rank] for rank in group.ranks]
+                    if isinstance(step, AllGather):
+                        together = [torch.cat(parts, dim)] * len(parts)
+                    else:
+                        together = _cut(reduced(step.op, torch.stack(parts)), len(parts), dim)
+                    current = current | dict(zip(group.ranks, together, strict=True))
+            return current
         case AllReduce(op=op):
-            return [_reduce(op, parts)] * size
-        case ReduceScatter(dim=dim, op=op):
-            return _cut(_reduce(op, parts), size, dim)
-        case AllToAll(src_dim=src, dst_dim=dst):
-            return _cut(torch.cat(parts, src), size, dst)
+            for axis in axes_of(step):
+                for group in layout.mesh.groups(axis):
+                    whole = reduced(op, torch.stack([current[rank] for rank in group.ranks]))
+                    current = current | dict.fromkeys(group.ranks, whole)
+            return current
+        case Slice() | MakePartial():
+            return {
+                rank: part
+                for group in layout.mesh.groups(step.axis)
+                for rank, part in zip(group.ranks, _alone(step, [current[rank] for rank in group.ranks]), strict=True)
+            }
+
+
+def _alone(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]:
+    match step:
         case Slice(dim=dim):
-            return [_cut(part, size, dim)[index] for index, part in enumerate(parts)]
+            return [_cut(part, len(parts), dim)[index] for index, part in enumerate(parts)]
         case MakePartial(op="avg"):
             return parts
-        case MakePartial(op=op):
+        case MakePartial(dim=None, op=op):
             return [parts[0], *(torch.full_like(part, identity(op, part.dtype)) for part in parts[1:])]
+        case MakePartial(dim=int(dim), op=op):
+            empty = [torch.full_like(part, identity(op, part.dtype)) for part in parts]
+            return [torch.cat([*empty[:i], part, *empty[i + 1 :]], dim) for i, part in enumerate(parts)]
+    raise AssertionError(f"{step} has a dim, or none")
+
+
+def _exchanged(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+    after = {}
+    for rank in dst.mesh.ranks:
+        messages, wanted = messages_of(src, dst, shape, rank), dst.local_slices(shape, rank)
+        after[rank] = next(iter(current.values())).new_empty(dst.local_shape(shape, rank))
+        for sender, box in [*messages.receives, *([(rank, messages.kept)] if messages.kept is not None else [])]:
+            assert box is not None, "what is kept was asked for"
+            after[rank][within(box, wanted)] = current[sender][within(box, src.local_slices(shape, sender))]
+    return after
+
+
+def _exchanged_backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], current: Shards) -> Shards:
+    after = {}
+    for rank in step.target.mesh.ranks:
+        messages, wanted = backwards(layout, step, shape, rank), step.target.local_slices(shape, rank)
+        after[rank] = next(iter(current.values())).new_zeros(step.target.local_shape(shape, rank))
+        for sender, box in [*messages.sends, *([(rank, messages.kept)] if messages.kept is not None else [])]:
+            assert box is not None, "what is kept was asked for"
+            after[rank][within(box, wanted)] += current[sender][within(box, layout.local_slices(shape, sender))]
+    return after
 
 
 def _cut(whole: Tensor, size: int, dim: int) -> list[Tensor]:
     chunks = list(torch.chunk(whole, size, dim)) if whole.shape[dim] else []
     return chunks + [whole.narrow(dim, 0, 0)] * (size - len(chunks))
-
-
-def _reduce(op: str, parts: list[Tensor]) -> Tensor:
-    stacked = torch.stack(parts)
-    match op:
-        case "sum":
-            return stacked.sum(0, dtype=stacked.dtype)
-        case "avg":
-            return stacked.sum(0, dtype=stacked.dtype) / len(parts)
-        case "product":
-            return stacked.prod(0, dtype=stacked.dtype)
-        case "min":
-            return stacked.amin(0)
-        case _:
-            return stacked.amax(0)

@@ -1,38 +1,47 @@
-"""The steps a plan is made of: each changes one placement on one axis, and says what it moves."""
+"""The steps a plan is made of: what each changes, in which order axes may be named, and what it is the dual of."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
-from weft.mesh.extents import chunk
+
+from .layouts import dual_layout, without_trivial_axes
+
+Axis = str | tuple[str, ...]
+Dim = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Shard(dim) -> Replicate."""
+    """Shard -> Replicate: AllGather("tp", 0), or over several axes in one collective: AllGather(("dp", "tp"), (0, 1)).
 
-    axis: str
-    dim: int
+    axis: the axes in the order in which they shard their dims, major first; dim: one for each.
+    apart: the same axes in another order: one collective for each, in that order, instead of one for all.
+    """
+
+    axis: Axis
+    dim: Dim
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Partial(op) -> Replicate."""
+    """Partial(op) -> Replicate, on one axis or on several in one collective."""
 
-    axis: str
+    axis: Axis
     op: str = "sum"
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Partial(op) -> Shard(dim)."""
+    """Partial(op) -> Shard: the dual of AllGather, its axes named alike; `apart` is the order of the collectives."""
 
-    axis: str
-    dim: int
+    axis: Axis
+    dim: Dim
     op: str = "sum"
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,62 +63,127 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class MakePartial:
-    """Replicate -> Partial(op): the value stays at index 0, the other ranks hold the operation's identity."""
+    """Replicate or Shard(dim) -> Partial(op), and nothing moves.
+
+    Replicate: the value stays at index 0, the other ranks hold the operation's identity ("avg": all keep it).
+    Shard(dim): every rank keeps its part, in its place among the operation's identity.
+    """
 
     axis: str
     op: str = "sum"
+    dim: int | None = None
 
 
-Step = AllGather | AllReduce | ReduceScatter | AllToAll | Slice | MakePartial
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Any layout of {Replicate, Shard} -> `target`, on this mesh or another: each rank gets what it needs and lacks.
+
+    One uneven all-to-all; who sends what is in `exchange.py`.
+    """
+
+    target: Layout
 
 
-def before_and_after(step: Step) -> tuple[Placement, Placement]:
-    """The placements of the step's axis on either side of it."""
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """An Exchange in which every rank's new part is the whole old part of one rank."""
+
+    target: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceExchange:
+    """Layouts of {Partial("sum"), Shard} -> `target`: the dual of an Exchange, its messages sent back and summed."""
+
+    target: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Relabel:
+    """`target` on another mesh says of every rank what it holds already; nothing moves."""
+
+    target: Layout
+
+
+Step = (
+    AllGather
+    | AllReduce
+    | ReduceScatter
+    | AllToAll
+    | Slice
+    | MakePartial
+    | Exchange
+    | Permute
+    | ReduceExchange
+    | Relabel
+)
+Targeted = Exchange | Permute | ReduceExchange | Relabel
+
+
+def axes_of(step: AllGather | AllReduce | ReduceScatter | AllToAll | Slice | MakePartial) -> tuple[str, ...]:
+    """The axes a step changes, as a tuple."""
+    return (step.axis,) if isinstance(step.axis, str) else step.axis
+
+
+def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
+    """The dims a step gathers or scatters, one for each of its axes."""
+    return (step.dim,) if isinstance(step.dim, int) else step.dim
+
+
+def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
+    """Per axis the step changes, in its order: the placements on either side of it."""
     match step:
-        case AllGather(dim=dim):
-            return Shard(dim), Replicate()
+        case AllGather():
+            return [(axis, Shard(dim), Replicate()) for axis, dim in zip(axes_of(step), dims_of(step), strict=True)]
         case AllReduce(op=op):
-            return Partial(op), Replicate()
-        case ReduceScatter(dim=dim, op=op):
-            return Partial(op), Shard(dim)
-        case AllToAll(src_dim=src, dst_dim=dst):
-            return Shard(src), Shard(dst)
-        case Slice(dim=dim):
-            return Replicate(), Shard(dim)
-        case MakePartial(op=op):
-            return Replicate(), Partial(op)
+            return [(axis, Partial(op), Replicate()) for axis in axes_of(step)]
+        case ReduceScatter(op=op):
+            return [(axis, Partial(op), Shard(dim)) for axis, dim in zip(axes_of(step), dims_of(step), strict=True)]
+        case AllToAll(axis=axis, src_dim=src, dst_dim=dst):
+            return [(axis, Shard(src), Shard(dst))]
+        case Slice(axis=axis, dim=dim):
+            return [(axis, Replicate(), Shard(dim))]
+        case MakePartial(axis=axis, op=op, dim=made_of):
+            return [(axis, Replicate() if made_of is None else Shard(made_of), Partial(op))]
+        case Exchange() | Permute() | ReduceExchange() | Relabel():
+            return []
 
 
 def follow(step: Step, layout: Layout) -> Layout:
     """The layout after the step; LayoutError where the step does not start from `layout`."""
-    before, after = before_and_after(step)
-    if layout[step.axis] != before:
-        raise LayoutError(f"{step} starts from {before} on axis {step.axis!r}, but the layout is ({layout})")
-    if isinstance(before, Shard) and layout.shard_order[before.dim][-1] != step.axis:
-        raise LayoutError(f"{step}: axis {step.axis!r} is not the minor one that shards dim {before.dim} in ({layout})")
-    return layout.replace(**{step.axis: after})
+    if isinstance(step, Targeted):
+        return step.target
+    changes = before_and_after(step)
+    for axis, before, _ in changes:
+        if layout[axis] != before:
+            raise LayoutError(f"{step} starts from {before} on axis {axis!r}, but the layout is ({layout})")
+    for dim in {before.dim for _, before, _ in changes if isinstance(before, Shard)}:
+        named = tuple(axis for axis, before, _ in changes if before == Shard(dim))
+        if layout.shard_order[dim][-len(named) :] != named:
+            minor = f"axis {named[0]!r} is not the minor one that shards" if len(named) == 1 else f"{named} do not end"
+            raise LayoutError(f"{step}: {minor} dim {dim} in ({layout})")
+    return layout.replace(**{axis: after for axis, _, after in changes})
 
 
-def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
-    """Elements that arrive at `rank` from other ranks when `step` starts from `layout`.
-
-    all-to-all: what the rank has after the step and had not before.
-    all-gather, reduce-scatter: p - 1 chunks of the padded tensor, as in a ring; all-reduce: a reduce-scatter and an
-    all-gather of the flattened tensor, 2 (p - 1) chunks of ceil(n / p) elements.
-    """
-    size = layout.mesh.axis_size(step.axis)
-    if size == 1 or isinstance(step, Slice | MakePartial) or rank not in layout.mesh:
-        return 0
-    local = layout.local_shape(shape, rank)
-    if isinstance(step, AllReduce):
-        return 2 * (size - 1) * -(-math.prod(local) // size)
-    after = follow(step, layout).local_shape(shape, rank)
-    if isinstance(step, AllGather | ReduceScatter):
-        whole = local if isinstance(step, ReduceScatter) else after
-        rows = -(-whole[step.dim] // size)
-        return (size - 1) * rows * math.prod(whole[: step.dim] + whole[step.dim + 1 :])
-    coordinate = layout.mesh.coordinate(rank)
-    assert coordinate is not None, "checked above: the rank is in the mesh"
-    start, stop = chunk(local[step.dst_dim], size, coordinate[step.axis])
-    kept = (stop - start) * math.prod(local[: step.dst_dim] + local[step.dst_dim + 1 :])
-    return math.prod(after) - kept
+def dual(step: Step, before: Layout) -> Step:
+    """The step's transpose as a linear map; `before` is the layout the step starts from."""
+    match step:
+        case AllGather(axis=axis, dim=dim, apart=apart):
+            return ReduceScatter(axis, dim, "sum", tuple(reversed(apart)))
+        case ReduceScatter(axis=axis, dim=dim, apart=apart):
+            return AllGather(axis, dim, tuple(reversed(apart)))
+        case AllToAll(axis=axis, src_dim=src, dst_dim=dst):
+            return AllToAll(axis, dst, src)
+        case Slice(axis=axis, dim=dim):
+            return MakePartial(axis, "sum", dim)
+        case MakePartial(axis=axis, dim=int(dim)):
+            return Slice(axis, dim)
+        case AllReduce() | MakePartial():
+            return step
+    other: dict[type[Step], Callable[[Layout], Step]] = {
+        Exchange: ReduceExchange,
+        ReduceExchange: Exchange,
+        Permute: Permute,
+        Relabel: Relabel,
+    }
+    return other[type(step)](without_trivial_axes(dual_layout(before)))

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Shard
 from weft.reshard import layout_of, reshard
+from weft.reshard.collectives import all_gather_single
 from weft.reshard.dtensor import wrap
-from weft.reshard.executor import all_gather_single
 from weft.reshard.groups import axis_group
 
 from ..op import Op

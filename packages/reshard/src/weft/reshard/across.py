@@ -1,0 +1,92 @@
+"""From a layout on one mesh to a layout on another: reduce, exchange, spread.
+
+What is Partial is reduced where it is, into shards; each of them is sent once, to one rank of the target; and the
+target's ranks gather what they all need. Where the meshes share ranks, sending everybody what it lacks may take fewer
+bytes, as ranks keep what they have.
+"""
+
+from __future__ import annotations
+
+from weft.mesh import Layout, Partial, Replicate, Shard
+
+from .exchange import messages_of
+from .layouts import without_partial
+from .search import Fits, cheapest
+from .steps import Exchange, MakePartial, Relabel, Step
+from .topology import Topology
+
+Shape = tuple[int, ...]
+
+
+def cheapest_across(
+    src: Layout, dst: Layout, shape: Shape, *, itemsize: int, topology: Topology | None, fits: Fits | None
+) -> tuple[Step, ...] | None:
+    """Steps from `src` to `dst` on another mesh; None where `fits` takes none of those found.
+
+    Disjoint meshes: each byte crosses once. Meshes that share ranks: the fewest bytes received by the busiest rank.
+    """
+    target = without_partial(dst)
+    made = tuple(
+        MakePartial(axis, placement.op)
+        for axis, placement in zip(dst.mesh.axis_names, dst.placements, strict=True)
+        if isinstance(placement, Partial)
+    )
+    reduced = _scattered(src, target, shape)
+    spread = _spread(target, shape)
+    ways = (
+        [spread]
+        if _disjoint(src, dst)
+        else sorted((target, spread), key=lambda way: _received(reduced, way, target, shape))
+    )
+    for first in dict.fromkeys((*ways, target, spread)):
+        ahead = cheapest(src, reduced, shape, itemsize=itemsize, topology=topology)
+        behind = cheapest(first, target, shape, itemsize=itemsize, topology=topology)
+        assert ahead is not None and behind is not None, "without `fits` there is always a way"
+        moved = any(messages_of(reduced, first, shape, rank).receives for rank in first.mesh.ranks)
+        crossing: Step = Exchange(first) if moved else Relabel(first)
+        steps = (*ahead, crossing, *behind, *made)
+        if fits is None or fits(steps):
+            return steps
+    return None
+
+
+def _disjoint(src: Layout, dst: Layout) -> bool:
+    return not any(rank in src.mesh for rank in dst.mesh.ranks)
+
+
+def _received(reduced: Layout, first: Layout, target: Layout, shape: Shape) -> tuple[int, int, int]:
+    """If `first` is exchanged and then gathered: elements for the busiest rank, for all ranks, and those that cross."""
+    ranks = first.mesh.ranks
+    crossing = [messages_of(reduced, first, shape, rank).received_elements for rank in ranks]
+    gathered = [messages_of(first, target, shape, rank).received_elements for rank in ranks]
+    each = [a + b for a, b in zip(crossing, gathered, strict=True)]
+    return max(each), sum(each), sum(crossing)
+
+
+def _scattered(src: Layout, target: Layout, shape: Shape) -> Layout:
+    """`src` with shards where it is Partial, over the dims that the target cuts first, else the largest."""
+    for axis, placement in zip(src.mesh.axis_names, src.placements, strict=True):
+        if isinstance(placement, Partial):
+            dim = _dim_to_cut(src, axis, shape, prefer=[*target.shard_order])
+            src = src.replace(**{axis: Replicate() if dim is None else Shard(dim)})
+    return src
+
+
+def _spread(target: Layout, shape: Shape) -> Layout:
+    """`target` with shards where it replicates."""
+    for axis, placement in zip(target.mesh.axis_names, target.placements, strict=True):
+        if isinstance(placement, Replicate) and target.mesh.axis_size(axis) > 1:
+            dim = _dim_to_cut(target, axis, shape, prefer=[])
+            if dim is not None:
+                target = target.replace(**{axis: Shard(dim)})
+    return target
+
+
+def _dim_to_cut(layout: Layout, axis: str, shape: Shape, prefer: list[int]) -> int | None:
+    """The dim to shard over `axis`: one that divides evenly, a preferred one, the largest; in that order."""
+    local = layout.local_shape(shape, layout.mesh.ranks[0])
+    dims = sorted(
+        range(len(shape)),
+        key=lambda dim: (local[dim] % layout.mesh.axis_size(axis) != 0, dim not in prefer, -local[dim]),
+    )
+    return next(iter(dims), None)

@@ -1,0 +1,124 @@
+"""Collectives on local tensors, as generators: each yields the work it has started and returns its result."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import Box, Messages, within
+from .identities import reduced
+
+Running = Generator[dist.Work, None, Tensor]
+Phase = tuple[dist.ProcessGroup, list[int]]  # a group, and the position of each of its members along the axes
+
+# torch 2.13 renamed these; 2.11 and 2.12 have the old names only
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # then divided: gloo has no average
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
+    """The parts of all members, stacked by position; by one collective a phase, the last one outermost."""
+    for group, positions in phases:
+        gathered = part.new_empty((len(positions), part.numel()))
+        yield _started(all_gather_single(gathered.view(-1), part.reshape(-1), group, async_op=True))
+        part = gathered if positions == sorted(positions) else gathered[_inverse(positions)]
+    return part
+
+
+def all_reduce(local: Tensor, op: str, group: dist.ProcessGroup) -> Running:
+    """The reduction of all members' tensors; bool is reduced as bytes, of which gloo and NCCL know the order."""
+    result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
+    yield _started(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
+    return (result / dist.get_world_size(group) if op == "avg" else result).to(local.dtype)
+
+
+def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
+    """This rank's part of the reduction of all members' stacks; by one collective a phase, the first one outermost.
+
+    gloo and NCCL scatter sums; other reductions exchange the parts, which is as many bytes, and reduce them here.
+    """
+    for group, positions in phases:
+        count = len(positions)
+        rows = stacked.reshape(count, -1)
+        if positions != sorted(positions):
+            rows = rows[positions]
+        if op in ("sum", "avg"):
+            stacked = rows.new_empty(rows.shape[1])
+            yield _started(reduce_scatter_single(stacked, rows.reshape(-1), REDUCE_OPS[op], group, async_op=True))
+        else:
+            parts = torch.empty_like(rows)
+            yield _started(dist.all_to_all_single(parts.view(-1), rows.reshape(-1), group=group, async_op=True))
+            stacked = reduced(op, parts)
+        if op == "avg":
+            stacked = stacked / count
+    return stacked
+
+
+def exchange(
+    local: Tensor,
+    held: Box,
+    result: Tensor,
+    wanted: Box,
+    messages: Messages,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int],
+    *,
+    add: bool = False,
+) -> Running:
+    """Fills `result`, the box `wanted`, from `local`, the box `held`, of all `ranks`; with `add`, adds to it.
+
+    ranks: the members of the group, ascending; without a group nothing moves.
+    """
+    sent, received = dict(messages.sends), dict(messages.receives)
+    outgoing = [local[within(sent[rank], held)].reshape(-1) for rank in ranks if rank in sent]
+    incoming = [within(received[rank], wanted) for rank in ranks if rank in received]
+    counts = [result[box].numel() for box in incoming]
+    arrived = result.new_empty(sum(counts))
+    if group is not None:
+        yield _started(
+            dist.all_to_all_single(
+                arrived,
+                torch.cat(outgoing) if outgoing else local.new_empty(0),
+                _by_rank(ranks, received, counts),
+                _by_rank(ranks, sent, [part.numel() for part in outgoing]),
+                group,
+                async_op=True,
+            )
+        )
+    parts = list(zip(incoming, torch.split(arrived, counts), strict=True))
+    if messages.kept is not None:
+        parts.append((within(messages.kept, wanted), local[within(messages.kept, held)]))
+    for box, part in parts:
+        place = result[box]
+        if add:
+            place.add_(part.reshape(place.shape))
+        else:
+            place.copy_(part.reshape(place.shape))
+    return result
+
+
+def _by_rank(ranks: Sequence[int], boxes: dict[int, Box], counts: Sequence[int]) -> list[int]:
+    left = iter(counts)
+    return [next(left) if rank in boxes else 0 for rank in ranks]
+
+
+def _inverse(positions: list[int]) -> list[int]:
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
+def _started(work: Any) -> dist.Work:
+    assert work is not None, "async_op=True returns the work"
+    started: dist.Work = work
+    return started

@@ -1,0 +1,112 @@
+"""What a step costs a rank, exactly: elements received from other ranks, and elements alive at once.
+
+all-gather       p - 1 parts padded to the largest, as in a ring
+reduce-scatter   the same
+all-reduce       a reduce-scatter and an all-gather of the flattened tensor: 2 (p - 1) parts of ceil(n / p) elements
+all-to-all, permute, exchange    the messages of `exchange.py`: what the rank needs and lacks
+reduce-exchange  the messages of its dual, backwards
+slice, make-partial, relabel     nothing
+
+Alive at once are the step's input, its result and the buffers that the executor sends from and receives into.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from weft.mesh import Layout
+
+from .exchange import Messages, messages_of
+from .layouts import dual_layout
+from .pricing import sizes_of, spec_of
+from .steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    MakePartial,
+    Permute,
+    ReduceExchange,
+    ReduceScatter,
+    Relabel,
+    Slice,
+    Step,
+    Targeted,
+    axes_of,
+    dims_of,
+    follow,
+)
+from .topology import Topology
+
+
+def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
+    """Elements that arrive at `rank` from other ranks when `step` starts from `layout`."""
+    shape = tuple(shape)
+    match step:
+        case Slice() | MakePartial() | Relabel():
+            return 0
+        case AllToAll() | Exchange() | Permute():
+            return messages_of(layout, follow(step, layout), shape, rank).received_elements
+        case ReduceExchange():
+            return backwards(layout, step, shape, rank).sent_elements
+        case AllReduce() | AllGather() | ReduceScatter():
+            if rank not in layout.mesh:
+                return 0
+            parts = math.prod(layout.mesh.axis_size(axis) for axis in axes_of(step))
+            local = layout.local_shape(shape, rank)
+            if isinstance(step, AllReduce):
+                return 2 * (parts - 1) * -(-math.prod(local) // parts)
+            whole = local if isinstance(step, ReduceScatter) else follow(step, layout).local_shape(shape, rank)
+            return (parts - 1) * math.prod(padded_part(step, layout, whole))
+
+
+def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence[int]) -> list[int]:
+    """Shape of the largest part of a local tensor of shape `whole` that the step gathers or scatters."""
+    part = list(whole)
+    for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
+        part[dim] = -(-part[dim] // layout.mesh.axis_size(axis))
+    return part
+
+
+def backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], rank: int) -> Messages:
+    """The messages of the exchange that a ReduceExchange runs backwards."""
+    return messages_of(dual_layout(step.target), dual_layout(layout), shape, rank)
+
+
+def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
+    """Elements alive at once on `rank` during the step, its input and its result included."""
+    shape = tuple(shape)
+    after = follow(step, layout)
+    held, result = (math.prod(at.local_shape(shape, rank)) for at in (layout, after))
+    match step:
+        case Relabel():
+            return held
+        case MakePartial(op="avg", dim=None):
+            return held
+        case Slice() | MakePartial() | AllReduce():
+            return held + result
+        case AllGather():
+            return held + received_elements(step, layout, shape, rank) + held + result
+        case ReduceScatter():
+            parts = math.prod(layout.mesh.axis_size(axis) for axis in axes_of(step))
+            buffer = parts * math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
+            return held + buffer + (result if step.op in ("sum", "avg") else buffer + result)
+        case ReduceExchange():
+            messages = backwards(layout, step, shape, rank)
+        case AllToAll() | Exchange() | Permute():
+            messages = messages_of(layout, after, shape, rank)
+    return held + messages.sent_elements + messages.received_elements + result
+
+
+def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Topology) -> float:
+    """Time of the step on the busiest rank, as the search prices it; between meshes, by the messages of each rank."""
+    after = follow(step, layout)
+    if after.mesh != layout.mesh:
+        costs = [messages_of(layout, after, shape, rank) for rank in after.mesh.ranks]
+        link = topology.between
+        return max(len(m.receives) * link.latency + m.received_elements * itemsize / link.bandwidth for m in costs)
+    sizes, (src, dst) = sizes_of(layout.mesh, shape, topology), (spec_of(at, len(shape)) for at in (layout, after))
+    axes = () if isinstance(step, Targeted) else axes_of(step)
+    moved = sizes.traffic(type(step), axes, src, dst, getattr(step, "apart", ()))
+    return topology.seconds({axis: (messages, elements * itemsize) for axis, (messages, elements) in moved.items()})

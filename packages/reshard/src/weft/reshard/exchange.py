@@ -1,0 +1,177 @@
+"""Who sends what to whom when a tensor goes from one layout to another in one step, on one mesh or across two.
+
+A rank needs its part of the target and lacks what it does not hold of the source; each piece that it lacks comes from
+one holder, the least loaded of the nearest. All of it follows from the layouts and the shape, so that every rank finds
+the same messages. A rank holds one box of the tensor and needs one, so two ranks exchange at most one box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from weft.mesh import Layout
+
+from .pricing import moving, spec_of
+
+Box = tuple[slice, ...]  # of the global tensor: one slice per dim
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What one rank sends, receives and keeps: boxes of the global tensor, by rank, in the order of ranks."""
+
+    sends: tuple[tuple[int, Box], ...]
+    receives: tuple[tuple[int, Box], ...]
+    kept: Box | None
+
+    def reversed(self) -> Messages:
+        """The same messages sent back."""
+        return Messages(self.receives, self.sends, self.kept)
+
+    @property
+    def sent_elements(self) -> int:
+        return sum(volume(box) for _, box in self.sends)
+
+    @property
+    def received_elements(self) -> int:
+        return sum(volume(box) for _, box in self.receives)
+
+
+def volume(box: Box) -> int:
+    """Elements in a box."""
+    return math.prod(part.stop - part.start for part in box)
+
+
+def exchanging_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+    """The axes, of one mesh, over which an exchange moves data; along the others every rank finds all that it needs."""
+    ndim = max((*src.shard_order, *dst.shard_order), default=-1) + 1
+    axes = moving(spec_of(src, ndim), spec_of(dst, ndim))
+    return tuple(axis for axis in src.mesh.axis_names if axis in axes)
+
+
+def taking_part(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks, ascending, that `rank` may exchange with; those of one sub-mesh, or of both meshes."""
+    if src.mesh != dst.mesh:
+        return tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
+    axes = exchanging_axes(src, dst)
+    return tuple(sorted(src.mesh.submesh(rank, *axes).ranks)) if axes else (rank,)
+
+
+@lru_cache(maxsize=4096)
+def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> Messages:
+    """The messages of `rank`. Cost: the ranks that take part, or their messages where several hold the same."""
+    if rank not in src.mesh and rank not in dst.mesh:
+        return Messages((), (), None)
+    group = taking_part(src, dst, rank)
+    cells = _cells_of(src, shape, group)
+    if cells.replicated:
+        return _all_messages(src, dst, shape, group).get(rank, Messages((), (), None))
+    sends, receives, kept = [], [], None
+    if rank in dst.mesh:
+        for holders, box in cells.overlapping(dst.local_slices(shape, rank)):
+            if holders[0] == rank:
+                kept = box
+            else:
+                receives.append((holders[0], box))
+    if rank in src.mesh:
+        held = src.local_slices(shape, rank)
+        for receiver in group:
+            if receiver != rank and receiver in dst.mesh:
+                piece = _intersection(held, dst.local_slices(shape, receiver))
+                if piece is not None:
+                    sends.append((receiver, piece))
+    return Messages(tuple(sorted(sends, key=_rank)), tuple(sorted(receives, key=_rank)), kept)
+
+
+@lru_cache(maxsize=64)
+def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple[int, ...]) -> dict[int, Messages]:
+    """Every rank's messages, where a piece has several holders: the least loaded of the nearest sends it."""
+    cells = _cells_of(src, shape, group)
+    load: dict[int, int] = defaultdict(int)
+    sends: dict[int, list[tuple[int, Box]]] = defaultdict(list)
+    receives: dict[int, list[tuple[int, Box]]] = defaultdict(list)
+    kept: dict[int, Box] = {}
+    wanted = [
+        (receiver, holders, box)
+        for receiver in group
+        if receiver in dst.mesh
+        for holders, box in cells.overlapping(dst.local_slices(shape, receiver))
+    ]
+    for receiver, holders, box in wanted:
+        if receiver in holders:
+            kept[receiver] = box
+            continue
+        near = _nearest(src, dst, receiver, holders)
+        sender = min(near, key=lambda holder: load[holder])
+        load[sender] += volume(box)
+        sends[sender].append((receiver, box))
+        receives[receiver].append((sender, box))
+    return {
+        rank: Messages(tuple(sorted(sends[rank], key=_rank)), tuple(sorted(receives[rank], key=_rank)), kept.get(rank))
+        for rank in group
+    }
+
+
+def _nearest(src: Layout, dst: Layout, receiver: int, holders: Sequence[int]) -> list[int]:
+    """Those that share the most outer axes with the receiver: on one mesh, the links of the inner axes are the fast ones."""
+    if src.mesh != dst.mesh:
+        return list(holders)
+    here = list((src.mesh.coordinate(receiver) or {}).values())
+    shared = []
+    for holder in holders:
+        there = list((src.mesh.coordinate(holder) or {}).values())
+        shared.append(next((depth for depth, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), len(here)))
+    return [holder for holder, depth in zip(holders, shared, strict=True) if depth == max(shared)]
+
+
+class _Cells:
+    """The boxes that a layout cuts a tensor into, and who holds each."""
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> None:
+        self._holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank in ranks:
+            if rank in layout.mesh:
+                box = layout.local_slices(shape, rank)
+                if volume(box):
+                    self._holders.setdefault(tuple((part.start, part.stop) for part in box), []).append(rank)
+        self._intervals = [sorted({cell[dim] for cell in self._holders}) for dim in range(len(shape))]
+        self.replicated = any(len(ranks) > 1 for ranks in self._holders.values())
+
+    def overlapping(self, box: Box) -> Iterator[tuple[list[int], Box]]:
+        """The non-empty pieces of `box`, with the holders of each."""
+        if not volume(box):
+            return
+        found = [
+            [cut for cut in cuts if cut[0] < part.stop and part.start < cut[1]]
+            for cuts, part in zip(self._intervals, box, strict=True)
+        ]
+        for cell in product(*found):
+            piece = tuple(
+                slice(max(start, part.start), min(stop, part.stop))
+                for (start, stop), part in zip(cell, box, strict=True)
+            )
+            yield self._holders[cell], piece
+
+
+@lru_cache(maxsize=64)
+def _cells_of(layout: Layout, shape: tuple[int, ...], ranks: tuple[int, ...]) -> _Cells:
+    return _Cells(layout, shape, ranks)
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    box = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return box if all(part.start < part.stop for part in box) else None
+
+
+def _rank(message: tuple[int, Box]) -> int:
+    return message[0]
+
+
+def within(box: Box, outer: Box) -> Box:
+    """`box` as slices of the local tensor that holds `outer`."""
+    return tuple(slice(part.start - o.start, part.stop - o.start) for part, o in zip(box, outer, strict=True))

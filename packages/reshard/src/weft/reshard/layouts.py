@@ -1,0 +1,66 @@
+"""What resharding asks of layouts: their duals, their gradients, and whether their reductions go together."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate
+
+
+def without_trivial_axes(layout: Layout) -> Layout:
+    """The same placement of data, with axes of size 1 written as replicated."""
+    trivial = {
+        name: Replicate() for name, size in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True) if size == 1
+    }
+    return layout.replace(**trivial) if trivial else layout
+
+
+def without_partial(layout: Layout) -> Layout:
+    """The layout with Replicate where it is Partial: what the gradient of such a tensor is brought to."""
+    partial = {
+        axis: Replicate()
+        for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
+        if isinstance(placement, Partial)
+    }
+    return layout.replace(**partial) if partial else layout
+
+
+cotangent = lru_cache(maxsize=65536)(without_partial)
+
+
+def dual_layout(layout: Layout) -> Layout:
+    """The layout of the gradient of a value in `layout`: Replicate and Partial("sum") change places.
+
+    Raises LayoutError for reductions that are not a sum.
+    """
+    swapped: dict[str, Placement] = {}
+    for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True):
+        if isinstance(placement, Partial):
+            if placement.op != "sum":
+                raise LayoutError(f"({layout}) has no dual: {placement} on axis {axis!r} is not a sum")
+            swapped[axis] = Replicate()
+        elif isinstance(placement, Replicate):
+            swapped[axis] = Partial()
+    return layout.replace(**swapped)
+
+
+def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
+    """Raises LayoutError where the reductions of two layouts do not go together, or mean nothing for `dtype`."""
+    for layout in (src, dst):
+        ops = {p.op for p in layout.placements if isinstance(p, Partial)}
+        if len(ops) > 1:
+            raise LayoutError(
+                f"layout ({layout}) mixes the reductions {sorted(ops)}, whose order would matter; use one"
+            )
+        if "avg" in ops and not (dtype.is_floating_point or dtype.is_complex):
+            raise LayoutError(f"({layout}) averages {dtype}, which has no fractions; use Partial('sum')")
+        if "sum" in ops and dtype == torch.bool:
+            raise LayoutError(f"({layout}) sums {dtype}; use Partial('max') for any, or cast to an integer")
+        if ops & {"min", "max"} and dtype.is_complex:
+            raise LayoutError(f"({layout}) takes the {min(ops)} of {dtype}, which has no order; use Partial('sum')")
+    if src.mesh != dst.mesh:
+        return
+    for axis, before, after in zip(src.mesh.axis_names, src.placements, dst.placements, strict=True):
+        if isinstance(before, Partial) and isinstance(after, Partial) and before != after:
+            raise LayoutError(f"axis {axis!r} goes from {before} to {after}; reshard to Replicate() in between")

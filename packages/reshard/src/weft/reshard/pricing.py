@@ -1,0 +1,143 @@
+"""What a move costs, from sizes alone: messages and elements that the busiest rank receives, axis by axis.
+
+A spec says, dim by dim, which axes shard it, major first. Every part is taken to be as large as the first rank's, which
+is exact where sizes divide evenly and padded where they do not. The algorithms counted:
+
+all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on one axis after the other
+all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements
+all-to-all, exchange         what a rank needs and lacks, from the nearest holders
+slice, make-partial          nothing
+
+A message goes over the slowest of the axes in which its two ranks differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.mesh import Layout, ProcessMesh
+
+from .steps import AllGather, AllReduce, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
+from .topology import Topology
+
+Spec = tuple[tuple[str, ...], ...]
+Traffic = dict[str, tuple[int, int]]  # per axis: messages and elements
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What pricing knows: the tensor's shape, the size of each axis, and the axes from slow to fast."""
+
+    shape: tuple[int, ...]
+    axes: Mapping[str, int]
+    slow_first: tuple[str, ...]
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """Ranks along `axes`."""
+        return math.prod(self.axes[axis] for axis in axes)
+
+    def extent(self, dim: int, axes: Sequence[str]) -> int:
+        """Size of the first part of a dim cut by `axes`."""
+        size = self.shape[dim]
+        for axis in axes:
+            size = -(-size // self.axes[axis])
+        return size
+
+    def local(self, spec: Spec) -> int:
+        """Elements of the first rank's part."""
+        return math.prod(self.extent(dim, axes) for dim, axes in enumerate(spec))
+
+    def even(self, spec: Spec) -> bool:
+        """Whether every rank's part is as large as the first's."""
+        return all(self.shape[dim] % self.parts(axes) == 0 for dim, axes in enumerate(spec) if axes)
+
+    def traffic(
+        self, kind: type[Step], axes: Sequence[str], src: Spec, dst: Spec, apart: Sequence[str] = ()
+    ) -> Traffic:
+        """What a step of this kind over `axes` moves when it leads from one spec to another."""
+        if kind is AllGather or kind is ReduceScatter:
+            part, order = (self.local(src), apart) if kind is AllGather else (self.local(dst), apart[::-1])
+            return self._gathered_apart(part, order) if order else self._gathered(part, axes)
+        if kind is AllReduce:
+            once = self._gathered(-(-self.local(src) // self.parts(axes)), axes)
+            return {axis: (2 * messages, 2 * received) for axis, (messages, received) in once.items()}
+        if kind is Slice or kind is MakePartial:
+            return {}
+        return self._exchanged(dst, src) if kind is ReduceExchange else self._exchanged(src, dst)
+
+    def _gathered(self, part: int, axes: Sequence[str]) -> Traffic:
+        traffic, nearer = {}, 1
+        for axis in self._fast_first(axes):
+            peers = (self.axes[axis] - 1) * nearer
+            traffic[axis] = (peers, peers * part)
+            nearer *= self.axes[axis]
+        return traffic
+
+    def _gathered_apart(self, part: int, axes: Sequence[str]) -> Traffic:
+        traffic = {}
+        for axis in axes:
+            peers = self.axes[axis] - 1
+            traffic[axis] = (peers, peers * part)
+            part *= self.axes[axis]
+        return traffic
+
+    def _exchanged(self, src: Spec, dst: Spec) -> Traffic:
+        """What is not on the rank itself comes from as near as it can."""
+        part = max(1, self.local(src))
+        found, traffic = self.overlap(src, dst), {}
+        near: set[str] = set()
+        for axis in self._fast_first(moving(src, dst)):
+            near.add(axis)
+            reach = self.overlap(tuple(tuple(a for a in order if a not in near) for order in src), dst)
+            if reach > found:
+                traffic[axis] = (-(-(reach - found) // part), reach - found)
+                found = reach
+        return traffic
+
+    def overlap(self, src: Spec, dst: Spec) -> int:
+        """Elements that the unluckiest rank needs under `dst` and holds under `src`.
+
+        None where both cut a dim, each its way; else the last part, which is the smallest.
+        """
+        elements = 1
+        for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
+            longer, shorter = (a, b) if len(a) > len(b) else (b, a)
+            if longer[: len(shorter)] != shorter:
+                return 0
+            size = self.extent(dim, shorter)
+            for axis in longer[len(shorter) :]:
+                size = max(0, size - (self.axes[axis] - 1) * -(-size // self.axes[axis]))
+            elements *= size
+        return elements
+
+    def _fast_first(self, axes: Iterable[str]) -> list[str]:
+        return [axis for axis in reversed(self.slow_first) if axis in axes]
+
+
+def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Topology | None) -> Sizes:
+    """Sizes on a mesh; without a topology the outer axes count as the slow ones."""
+    names = mesh.axis_names
+    if topology is not None:
+        names = tuple(sorted(names, key=lambda axis: topology.link(axis).bandwidth))
+    return Sizes(shape, dict(zip(mesh.axis_names, mesh.shape, strict=True)), names)
+
+
+def spec_of(layout: Layout, ndim: int) -> Spec:
+    """The spec of a layout, as long as the tensor has dims."""
+    return tuple(layout.shard_order.get(dim, ()) for dim in range(ndim))
+
+
+def moving(src: Spec, dst: Spec) -> set[str]:
+    """The axes over which an exchange moves data: all that shard something, but for those that both cut a dim with first."""
+    axes: set[str] = set()
+    for a, b in zip(src, dst, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        axes.update(a[same:], b[same:])
+    return axes
+
+
+def total(traffic: Traffic) -> int:
+    """Elements over all axes."""
+    return sum(elements for _, elements in traffic.values())
