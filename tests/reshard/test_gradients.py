@@ -94,9 +94,9 @@ LARGE = 2**20
     [
         pytest.param(GRID, "dp: S(0)", "", 3, LARGE, 1, id="data"),
         pytest.param(GRID, "cp: S(1)", "", 3, LARGE, 1, id="sequence"),
-        pytest.param(GRID, "dp: S(1), cp: S(0)", "", 3, LARGE, 2, id="whichever-axis-cuts-whichever-dim"),
-        pytest.param(GRID, "dp: S(0), cp: S(1)", "", 3, LARGE, 2, id="both"),
-        pytest.param(GRID, "dp: S(0), cp: S(0)", "", 3, LARGE, 2, id="both-on-one-dim"),
+        pytest.param(GRID, "dp: S(1), cp: S(0)", "", 3, LARGE, 1, id="whichever-axis-cuts-whichever-dim"),
+        pytest.param(GRID, "dp: S(0), cp: S(1)", "", 3, LARGE, 1, id="both"),
+        pytest.param(GRID, "dp: S(0), cp: S(0)", "", 3, LARGE, 1, id="both-on-one-dim"),
         pytest.param(GRID, "", "", 3, LARGE, 0, id="neither"),
         pytest.param(GRID, "dp: S(0), cp: S(2)", "cp: S(0)", 3, LARGE, 1, id="sharded-parameter"),
         pytest.param(DATA, "dp: S(0)", "", 5, NBYTES, 5, id="a-bucket-each"),

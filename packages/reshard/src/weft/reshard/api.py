@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 
+from .collectives import Pending
 from .dtensor import as_process_mesh, layout_of, wrap
-from .executor import Pending
+from .executor import started
 from .layouts import cotangent
 from .plan import plan
 from .topology import Topology
@@ -56,7 +57,7 @@ def start_reshard(
     target = _target(src, mesh, placements)
     made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     with torch.no_grad():
-        pending = Pending(made, dtensor.to_local(), dtensor.device_mesh)
+        pending = started(made, dtensor.to_local(), dtensor.device_mesh)
     return StartedReshard(dtensor, target, pending, _Options(topology, memory_limit))
 
 

@@ -28,6 +28,28 @@ REDUCE_OPS = {
 }
 
 
+class Pending:
+    """Collectives that run: the first is started; `wait()` brings the result."""
+
+    def __init__(self, running: Running) -> None:
+        self._running, self._result = running, torch.empty(0)
+        self._advance()
+
+    def wait(self) -> Tensor:
+        """Waits for what was started, runs the rest, and returns the result."""
+        while self._work is not None:
+            self._work.wait()
+            self._advance()
+        return self._result
+
+    def _advance(self) -> None:
+        self._work: dist.Work | None = None
+        try:
+            self._work = next(self._running)
+        except StopIteration as done:
+            self._result = done.value
+
+
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
     """The parts of all members, stacked by position; by one collective a phase, the last one outermost."""
     for group, positions in phases:
@@ -37,11 +59,11 @@ def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
     return part
 
 
-def all_reduce(local: Tensor, op: str, group: dist.ProcessGroup) -> Running:
-    """The reduction of all members' tensors; bool is reduced as bytes, of which gloo and NCCL know the order."""
-    result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
+def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
+    """The reduction of all members' tensors, in the memory of `whole`; bool goes as bytes, which every backend reduces."""
+    result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
     yield _started(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
-    return (result / dist.get_world_size(group) if op == "avg" else result).to(local.dtype)
+    return whole / dist.get_world_size(group) if op == "avg" else whole
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:

@@ -6,7 +6,6 @@ wait for each at once, or to do something else meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
 from weft.mesh.extents import chunk
 
-from .collectives import Running, all_gather, all_reduce, exchange, reduce_scatter
+from .blocks import assembled, cut_to, padded, taken_apart
+from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
 from .costs import backwards, padded_part
 from .exchange import exchanging_axes, messages_of, taking_part
-from .groups import axis_group, device_mesh, group_of, make_groups, this_rank
+from .groups import axis_group, device_mesh, group_along, group_of, make_groups, this_rank
 from .identities import identity
 from .layouts import dual_layout
 from .order import announce
@@ -38,7 +38,6 @@ from .steps import (
     Step,
     Targeted,
     axes_of,
-    dims_of,
     follow,
 )
 
@@ -48,30 +47,12 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Communication: the plan's steps, in order. A rank outside both meshes does nothing.
     """
-    return Pending(plan, local, mesh).wait()
+    return started(plan, local, mesh).wait()
 
 
-class Pending:
-    """A plan that runs: its first collective is started; `wait()` brings the result."""
-
-    def __init__(self, plan: Plan, local: Tensor, mesh: DeviceMesh) -> None:
-        self._running = _run(plan, local, mesh)
-        self._result = local
-        self._work: dist.Work | None = None
-        self._advance()
-
-    def wait(self) -> Tensor:
-        """Runs the rest, and returns this rank's local tensor after the plan. Communication: what is left of the plan."""
-        while self._work is not None:
-            self._work.wait()
-            self._advance()
-        return self._result
-
-    def _advance(self) -> None:
-        try:
-            self._work = next(self._running)
-        except StopIteration as done:
-            self._work, self._result = None, done.value
+def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
+    """`execute` whose first collective is started; `wait()` runs the rest."""
+    return Pending(_run(plan, local, mesh))
 
 
 def prepare(plan: Plan, device_type: str) -> None:
@@ -122,8 +103,9 @@ class _Here:
             case ReduceScatter():
                 return (yield from self._reduce_scatter(step, local))
             case AllReduce(op=op):
-                group, _ = self._group(axes_of(step))
-                return (yield from all_reduce(local, op, group))
+                group, _ = group_along(self.mesh, axes_of(step))
+                whole = local.clone(memory_format=torch.contiguous_format)
+                return (yield from all_reduce(whole, op, group))
             case AllToAll() | Exchange() | Permute():
                 return (yield from self._exchange(follow(step, self.layout), local))
             case ReduceExchange():
@@ -141,37 +123,23 @@ class _Here:
         assert coordinate is not None, "only an exchange runs on ranks outside the mesh it starts from"
         return coordinate[axis]
 
-    def _group(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup, list[int]]:
-        """The group of this rank along `axes`, and the position along them, major first, of each of its members.
-
-        torch sorts the ranks of a group; a mesh may list them in any order.
-        """
-        if len(axes) == 1:
-            group = axis_group(self.mesh, axes[0])
-            members = dist.get_process_group_ranks(group)
-        else:
-            members = sorted(self.layout.mesh.submesh(self.rank, *axes).ranks)
-            group = group_of(tuple(members))
-        position = {rank: i for i, rank in enumerate(self.layout.mesh.submesh(self.rank, *axes).ranks)}
-        return group, [position[rank] for rank in members]
-
     def _all_gather(self, step: AllGather, local: Tensor) -> Running:
         whole = follow(step, self.layout).local_shape(self.shape, self.rank)
         part = padded_part(step, self.layout, whole)
-        phases = [self._group((axis,)) for axis in step.apart] or [self._group(axes_of(step))]
+        phases = [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
         leading = [*reversed(step.apart)] or [*axes_of(step)]  # the last gathered is the outermost in memory
-        gathered = yield from all_gather(_padded(local, part), phases)
+        gathered = yield from all_gather(padded(local, part), phases)
         sizes = [self.layout.mesh.axis_size(axis) for axis in leading]
-        return _cut_to(_assembled(gathered.reshape(*sizes, *part), leading, step), whole)
+        return cut_to(assembled(gathered.reshape(*sizes, *part), leading, step), whole)
 
     def _reduce_scatter(self, step: ReduceScatter, local: Tensor) -> Running:
         part = padded_part(step, self.layout, local.shape)
-        phases = [self._group((axis,)) for axis in step.apart] or [self._group(axes_of(step))]
+        phases = [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
         leading = [*step.apart] or [*axes_of(step)]  # the first scattered is the outermost in memory
         sizes = {axis: self.layout.mesh.axis_size(axis) for axis in leading}
-        scattered = yield from reduce_scatter(_taken_apart(local, part, leading, sizes, step), step.op, phases)
+        scattered = yield from reduce_scatter(taken_apart(local, part, leading, sizes, step), step.op, phases)
         mine = follow(step, self.layout).local_shape(self.shape, self.rank)
-        return _cut_to(scattered.reshape(part), mine)
+        return cut_to(scattered.reshape(part), mine)
 
     def _exchange(self, target: Layout, local: Tensor, *, moves: bool = True) -> Running:
         ranks, group = self._exchanging(self.layout, target) if moves else ((), None)
@@ -206,50 +174,3 @@ class _Here:
         result = local.new_full(whole, identity(step.op, local.dtype))
         result.narrow(step.dim, start, stop - start).copy_(local)
         return result
-
-
-def _padded(local: Tensor, part: Sequence[int]) -> Tensor:
-    if list(local.shape) == list(part):
-        return local.contiguous()
-    padded = local.new_zeros(part)
-    padded[tuple(slice(size) for size in local.shape)] = local
-    return padded
-
-
-def _cut_to(padded: Tensor, shape: Sequence[int]) -> Tensor:
-    return padded[tuple(slice(size) for size in shape)].contiguous()
-
-
-def _assembled(gathered: Tensor, leading: Sequence[str], step: AllGather) -> Tensor:
-    """Parts stacked along `leading` axes, put side by side in the dims that the axes shard."""
-    order: list[int] = []
-    parts = gathered.ndim - len(leading)
-    sizes: list[int] = []
-    for dim in range(parts):
-        axes = [leading.index(axis) for axis, of in zip(axes_of(step), dims_of(step), strict=True) if of == dim]
-        order += [*axes, len(leading) + dim]
-        size = gathered.shape[len(leading) + dim]
-        for axis in axes:
-            size *= gathered.shape[axis]
-        sizes.append(size)
-    return gathered.permute(order).reshape(sizes)
-
-
-def _taken_apart(
-    local: Tensor, part: Sequence[int], leading: Sequence[str], sizes: dict[str, int], step: ReduceScatter
-) -> Tensor:
-    """The reverse of `_assembled`: padded to whole parts, and the parts stacked along `leading`."""
-    view: list[int] = []
-    where: dict[str, int] = {}
-    dims = []
-    for dim, size in enumerate(part):
-        for axis, of in zip(axes_of(step), dims_of(step), strict=True):
-            if of == dim:
-                where[axis] = len(view)
-                view.append(sizes[axis])
-        dims.append(len(view))
-        view.append(size)
-    padded = list(part)
-    for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
-        padded[dim] *= sizes[axis]
-    return _padded(local, padded).reshape(view).permute(*(where[axis] for axis in leading), *dims).contiguous()

@@ -1,48 +1,76 @@
-"""Gradients brought to their parameters' layouts: Partial -> Replicate, in buckets, while backward goes on."""
+"""Gradients brought to their parameters' layouts, or to shards of them, in buckets, while backward goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, Partial, Replicate
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+from weft.mesh import Layout, Replicate, Shard
 
 from .api import reshard
-from .dtensor import layout_of, wrap
-from .groups import axis_group, this_rank
-from .layouts import without_trivial_axes
+from .buckets import Bucket, way_between
+from .dtensor import layout_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
+
+_synchronized = WeakTensorKeyDictionary()  # parameters that have a GradientSync; two would reduce their gradients twice
 
 
 class GradientSync:
     """Brings the gradient of every DTensor parameter of `module` to the parameter's layout.
 
     A gradient is Partial over every axis that sharded something its parameter was applied to, whichever dim that was;
-    it says so itself, so no dim is looked for. Gradients that are Partial over the same axes travel together: one
-    all-reduce per bucket and axis, started from the hook of the last gradient in it, finished by `wait()`.
+    it says so itself, so no dim is looked for. Gradients that go the same way travel together: one collective for each
+    bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` is None.
+
+    shard_over: axes (one, or several) over which the gradient of a parameter that is replicated there ends as a shard:
+        reduce-scattered instead of all-reduced, over the first dim that divides evenly, else dim 0.
+    bucket_bytes: of the gradients on the first rank of their mesh, so that buckets close alike on all ranks.
+    Communication: in the order of the hooks, which is that of autograd and alike on all ranks if they run the same graph.
+    Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
+    GradientSync, which would reduce it twice; `close()` that one first.
 
     sync = GradientSync(model)
     loss.backward(); sync.wait(); optimizer.step()
     with sync.paused(): ...   # backward passes that only accumulate
     """
 
-    def __init__(self, module: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, module: nn.Module, *, shard_over: str | Sequence[str] | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
         self._bucket_bytes = bucket_bytes
-        self._parameters = [p for p in module.parameters() if isinstance(p, DTensor) and p.requires_grad]
-        self._filling: dict[_Key, _Bucket] = {}
-        self._sent: list[_Bucket] = []
-        self._synced: set[Tensor] = set()
+        axes = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
+        named: dict[str, DTensor] = {
+            n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad
+        }
+        for name, parameter in named.items():
+            if parameter in _synchronized:
+                raise ValueError(
+                    f"parameter {name} has a GradientSync already, which reduces it; close() that one first"
+                )
+        known = {axis for parameter in named.values() for axis in layout_of(parameter).mesh.axis_names}
+        for axis in axes:
+            if axis not in known:
+                raise ValueError(
+                    f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
+                )
+        self._targets: dict[DTensor, Layout] = {p: _sharded(layout_of(p), p.shape, axes) for p in named.values()}
+        self._filling: dict[Hashable, Bucket] = {}
+        self._sent: list[Bucket] = []
+        self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
         self._paused = False
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+        self._hooks: list[RemovableHandle] = []
+        for parameter in self._targets:
+            _synchronized[parameter] = True
+            self._hooks.append(parameter.register_hook(self._before(parameter)))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._ready))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -54,103 +82,94 @@ class GradientSync:
             self._paused = before
 
     def wait(self) -> None:
-        """Returns when every gradient has its parameter's layout.
+        """Returns when every gradient has its layout.
 
-        Communication: the all-reduces not yet started, one per bucket and axis; a reshard for each gradient whose
-        way to its parameter's layout is not an all-reduce.
+        Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
+        neither an all-reduce nor a reduce-scatter.
         """
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter not in self._synced:
+        for parameter, target in self._targets.items():
+            if parameter.grad is not None and layout_of(_gradient(parameter)) != target:
                 self._add(parameter)
         for bucket in self._filling.values():
             self._send(bucket)
         for bucket in self._sent:
-            bucket.finish()
+            for parameter, grad in bucket.finish():
+                self._accumulate(parameter, grad)
+        for parameter in list(self._held):
+            if parameter.grad is not None:  # in its layout from the start
+                self._accumulate(parameter, _gradient(parameter))
+            parameter.grad = self._held[parameter]
         self._filling.clear()
         self._sent.clear()
-        self._synced.clear()
+        self._held.clear()
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters, whose gradients stay as they are. Call `wait()` before."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._targets:
+            _synchronized.pop(parameter, None)  # type: ignore[no-untyped-call]
+        self._hooks.clear()
+        self._targets.clear()
+
+    def _before(self, parameter: DTensor) -> Callable[[Tensor], None]:
+        """A hook that sets an older gradient in another layout aside: added up, DTensor would move one of them unasked."""
+
+        def hook(incoming: Tensor) -> None:
+            older = parameter.grad
+            if older is not None and layout_of(_gradient(parameter)) != layout_of(_dtensor(incoming)):
+                parameter.grad = None
+                if layout_of(_dtensor(older)) != self._targets[parameter]:
+                    older = reshard(_dtensor(older), placements=self._targets[parameter])
+                self._accumulate(parameter, _dtensor(older))
+
+        return hook
 
     def _ready(self, parameter: Tensor) -> None:
-        if self._paused:
-            self._synced.discard(parameter)  # what an earlier backward sent lacks this gradient
-        else:
-            self._add(parameter)
+        if not self._paused:
+            self._add(_dtensor(parameter))
 
-    def _add(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, DTensor), "only DTensor parameters are hooked"
-        grad = _gradient(parameter)
-        self._synced.add(parameter)
-        src, dst = layout_of(grad), layout_of(parameter)
-        if src == dst:
+    def _add(self, parameter: DTensor) -> None:
+        grad, target = _gradient(parameter), self._targets[parameter]
+        if layout_of(grad) == target:
             return
-        axes = summed_axes(src, dst)
-        if not axes or this_rank() not in src.mesh:
-            parameter.grad = reshard(grad, placements=dst)
+        parameter.grad = None
+        way = way_between(layout_of(grad), target, parameter.shape)
+        if way is None:
+            self._accumulate(parameter, reshard(grad, placements=target))
             return
-        key = (src.mesh, axes, grad.dtype, grad.device)
-        bucket = self._filling.setdefault(key, _Bucket(axes))
-        bucket.add(parameter, dst)
+        key = (grad.device_mesh, way.axes, grad.dtype)
+        bucket = self._filling.setdefault(key, Bucket(key))
+        bucket.add(parameter, grad, target, way)
         if bucket.nbytes >= self._bucket_bytes:
             self._send(self._filling.pop(key))
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         bucket.start()
         self._sent.append(bucket)
 
+    def _accumulate(self, parameter: DTensor, grad: DTensor) -> None:
+        with torch.no_grad():
+            held = self._held.get(parameter)
+            self._held[parameter] = grad if held is None else _dtensor(held + grad)
 
-def summed_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """The axes to all-reduce over on the way from `src` to `dst`; none where the way is another."""
-    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
-    if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
-        return ()
-    changed = [axis for axis in src.mesh.axis_names if src[axis] != dst[axis]]
-    if any(src[axis] != Partial("sum") or dst[axis] != Replicate() for axis in changed):
-        return ()
-    return tuple(changed)
+
+def _sharded(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
+    """`layout` with shards over those of `axes` that it replicates; a scalar stays as it is."""
+    for axis in axes:
+        if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
+            size = layout.mesh.axis_size(axis)
+            local = layout.local_shape(shape, layout.mesh.ranks[0])
+            dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
+            layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
+    return layout
 
 
 def _gradient(parameter: DTensor) -> DTensor:
-    grad = parameter.grad
-    assert isinstance(grad, DTensor), "a gradient that is ready is there, and that of a DTensor is a DTensor"
-    return grad
+    assert parameter.grad is not None, "asked for where there is one"
+    return _dtensor(parameter.grad)
 
 
-_Key = tuple[object, tuple[str, ...], torch.dtype, torch.device]
-
-
-@dataclass
-class _Bucket:
-    """Gradients that are Partial over the same axes, and the flat tensor they travel in."""
-
-    axes: tuple[str, ...]
-    parameters: list[DTensor] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
-    nbytes: int = 0
-
-    def add(self, parameter: DTensor, layout: Layout) -> None:
-        self.parameters.append(parameter)
-        self.layouts.append(layout)
-        self.nbytes += _gradient(parameter).to_local().nbytes
-
-    def start(self) -> None:
-        with torch.no_grad():
-            self._flat = torch.cat([_gradient(parameter).to_local().reshape(-1) for parameter in self.parameters])
-        self._work = self._all_reduce(self.axes[0])
-
-    def finish(self) -> None:
-        self._work.wait()
-        for axis in self.axes[1:]:
-            self._all_reduce(axis).wait()
-        with torch.no_grad():
-            offset = 0
-            for parameter, layout in zip(self.parameters, self.layouts, strict=True):
-                local = parameter.to_local()
-                part = self._flat[offset : offset + local.numel()].view(local.shape)
-                parameter.grad = wrap(part, layout, parameter.shape)
-                offset += local.numel()
-
-    def _all_reduce(self, axis: str) -> dist.Work:
-        group = axis_group(self.parameters[0].device_mesh, axis)
-        work: dist.Work | None = dist.all_reduce(self._flat, group=group, async_op=True)
-        assert work is not None, "async_op=True returns the work"
-        return work
+def _dtensor(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor), "parameters that are hooked are DTensors, and their gradients are"
+    return tensor

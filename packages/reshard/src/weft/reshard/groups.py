@@ -53,6 +53,18 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh.get_group(process_mesh(mesh).axis(axis))
 
 
+def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, list[int]]:
+    """The group of this rank along `axes`, and the position along them, major first, of each of its members.
+
+    torch sorts the ranks of a group; a mesh may list them in any order. Groups over several axes are those that
+    `make_groups` made.
+    """
+    ranks = process_mesh(mesh).submesh(this_rank(), *axes).ranks
+    group = axis_group(mesh, axes[0]) if len(axes) == 1 else group_of(tuple(sorted(ranks)))
+    position = {rank: i for i, rank in enumerate(ranks)}
+    return group, [position[rank] for rank in dist.get_process_group_ranks(group)]
+
+
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of `ranks`, ascending; made once for each process group world.
 

@@ -259,8 +259,9 @@ class _Search:
                 axis = src[out][-1:]
                 if axis and src[out][:-1] == dst[out] and dst[into] == src[into] + axis:
                     return self._move(AllToAll, src, dst, axis, (out, into))
-        parts = [self.sizes.parts(a) == self.sizes.parts(b) for a, b in zip(src, dst, strict=True)]
-        return self._move(Permute if all(parts) and self.sizes.even(src) else Exchange, src, dst)
+        parts = all(self.sizes.parts(a) == self.sizes.parts(b) for a, b in zip(src, dst, strict=True))
+        one_to_one = parts and self.sizes.even(src) and moving(src, dst) <= _cutting(src) & _cutting(dst)
+        return self._move(Permute if one_to_one else Exchange, src, dst)
 
     def _reduce(self, spec: Spec, scattered: dict[str, int]) -> Way:
         """A reduce-scatter over `scattered`, then an all-reduce of what is left over the other reduced axes."""

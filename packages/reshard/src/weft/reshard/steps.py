@@ -86,7 +86,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """An Exchange in which every rank's new part is the whole old part of one rank."""
+    """An Exchange in which every rank's part goes, whole, to one rank."""
 
     target: Layout
 

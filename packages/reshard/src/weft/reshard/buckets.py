@@ -1,0 +1,115 @@
+"""Gradients that go the same way, in one flat tensor: a reduce-scatter, an all-reduce, or one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, Partial, Replicate, Shard
+
+from .blocks import cut_to, taken_apart
+from .collectives import Pending, Running, all_reduce, reduce_scatter
+from .costs import padded_part
+from .dtensor import layout_of, wrap
+from .groups import group_along, make_groups, process_mesh, this_rank
+from .layouts import without_trivial_axes
+from .steps import ReduceScatter, axes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a gradient becomes its target: scattered over some axes, then all-reduced over others."""
+
+    scatter: ReduceScatter
+    reduced: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What gradients that travel together have in common; each may be cut over dims of its own."""
+        return axes_of(self.scatter), self.reduced
+
+
+def way_between(src: Layout, dst: Layout, shape: Sequence[int]) -> Way | None:
+    """The way from a gradient's layout to its target; None where it is not made of sums over axes alone."""
+    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
+    if src.mesh != dst.mesh:
+        return None
+    changed = [axis for axis in src.mesh.axis_names if src[axis] != dst[axis]]
+    cut = {axis: Shard(dim) for dim, order in dst.shard_order.items() for axis in order if axis in changed}
+    reduced = tuple(axis for axis in changed if axis not in cut)
+    if (
+        any(src[axis] != Partial() for axis in changed)
+        or src.replace(**dict.fromkeys(reduced, Replicate()), **cut) != dst
+    ):
+        return None
+    dims = tuple(placement.dim for placement in cut.values())
+    if len(set(dims)) < len(dims) and any(shape[dim] % dst.parts(dim) for dim in dims):
+        return None  # parts of several sizes: not in one collective
+    return Way(ReduceScatter(tuple(cut), dims), reduced)
+
+
+class Bucket:
+    """Gradients on one mesh that are summed over the same axes.
+
+    nbytes: of the gradients on the first rank of the mesh, so that it is the same on every rank.
+    """
+
+    def __init__(self, key: Hashable) -> None:
+        self.key, self.nbytes = key, 0
+        self._items: list[tuple[DTensor, DTensor, Layout, Way]] = []
+
+    def add(self, parameter: DTensor, grad: DTensor, target: Layout, way: Way) -> None:
+        """Takes the gradient of `parameter` along, to be brought to `target`."""
+        self._items.append((parameter, grad, target, way))
+        layout = layout_of(grad)
+        self.nbytes += grad.dtype.itemsize * math.prod(layout.local_shape(grad.shape, layout.mesh.ranks[0]))
+
+    def start(self) -> None:
+        """Starts the first collective. Communication: groups over several axes are made by all ranks of the world."""
+        _, grad, _, way = self._items[0]
+        for axes in way.axes:
+            if len(axes) > 1:
+                make_groups(process_mesh(grad.device_mesh), axes)
+        with torch.no_grad():
+            self._pending = Pending(self._run())
+
+    def finish(self) -> Iterator[tuple[DTensor, DTensor]]:
+        """Each parameter with its gradient as it was to become. Communication: waits for what was started."""
+        with torch.no_grad():
+            flat, offset = self._pending.wait(), 0
+            for parameter, grad, target, way in self._items:
+                part, mine = self._part(grad, way), target.local_shape(grad.shape, this_rank())
+                local = flat.new_empty(0)
+                if this_rank() in target.mesh:
+                    local = cut_to(flat[offset : offset + math.prod(part)].view(part), mine)
+                    offset += math.prod(part)
+                yield parameter, wrap(local, target, grad.shape)
+
+    def _run(self) -> Running:
+        _, first, _, way = self._items[0]
+        if this_rank() not in layout_of(first).mesh:
+            return first.to_local()
+        scattered, reduced = way.axes
+        if scattered:
+            flat = torch.cat([self._stacked(grad, way) for _, grad, _, way in self._items], 1)
+            flat = yield from reduce_scatter(flat, "sum", [group_along(first.device_mesh, scattered)])
+        else:
+            flat = torch.cat([grad.to_local().reshape(-1) for _, grad, _, _ in self._items])
+        if reduced:
+            group, _ = group_along(first.device_mesh, reduced)
+            flat = yield from all_reduce(flat, "sum", group)
+        return flat
+
+    def _part(self, grad: DTensor, way: Way) -> list[int]:
+        return padded_part(way.scatter, layout_of(grad), grad.to_local().shape)
+
+    def _stacked(self, grad: DTensor, way: Way) -> Tensor:
+        """The parts of a gradient, one in each row."""
+        axes = axes_of(way.scatter)
+        sizes = {axis: layout_of(grad).mesh.axis_size(axis) for axis in axes}
+        stacked = taken_apart(grad.to_local(), self._part(grad, way), axes, sizes, way.scatter)
+        return stacked.reshape(math.prod(sizes.values()), -1)

@@ -1,0 +1,117 @@
+"""The check of the order of plans: ranks that would hang raise instead, and say who was about to do what."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import OrderError, check_order, distribute, reshard
+from weft.reshard.order import announce
+
+from tests.support.pool import RanksFailed
+
+FOUR = ProcessMesh.grid(tp=4)
+
+
+def said(plans, timeout=20.0):
+    """Announces this rank's plans, with all ranks or those given; returns the error's text, and its seconds."""
+    rank = dist.get_rank()
+    start = time.monotonic()
+    with check_order(timeout):
+        try:
+            for plan, ranks in plans[rank]:
+                announce(plan, ranks)
+        except OrderError as error:
+            return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+EVERY = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        pytest.param([[("A", EVERY), ("B", EVERY), ("A", EVERY)]] * 4, id="same"),
+        pytest.param([[("A", (0, 1))], [("A", (0, 1))], [("B", (2, 3))], [("B", (2, 3))]], id="disjoint"),
+        pytest.param(
+            [[("A", (0, 1))], [("A", (0, 1)), ("B", (1, 2))], [("B", (1, 2)), ("C", (2, 3))], [("C", (2, 3))]],
+            id="chain",
+        ),
+        pytest.param([[], [("A", (1, 2))], [("A", (1, 2))], []], id="some-do-nothing"),
+    ],
+)
+def test_plans_that_agree_run(pool, plans):
+    assert [text for text, _ in pool.run(said, plans, ranks=4)] == [""] * 4
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        pytest.param([[("A", EVERY)]] * 3 + [[("B", EVERY)]], id="one-differs"),
+        pytest.param([[("A", EVERY), ("B", EVERY)]] * 3 + [[("B", EVERY), ("A", EVERY)]], id="swapped"),
+        pytest.param([[("X", EVERY), ("A", EVERY)]] * 3 + [[("X", EVERY), ("B", EVERY)]], id="later"),
+    ],
+)
+def test_every_rank_raises_where_two_differ(pool, plans):
+    for text, seconds in pool.run(said, plans, ranks=4):
+        assert "about to run different plans" in text
+        assert "rank 3: B" in text
+        assert ": A" in text
+        assert seconds < 10
+
+
+def test_a_rank_that_does_not_come_is_named(pool):
+    plans = [[("A", EVERY), ("B", EVERY)]] * 3 + [[("A", EVERY)]]
+    results = pool.run(said, plans, 1.5, ranks=4)
+    for text, _ in results[:3]:
+        assert "rank 3 did not come; its latest plan: A" in text
+        assert "to run B" in text
+    assert results[3][0] == ""
+
+
+def test_without_the_check_nothing_is_said():
+    start = time.perf_counter()
+    for _ in range(1000):
+        announce("A", EVERY)
+    assert time.perf_counter() - start < 0.01
+
+
+def reshards_that_differ():
+    rows = 4 if dist.get_rank() == 3 else 8
+    with check_order():
+        reshard(distribute(torch.arange(8.0), Layout(FOUR, "tp: S(0)")), placements="")
+        with pytest.raises(
+            OrderError, match=r"rank 3: \(tp: S\(0\)\) -> \(tp: R\) of torch.float32 \(4,\): AllGather"
+        ) as failed:
+            reshard(distribute(torch.arange(float(rows)), Layout(FOUR, "tp: S(0)")), placements="")
+    assert "of torch.float32 (8,)" in str(failed.value)
+
+
+def backwards_too():
+    with check_order(timeout=10.0):
+        x = distribute(torch.arange(8.0), Layout(FOUR, "tp: S(0)")).requires_grad_()
+        reshard(x, placements="").sum().backward()
+    with pytest.raises(RuntimeError, match="on already"), check_order(), check_order():
+        pass
+    with pytest.raises(ValueError, match="timeout is 0"), check_order(0):
+        pass
+
+
+def test_reshards_are_announced(pool):
+    pool.run(reshards_that_differ, ranks=4)
+    pool.run(backwards_too, ranks=4)
+
+
+def a_dead_rank():
+    with check_order(timeout=2.0):
+        if dist.get_rank() == 1:
+            raise SystemExit(3)
+        reshard(distribute(torch.arange(8.0), Layout(FOUR, "tp: S(0)")), placements="")
+
+
+def test_a_dead_rank_is_named(pool):
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(a_dead_rank, ranks=4)
+    assert "rank 1" in str(failed.value)
