@@ -72,8 +72,8 @@ def torch_cross_entropy(logits: Tensor, target: Tensor, **options: object) -> Te
 
 
 def cross_entropy_collectives(reduction: str, logits: Layout, target: Layout) -> list[str]:
-    """What the docstring declares: a gather per axis over V; "mean" counts over each axis that cuts the tokens."""
-    counted = sum(map(len, target.shard_order.values())) if reduction == "mean" else 0
+    """What the docstring declares: a gather per axis over V; "mean" counts over the axes that cut the tokens."""
+    counted = reduction == "mean" and bool(target.shard_order)
     return ["all-reduce"] * counted + ["all-gather"] * len(logits.shard_order.get(logits_dims - 1, ()))
 
 

@@ -37,7 +37,7 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
             counts["forward"]["all-gather"] += entrances
             counts["backward"]["all-gather"] += exits
         counts["forward"]["all-gather"] += 1  # the logits where they are made whole, or the loss's statistics
-    counts["forward"]["all-reduce"] += len(_data_axes(mesh))
+    counts["forward"]["all-reduce"] += bool(_data_axes(mesh))
     early, late = _gradient_buckets(model, mesh, plan, styles)
     counts["backward"]["all-reduce"] += early
     counts["gradients"]["all-reduce"] = late + 1  # and the norm
@@ -58,7 +58,7 @@ def _gradient_buckets(
     """
     layouts = parameter_layouts(model, mesh, styles)
     filling: Counter[tuple[str, ...]] = Counter()
-    early = late = 0
+    early = 0
     for name, parameter in reversed(list(model.named_parameters())):
         between = plan.sequence and has_tensor_axis(mesh) and name.rpartition(".")[0] not in styles
         partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
@@ -69,5 +69,4 @@ def _gradient_buckets(
             if filling[axes] >= BUCKET_BYTES:
                 del filling[axes]
                 early += 1
-                late += len(axes) - 1
-    return early, late + sum(len(axes) for axes in filling)
+    return early, len(filling)

@@ -14,6 +14,7 @@ from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 from .collectives import Pending
 from .dtensor import as_process_mesh, layout_of, wrap
 from .executor import started
+from .groups import this_rank
 from .layouts import cotangent
 from .plan import plan
 from .topology import Topology
@@ -37,7 +38,7 @@ def reshard(
     also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
     Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes; where
     the target's mesh is new to this process group world its groups are made, by all ranks of the world.
-    Raises LayoutError for a target that no plan leads to.
+    Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout.
     """
     return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
 
@@ -55,6 +56,7 @@ def start_reshard(
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     src = layout_of(dtensor)
     target = _target(src, mesh, placements)
+    _check_local(dtensor, src)
     made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     with torch.no_grad():
         pending = started(made, dtensor.to_local(), dtensor.device_mesh)
@@ -76,6 +78,17 @@ class StartedReshard:
         """The resharded tensor. Communication: the collectives of the plan after the first."""
         result: DTensor = _Reshard.apply(*self._arguments)  # type: ignore[no-untyped-call]
         return result
+
+
+def _check_local(dtensor: DTensor, src: Layout) -> None:
+    """A part of another size would be sent as if it were right, and the ranks that receive it would wait for the rest."""
+    rank = this_rank()
+    got, want = tuple(dtensor.to_local().shape), src.local_shape(dtensor.shape, rank)
+    if got != want and rank in src.mesh:
+        raise LayoutError(
+            f"rank {rank} holds {got}, but ({src}) of {tuple(dtensor.shape)} gives it {want}; make the DTensor by "
+            "distribute(), or give from_local the global shape= and stride="
+        )
 
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:

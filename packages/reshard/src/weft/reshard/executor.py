@@ -61,6 +61,8 @@ def prepare(plan: Plan, device_type: str) -> None:
     Communication: where a group is new to this process group world, by all ranks of the world, in the same order.
     """
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
+        if isinstance(step, Targeted) and step.target.mesh != layout.mesh:
+            device_mesh(step.target.mesh, device_type)
         match step:
             case AllGather(apart=()) | ReduceScatter(apart=()) | AllReduce() if len(axes_of(step)) > 1:
                 make_groups(layout.mesh, axes_of(step))
@@ -69,8 +71,6 @@ def prepare(plan: Plan, device_type: str) -> None:
                     group_of(taking_part(layout, step.target, this_rank()))
                 elif len(axes := exchanging_axes(layout, step.target)) > 1:
                     make_groups(layout.mesh, axes)
-        if isinstance(step, Targeted) and step.target.mesh != layout.mesh:
-            device_mesh(step.target.mesh, device_type)
 
 
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:

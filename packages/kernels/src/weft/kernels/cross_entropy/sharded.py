@@ -39,7 +39,7 @@ def cross_entropy(
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum).
     Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward,
-    none in backward; for "mean" without a denominator, one all-reduce of a number per axis that shards the tokens.
+    none in backward; for "mean" without a denominator, one all-reduce of a number over the axes that shard the tokens.
     Raises ValueError for shapes, dtypes and targets that do not fit; LayoutError for layouts that do not.
     """
     if logits.ndim < 1 or target.shape != logits.shape[:-1]:
