@@ -48,9 +48,10 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         namespace, name = func.name().split("::")
-        if namespace == "_c10d_functional" and not self._stopped and not name.startswith("wait"):
-            assert name.startswith("all_gather_into_tensor"), f"{name} between layouts without Partial"
-            self.elements += args[0].numel() * (args[1] - 1)
+        if namespace == "_c10d_functional" and not self._stopped:
+            assert not name.startswith(("all_reduce", "reduce_scatter")), f"{name} between layouts without Partial"
+            if name.startswith("all_gather_into_tensor"):
+                self.elements += args[0].numel() * (args[1] - 1)
         return func(*args, **(kwargs or {}))
 
 
