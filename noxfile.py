@@ -14,7 +14,8 @@ import nox
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "mypy", "transformers")
+PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 
 # Imports every module of the package it is given, and prints what else was loaded.
 IMPORT_ALL = """

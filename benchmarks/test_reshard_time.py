@@ -7,6 +7,7 @@ then timed in turn. These are times of memory copies and of gloo's connections o
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -42,9 +43,10 @@ Seconds = dict[tuple[str, str], dict[str, list[float]]]
 
 def measure() -> Seconds:
     """On every rank: seconds of each way of each pair, round by round."""
+    logging.disable(logging.WARNING)  # DTensor says of some pairs that it moves more than it must
     whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     found: Seconds = {}
-    for src, dst in PAIRS:
+    for number, (src, dst) in enumerate(PAIRS):
         before, after = Layout(MESH, src), Layout(MESH, dst)
         x = distribute(whole, before)
         _, placements = torch_layout(after, "cpu")
@@ -52,14 +54,15 @@ def measure() -> Seconds:
             "weft": lambda x=x, after=after: reshard(x, placements=after),
             "dtensor": lambda x=x, placements=placements: x.redistribute(placements=placements),
         }
-        ways["dtensor again"] = ways["dtensor"]
+        if number % 4 == 0:
+            ways["dtensor again"] = ways["dtensor"]
         mine = whole[after.local_slices(SHAPE, dist.get_rank())]
         for name, way in ways.items():
             assert torch.equal(way().to_local(), mine), f"{name}: {src} -> {dst}"
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(ROUNDS):
             names = list(ways)
-            for name in names[turn % 3 :] + names[: turn % 3]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 dist.barrier()
                 start = time.perf_counter()
                 result = ways[name]().to_local()
@@ -85,6 +88,7 @@ def test_reshard_time_against_redistribute(pool: Pool) -> None:
         moves = plan(Layout(MESH, src), Layout(MESH, dst), SHAPE, torch.float32).max_received_bytes > 0
         if moves:
             ratios.append(statistics.median(paired))
+        if "dtensor again" in slowest:
             floor.append(
                 statistics.median(a / b for a, b in zip(slowest["dtensor again"], slowest["dtensor"], strict=True))
             )

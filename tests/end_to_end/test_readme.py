@@ -12,21 +12,34 @@ import pytest
 from tests.architecture.rules import ROOT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+PYTHON = (sys.executable,)
 PROGRAMS = [
-    pytest.param("README.md", TORCHRUN, r"^(\d\.\d+\n)\1{3}$", id="weft"),  # one loss, on four ranks
-    pytest.param("packages/mesh/README.md", (sys.executable,), "", id="mesh"),
-    pytest.param("packages/reshard/README.md", (sys.executable,), r"ReduceScatter\(axis='tp', dim=1", id="reshard"),
-    pytest.param("packages/kernels/README.md", (sys.executable,), "", id="kernels"),
-    pytest.param("packages/models/README.md", (sys.executable,), r"torch.Size\(\[1, 8, 257\]\)", id="models"),
+    pytest.param("README.md", [(TORCHRUN, r"^(\d\.\d+\n)\1{3}$")], id="weft"),  # one loss, on four ranks
+    pytest.param("packages/mesh/README.md", [(PYTHON, "")], id="mesh"),
+    pytest.param(
+        "packages/reshard/README.md",
+        [(PYTHON, r"Exchange\(node: R, gpu: S\(1\)\): 56 bytes"), (TORCHRUN, r"^(dp: S\(0\), tp: R True\n){4}$")],
+        id="reshard",
+    ),
+    pytest.param("packages/kernels/README.md", [(PYTHON, "")], id="kernels"),
+    pytest.param("packages/models/README.md", [(PYTHON, r"torch.Size\(\[1, 8, 257\]\)")], id="models"),
 ]
 
 
-@pytest.mark.parametrize(("document", "command", "output"), PROGRAMS)
-def test_the_program_shown_runs(document: str, command: tuple[str, ...], output: str, tmp_path: Path) -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [*command, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(output, done.stdout), done.stdout
+@pytest.mark.parametrize(("document", "runs"), PROGRAMS)
+def test_the_programs_shown_run(document: str, runs: list[tuple[tuple[str, ...], str]], tmp_path: Path) -> None:
+    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    for program, (command, output) in zip(programs, runs, strict=True):
+        (tmp_path / "program.py").write_text(program)
+        done = subprocess.run(
+            [*command, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(output, done.stdout), done.stdout
+
+
+def test_the_plan_shown_is_the_plan_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "packages/reshard/README.md").read_text()
+    program, shown = re.findall(r"^```(?:python|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:2]
+    exec(program, {})
+    assert capsys.readouterr().out.startswith(shown)
