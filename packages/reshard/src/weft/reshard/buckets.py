@@ -60,17 +60,23 @@ class Bucket:
 
     def __init__(self, key: Hashable) -> None:
         self.key, self.nbytes = key, 0
-        self._items: list[tuple[DTensor, DTensor, Layout, Way]] = []
+        self._items: dict[DTensor, tuple[DTensor, Layout, Way]] = {}
 
     def add(self, parameter: DTensor, grad: DTensor, target: Layout, way: Way) -> None:
-        """Takes the gradient of `parameter` along, to be brought to `target`."""
-        self._items.append((parameter, grad, target, way))
+        """Takes the gradient of `parameter` along, to be brought to `target`; added to one that waits here already."""
         layout = layout_of(grad)
+        if parameter in self._items:
+            earlier = self._items[parameter][0]
+            with torch.no_grad():
+                total = wrap(earlier.to_local() + grad.to_local(), layout, grad.shape)
+            self._items[parameter] = (total, target, way)
+            return
+        self._items[parameter] = (grad, target, way)
         self.nbytes += grad.dtype.itemsize * math.prod(layout.local_shape(grad.shape, layout.mesh.ranks[0]))
 
     def start(self) -> None:
         """Starts the first collective. Communication: groups over several axes are made by all ranks of the world."""
-        _, grad, _, way = self._items[0]
+        grad, _, way = self._first()
         for axes in way.axes:
             if len(axes) > 1:
                 make_groups(process_mesh(grad.device_mesh), axes)
@@ -81,7 +87,7 @@ class Bucket:
         """Each parameter with its gradient as it was to become. Communication: waits for what was started."""
         with torch.no_grad():
             flat, offset = self._pending.wait(), 0
-            for parameter, grad, target, way in self._items:
+            for parameter, (grad, target, way) in self._items.items():
                 part, mine = self._part(grad, way), target.local_shape(grad.shape, this_rank())
                 local = flat.new_empty(0)
                 if this_rank() in target.mesh:
@@ -90,19 +96,22 @@ class Bucket:
                 yield parameter, wrap(local, target, grad.shape)
 
     def _run(self) -> Running:
-        _, first, _, way = self._items[0]
+        first, _, way = self._first()
         if this_rank() not in layout_of(first).mesh:
             return first.to_local()
         scattered, reduced = way.axes
         if scattered:
-            flat = torch.cat([self._stacked(grad, way) for _, grad, _, way in self._items], 1)
+            flat = torch.cat([self._stacked(grad, way) for grad, _, way in self._items.values()], 1)
             flat = yield from reduce_scatter(flat, "sum", [group_along(first.device_mesh, scattered)])
         else:
-            flat = torch.cat([grad.to_local().reshape(-1) for _, grad, _, _ in self._items])
+            flat = torch.cat([grad.to_local().reshape(-1) for grad, _, _ in self._items.values()])
         if reduced:
             group, _ = group_along(first.device_mesh, reduced)
             flat = yield from all_reduce(flat, "sum", group)
         return flat
+
+    def _first(self) -> tuple[DTensor, Layout, Way]:
+        return next(iter(self._items.values()))
 
     def _part(self, grad: DTensor, way: Way) -> list[int]:
         return padded_part(way.scatter, layout_of(grad), grad.to_local().shape)

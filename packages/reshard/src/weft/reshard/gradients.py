@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from .dtensor import layout_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
-_synchronized = WeakTensorKeyDictionary()  # parameters that have a GradientSync; two would reduce their gradients twice
+_synchronized = WeakTensorKeyDictionary()  # by parameter, a weak reference to its GradientSync: two would reduce twice
 
 
 class GradientSync:
@@ -51,26 +54,28 @@ class GradientSync:
             n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad
         }
         for name, parameter in named.items():
-            if parameter in _synchronized:
+            if parameter in _synchronized and _synchronized[parameter]() is not None:
                 raise ValueError(
                     f"parameter {name} has a GradientSync already, which reduces it; close() that one first"
                 )
         known = {axis for parameter in named.values() for axis in layout_of(parameter).mesh.axis_names}
         for axis in axes:
-            if axis not in known:
+            if named and axis not in known:  # without any DTensor, on one process, there is nothing to cut
                 raise ValueError(
                     f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
                 )
         self._targets: dict[DTensor, Layout] = {p: _sharded(layout_of(p), p.shape, axes) for p in named.values()}
+        self._aside: dict[DTensor, dict[Layout, DTensor]] = {}  # earlier gradients, in other layouts than `.grad`
         self._filling: dict[Hashable, Bucket] = {}
         self._sent: list[Bucket] = []
         self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
         self._paused = False
         self._hooks: list[RemovableHandle] = []
         for parameter in self._targets:
-            _synchronized[parameter] = True
-            self._hooks.append(parameter.register_hook(self._before(parameter)))  # type: ignore[no-untyped-call]
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._ready))  # type: ignore[no-untyped-call]
+            _synchronized[parameter] = weakref.ref(self)
+            before, ready = partial(_weakly(self._before), parameter), _weakly(self._ready)
+            self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -87,9 +92,8 @@ class GradientSync:
         Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
         neither an all-reduce nor a reduce-scatter.
         """
-        for parameter, target in self._targets.items():
-            if parameter.grad is not None and layout_of(_gradient(parameter)) != target:
-                self._add(parameter)
+        for parameter in self._targets:
+            self._add(parameter)
         for bucket in self._filling.values():
             self._send(bucket)
         for bucket in self._sent:
@@ -112,28 +116,35 @@ class GradientSync:
         self._hooks.clear()
         self._targets.clear()
 
-    def _before(self, parameter: DTensor) -> Callable[[Tensor], None]:
-        """A hook that sets an older gradient in another layout aside: added up, DTensor would move one of them unasked."""
-
-        def hook(incoming: Tensor) -> None:
-            older = parameter.grad
-            if older is not None and layout_of(_gradient(parameter)) != layout_of(_dtensor(incoming)):
-                parameter.grad = None
-                if layout_of(_dtensor(older)) != self._targets[parameter]:
-                    older = reshard(_dtensor(older), placements=self._targets[parameter])
-                self._accumulate(parameter, _dtensor(older))
-
-        return hook
+    def _before(self, parameter: DTensor, incoming: Tensor | None) -> None:
+        """Sets an older gradient in another layout aside: added up, DTensor would move one of them unasked."""
+        if parameter.grad is None or incoming is None:  # None: a function gave this parameter no gradient
+            return
+        older = _gradient(parameter)
+        layout = layout_of(older)
+        if layout != layout_of(_dtensor(incoming)):
+            parameter.grad = None
+            by_layout = self._aside.setdefault(parameter, {})
+            by_layout[layout] = _sum(by_layout.get(layout), older)
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._paused:
             self._add(_dtensor(parameter))
 
     def _add(self, parameter: DTensor) -> None:
-        grad, target = _gradient(parameter), self._targets[parameter]
+        """Sends the parameter's gradients on their way, but for one that has its layout."""
+        for grad in self._aside.pop(parameter, {}).values():
+            self._bring(parameter, grad)
+        if parameter.grad is not None and layout_of(_gradient(parameter)) != self._targets[parameter]:
+            grad = _gradient(parameter)
+            parameter.grad = None
+            self._bring(parameter, grad)
+
+    def _bring(self, parameter: DTensor, grad: DTensor) -> None:
+        target = self._targets[parameter]
         if layout_of(grad) == target:
+            self._accumulate(parameter, grad)
             return
-        parameter.grad = None
         way = way_between(layout_of(grad), target, parameter.shape)
         if way is None:
             self._accumulate(parameter, reshard(grad, placements=target))
@@ -149,9 +160,7 @@ class GradientSync:
         self._sent.append(bucket)
 
     def _accumulate(self, parameter: DTensor, grad: DTensor) -> None:
-        with torch.no_grad():
-            held = self._held.get(parameter)
-            self._held[parameter] = grad if held is None else _dtensor(held + grad)
+        self._held[parameter] = _sum(self._held.get(parameter), grad)
 
 
 def _sharded(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
@@ -163,6 +172,24 @@ def _sharded(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layou
             dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
             layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
     return layout
+
+
+def _sum(first: DTensor | None, second: DTensor) -> DTensor:
+    """The sum of two gradients in one layout."""
+    with torch.no_grad():
+        return second if first is None else _dtensor(first + second)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` as long as its object lives: the garbage collector does not see what torch's gradient hooks hold."""
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = found()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _gradient(parameter: DTensor) -> DTensor:
