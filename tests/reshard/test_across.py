@@ -24,7 +24,7 @@ from weft.reshard.dtensor import wrap
 from weft.reshard.exchange import messages_of, volume
 
 from tests.support.collectives import Collectives
-from tests.support.shards import every_layout, rebuild, split
+from tests.support.shards import every_layout, rebuild, split, whole_of
 
 PAIR = ProcessMesh.grid(tp=2)
 MESHES = [
@@ -39,11 +39,6 @@ MESHES = [
     pytest.param(ProcessMesh.grid(dp=2, tp=2), ProcessMesh([[3, 1], [2, 0]], ["dp", "tp"]), id="2x2-turned"),
     pytest.param(ProcessMesh.grid(dp=2, tp=2), ProcessMesh.grid(a=2, b=3, first_rank=2), id="2x2-to-2x3"),
 ]
-
-
-def whole_of(shape, dtype=torch.int64):
-    values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
-    return values.reshape(tuple(shape)).to(dtype)
 
 
 def unsummed(layout):

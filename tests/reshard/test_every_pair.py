@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 from weft.mesh import Layout, Partial, ProcessMesh
 from weft.reshard import plan, simulate
 
-from tests.support.shards import every_layout, rebuild, split
+from tests.support.shards import every_layout, rebuild, split, whole_of
 
 OPS = ("sum", "avg", "min", "max", "product")
-
-
-def whole_of(shape, dtype=torch.int64):
-    values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
-    return values.reshape(tuple(shape)).to(dtype)
 
 
 def check(src, dst, whole, parts=None):

@@ -27,16 +27,11 @@ from weft.reshard.groups import device_mesh
 
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed
-from tests.support.shards import every_layout, rebuild, split
+from tests.support.shards import every_layout, rebuild, split, whole_of
 
 GRID = ProcessMesh.grid(dp=2, tp=2)
 CUBE = ProcessMesh.grid(pp=2, dp=2, tp=2)
 SLOW_OUTER = Topology({"pp": Link(1e-4, 1e8), "dp": Link(1e-5, 1e9), "tp": Link(1e-6, 1e10)})
-
-
-def whole_of(shape, dtype=torch.float64):
-    values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
-    return values.reshape(tuple(shape)).to(dtype)
 
 
 def part(whole, layout):
@@ -51,7 +46,7 @@ def holds(dtensor, whole, layout):
 
 def sample(mesh, shape, count, options):
     """Pairs of layouts, and their results where the target is Partial."""
-    whole, results = whole_of(shape), []
+    whole, results = whole_of(shape, torch.float64), []
     pairs = list(itertools.product(every_layout(mesh, len(shape)), repeat=2))
     for src, dst in random.Random(0).sample(pairs, count):
         y = reshard(part(whole, src), placements=dst, **options)
@@ -76,7 +71,9 @@ def sample(mesh, shape, count, options):
 def test_a_sample_of_pairs_on_eight_ranks(pool, shape, options):
     for same in zip(*pool.run(sample, CUBE, shape, 150, options, ranks=8), strict=True):
         parts = {rank: local for rank, (_, _, local) in enumerate(same)}
-        assert torch.equal(rebuild(parts, same[0][1], shape), whole_of(shape)), tuple(map(str, same[0][:2]))
+        assert torch.equal(rebuild(parts, same[0][1], shape), whole_of(shape, torch.float64)), tuple(
+            map(str, same[0][:2])
+        )
 
 
 def every_dtype():
@@ -93,11 +90,11 @@ def every_dtype():
             if dtype in (torch.uint8, torch.bool) and src.is_partial():
                 continue  # addends below 0
             assert kind in [type(step) for step in plan(src, dst, (6, 4), dtype).steps]
-            whole = whole_of((6, 4)).abs().to(dtype)
+            whole = whole_of((6, 4), torch.float64).abs().to(dtype)
             holds(reshard(part(whole, src), placements=dst), whole, dst)
     for op in ("max", "min", "product"):
         for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16):
-            whole = whole_of((6, 4)).abs().to(dtype)
+            whole = whole_of((6, 4), torch.float64).abs().to(dtype)
             for dst in ("", "tp: S(0)", "dp: S(1)"):
                 holds(
                     reshard(distribute(whole, Layout(GRID, f"tp: P({op})")), placements=dst), whole, Layout(GRID, dst)
@@ -105,7 +102,7 @@ def every_dtype():
 
 
 def memory_in_any_order():
-    whole = whole_of((6, 8))
+    whole = whole_of((6, 8), torch.float64)
     layout = Layout(GRID, "dp: S(0), tp: S(1)")
     mine = split(whole, layout)[dist.get_rank()]
     padded = torch.zeros(6, 8, dtype=whole.dtype)
@@ -121,7 +118,7 @@ def memory_in_any_order():
 
 def started_and_waited_for():
     """The collective runs from the start on; the result is the same, and gradients flow."""
-    whole = whole_of((6, 8))
+    whole = whole_of((6, 8), torch.float64)
     x = part(whole, Layout(GRID, "dp: S(0), tp: S(1)")).requires_grad_()
     with Collectives() as seen:
         under_way = start_reshard(x)
@@ -137,7 +134,7 @@ def started_and_waited_for():
 
 def within_a_limit():
     src, dst = Layout(GRID, "dp: S(0), tp: S(1)"), Layout(GRID, "tp: S(0)")
-    whole = whole_of((16, 16))
+    whole = whole_of((16, 16), torch.float64)
     free = plan(src, dst, whole.shape, whole.dtype)
     limit = free.peak_bytes - 1
     tight = plan(src, dst, whole.shape, whole.dtype, memory_limit=limit)
@@ -151,7 +148,7 @@ def within_a_limit():
 
 def twice_differentiable_across():
     far = ProcessMesh.grid(tp=2, first_rank=2)
-    whole = whole_of((5, 3))
+    whole = whole_of((5, 3), torch.float64)
     x = distribute(whole, Layout(ProcessMesh.grid(tp=2), "tp: S(0)")).requires_grad_()
     y = reshard(x, far, "tp: S(1)")
     ones = distribute(torch.ones_like(whole), Layout(far, "tp: S(1)"))
@@ -164,7 +161,7 @@ def twice_differentiable_across():
 
 def bad_input():
     """Each is refused on every rank before anything is started."""
-    whole = whole_of((4, 4))
+    whole = whole_of((4, 4), torch.float64)
     x = distribute(whole, Layout(GRID, "dp: S(0)"))
     with Collectives() as seen:
         with pytest.raises(ValueError, match=r"names rank 9, but the world has 4 processes \(0 to 3\)"):
@@ -202,7 +199,7 @@ def test_processes(pool, function):
 
 
 def one_rank_stays_away():
-    x = distribute(whole_of((4, 4)), Layout(GRID, "dp: S(0)"))
+    x = distribute(whole_of((4, 4), torch.float64), Layout(GRID, "dp: S(0)"))
     if dist.get_rank() == 2:
         raise RuntimeError("this one went away")
     reshard(x)

@@ -25,18 +25,13 @@ from weft.reshard import (
     simulate,
 )
 
-from tests.support.shards import every_layout, split
+from tests.support.shards import every_layout, split, whole_of
 
 LINE = ProcessMesh.grid(tp=2)
 FOUR = ProcessMesh.grid(tp=4)
 GRID = ProcessMesh.grid(dp=2, tp=2)
 OPS = ("sum", "avg", "min", "max", "product")
 F32 = torch.float32
-
-
-def whole_of(shape, dtype=torch.int64):
-    values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
-    return values.reshape(tuple(shape)).to(dtype)
 
 
 BASIC = [

@@ -26,7 +26,7 @@ from weft.reshard.dtensor import wrap
 
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed
-from tests.support.shards import every_layout, rebuild, split
+from tests.support.shards import every_layout, rebuild, split, whole_of
 
 LINE = ProcessMesh.grid(tp=2)
 FOUR = ProcessMesh.grid(tp=4)
@@ -37,11 +37,6 @@ KINDS = {
     ReduceScatter: "reduce-scatter",
     **dict.fromkeys((AllToAll, Exchange, Permute, ReduceExchange), "all-to-all"),
 }
-
-
-def whole_of(shape, dtype=torch.float64):
-    values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
-    return values.reshape(tuple(shape)).to(dtype)
 
 
 def part(whole, layout):
@@ -71,7 +66,7 @@ def unsummed(layout):
 
 def every_pair(mesh, shape, partials):
     """Forward and backward of every pair; returns this rank's results where the target is Partial."""
-    whole, cotangent = whole_of(shape), whole_of(shape) + 3
+    whole, cotangent = whole_of(shape, torch.float64), whole_of(shape, torch.float64) + 3
     partial_results = []
     for src, dst in itertools.product(every_layout(mesh, len(shape), partials), repeat=2):
         x = part(whole, src).requires_grad_()
@@ -109,7 +104,9 @@ def test_every_pair(pool, mesh, shape):
     for same_pair in zip(*results, strict=True):
         (_, dst, _) = same_pair[0]
         parts = {rank: local for rank, (_, _, local) in enumerate(same_pair)}
-        assert torch.equal(rebuild(parts, dst, shape), whole_of(shape)), tuple(map(str, same_pair[0][:2]))
+        assert torch.equal(rebuild(parts, dst, shape), whole_of(shape, torch.float64)), tuple(
+            map(str, same_pair[0][:2])
+        )
 
 
 @pytest.mark.parametrize("op", ["avg", "min", "max", "product"])
@@ -117,18 +114,20 @@ def test_every_reduction(pool, op):
     results = pool.run(every_pair, FOUR, (6, 3), [Partial(op)], ranks=4)
     for same_pair in zip(*results, strict=True):
         parts = {rank: local for rank, (_, _, local) in enumerate(same_pair)}
-        assert torch.equal(rebuild(parts, same_pair[0][1], (6, 3)), whole_of((6, 3)))
+        assert torch.equal(rebuild(parts, same_pair[0][1], (6, 3)), whole_of((6, 3), torch.float64))
 
 
 def one_reduction_while_another_begins():
     """A sum still to come would double the identity of a product."""
-    x = part(whole_of((5, 3)), Layout(GRID, "dp: P(sum)"))
-    holds(reshard(reshard(x, placements="tp: P(product)"), placements=""), whole_of((5, 3)), Layout(GRID))
+    x = part(whole_of((5, 3), torch.float64), Layout(GRID, "dp: P(sum)"))
+    holds(
+        reshard(reshard(x, placements="tp: P(product)"), placements=""), whole_of((5, 3), torch.float64), Layout(GRID)
+    )
 
 
 def every_dtype():
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.bfloat16, torch.float16, torch.complex64):
-        whole = whole_of((7, 5)).abs().to(dtype)
+        whole = whole_of((7, 5), torch.float64).abs().to(dtype)
         for src, dst in itertools.product(every_layout(FOUR, 2, partials=()), repeat=2):
             holds(reshard(part(whole, src), placements=dst), whole, dst)
     for dtype in (torch.int64, torch.int32, torch.bfloat16, torch.float16):
@@ -140,7 +139,7 @@ def every_dtype():
 
 def arriving_partial():
     """A Partial gradient is reduced once: where it arrives, also when the forward moved nothing."""
-    whole, cotangent = whole_of((7, 5)), whole_of((7, 5)) + 3
+    whole, cotangent = whole_of((7, 5), torch.float64), whole_of((7, 5), torch.float64) + 3
     for src, dst, kinds in [
         ("", "", ["all-reduce"]),  # where tensor parallelism's backward all-reduce lives
         ("tp: S(0)", "", ["reduce-scatter"]),
@@ -158,7 +157,7 @@ def arriving_partial():
 
 
 def twice_differentiable():
-    whole = whole_of((7, 5))
+    whole = whole_of((7, 5), torch.float64)
     for src in every_layout(GRID, 2, partials=()):
         x = part(whole, src).requires_grad_()
         y = reshard(x, GRID, "tp: S(1)")
@@ -170,7 +169,7 @@ def twice_differentiable():
 
 
 def distributed_and_back():
-    whole = whole_of((7, 5))
+    whole = whole_of((7, 5), torch.float64)
     for op in ("sum", "avg", "min", "max", "product"):
         for layout in every_layout(GRID, 2, [Partial(op)]):
             x = distribute(whole, layout)
@@ -188,7 +187,7 @@ def distributed_and_back():
 def the_input_stays_as_it_was():
     """A result that arrived from others is this rank's own; one that nothing moved for may share the input's memory."""
     for src, dst in itertools.product(every_layout(LINE, 2), repeat=2):
-        x = part(whole_of((4, 4)), src)
+        x = part(whole_of((4, 4), torch.float64), src)
         before = x.to_local().clone()
         if plan(src, dst, (4, 4), torch.float64).max_received_bytes:
             reshard(x, placements=dst).to_local().add_(1)
@@ -197,7 +196,7 @@ def the_input_stays_as_it_was():
 
 def on_a_permuted_mesh():
     """The same ranks with the axes in another order: the result lies on the mesh asked for (pytorch 126795)."""
-    whole, turned = whole_of((7, 5)), GRID.permute("tp", "dp")
+    whole, turned = whole_of((7, 5), torch.float64), GRID.permute("tp", "dp")
     for src, dst in itertools.product(every_layout(GRID, 2, partials=()), every_layout(turned, 2, partials=())):
         x = part(whole, src).requires_grad_()
         y = reshard(x, turned, dst)
@@ -214,7 +213,7 @@ def on_a_permuted_mesh():
 
 def outside():
     """Ranks 1 and 2 hold the tensor; 0 and 3 hold its metadata, start nothing and take part in autograd."""
-    mesh, whole = ProcessMesh([1, 2], ["tp"]), whole_of((5, 3))
+    mesh, whole = ProcessMesh([1, 2], ["tp"]), whole_of((5, 3), torch.float64)
     inside = dist.get_rank() in mesh
     for src, dst in itertools.product(every_layout(mesh, 2), repeat=2):
         x = distribute(whole, src).requires_grad_()
@@ -233,7 +232,7 @@ def outside():
 
 def torch_forms():
     """torch's meshes and placements, with and without names, and DTensors that torch made."""
-    whole = whole_of((7, 5))
+    whole = whole_of((7, 5), torch.float64)
     for names in (("dp", "tp"), None):
         mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
         theirs = torch_tensor.distribute_tensor(whole, mesh, [torch_tensor.Shard(0), torch_tensor.Shard(0)])
@@ -250,7 +249,7 @@ def torch_forms():
 
 
 def bad_calls():
-    x = distribute(whole_of((4, 4)), Layout(LINE, "tp: S(0)"))
+    x = distribute(whole_of((4, 4), torch.float64), Layout(LINE, "tp: S(0)"))
     with pytest.raises(LayoutError, match=r"reshard takes a DTensor, got Tensor; give it a layout with distribute\(\)"):
         reshard(x.to_local(), placements="")
     with pytest.raises(LayoutError, match="no axis 'dp'"):
@@ -258,9 +257,9 @@ def bad_calls():
     with pytest.raises(LayoutError, match="shards dim 2 of a tensor of shape"):
         reshard(x, placements="tp: S(2)")
     with pytest.raises(LayoutError, match="shards dim 2 of a tensor of shape"):
-        distribute(whole_of((4, 4)), Layout(LINE, "tp: S(2)"))
+        distribute(whole_of((4, 4), torch.float64), Layout(LINE, "tp: S(2)"))
     with pytest.raises(ValueError, match=r"names rank 7, but the world has 2 processes \(0 to 1\)"):
-        distribute(whole_of((4, 4)), Layout(ProcessMesh([0, 7], ["tp"])))
+        distribute(whole_of((4, 4), torch.float64), Layout(ProcessMesh([0, 7], ["tp"])))
     with pytest.raises(LayoutError, match=r"averages torch\.int64"):
         reshard(distribute(torch.arange(4), Layout(LINE)), placements="tp: P(avg)")
 
@@ -268,7 +267,7 @@ def bad_calls():
 def uneven_all_gather():
     """Flattened gathers of uneven shards corrupt data (pytorch 194457): every dim, every order, several sizes."""
     for shape in [(5, 3), (3, 5), (1, 7), (2, 3, 5)]:
-        whole = whole_of(shape)
+        whole = whole_of(shape, torch.float64)
         for layout in every_layout(GRID, len(shape), partials=()):
             assert torch.equal(to_global(distribute(whole, layout)), whole), str(layout)
 
@@ -294,8 +293,8 @@ def test_processes(pool, function, arguments, ranks):
 
 def test_paddle_58126_ranks_outside_the_mesh(pool):
     results = pool.run(outside, ranks=4)
-    assert torch.equal(results[1], whole_of((5, 3)))
-    assert torch.equal(results[2], whole_of((5, 3)))
+    assert torch.equal(results[1], whole_of((5, 3), torch.float64))
+    assert torch.equal(results[2], whole_of((5, 3), torch.float64))
     assert results[0].numel() == results[3].numel() == 0
 
 
@@ -307,8 +306,8 @@ def test_without_a_process_group():
 
 def wrong_on_one_rank():
     holds(
-        distribute(whole_of((4, 4)), Layout(LINE, "tp: S(0)")),
-        whole_of((4, 4)) + dist.get_rank(),
+        distribute(whole_of((4, 4), torch.float64), Layout(LINE, "tp: S(0)")),
+        whole_of((4, 4), torch.float64) + dist.get_rank(),
         Layout(LINE, "tp: S(0)"),
     )
 

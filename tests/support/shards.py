@@ -24,6 +24,12 @@ def every_layout(mesh: ProcessMesh, ndim: int, partials: Iterable[Partial] = (Pa
     return list(layouts)
 
 
+def whole_of(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of small integers that differ, -11 to 11."""
+    values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
+    return values.reshape(tuple(shape)).to(dtype)
+
+
 def chunks(whole: Tensor, count: int, dim: int) -> list[Tensor]:
     """torch.chunk with the empty parts that it leaves out."""
     parts = list(torch.chunk(whole, count, dim)) if whole.shape[dim] else []

@@ -1,0 +1,133 @@
+"""Bytes that one rank receives in `DTensor.redistribute`, counted on meshes larger than the machine.
+
+A process of its own takes torch's fake process group of 64 ranks, meta tensors, and rank 0 of each mesh: nothing is sent,
+and the collectives that DTensor issues are seen by a dispatch mode. Shapes are even, so what rank 0 receives all do.
+
+On a mesh of CPUs, DTensor replaces its all-to-all by an all-gather and a slice; on other devices, and with meta
+tensors, it issues the all-to-all. The table takes the second, which receives fewer bytes; `cpu=True` counts the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.reshard_cases import Case, Pair, Placements, slices
+
+RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """received: bytes per pair. seconds: the median time that the planning of a pair took, on the host."""
+
+    received: tuple[int, ...]
+    seconds: float
+
+
+def counted(case: Case, pairs: Sequence[Pair], *, min_cost: bool = False, cpu: bool = False) -> Counted:
+    """`DTensor.redistribute` for each pair; min_cost: with the search that torch keeps behind a private switch."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_count, case, list(pairs), min_cost, cpu).result()
+
+
+def placements(layout: Placements) -> list[Placement]:
+    return [Replicate() if word == "R" else Shard(int(word[1:])) for word in layout]
+
+
+class _Received(TorchDispatchMode):
+    """Adds up what arrives from other ranks, as ring or direct collectives deliver it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor unwraps it first, so that what it starts is seen too
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func.name().partition(".")[0].split("::")
+        if namespace in ("_c10d_functional", "_dtensor") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.bytes += _received_bytes(name, args, result)
+        return result
+
+
+def _received_bytes(name: str, args: tuple[Any, ...], result: Tensor) -> int:
+    local = args[0].numel() * args[0].element_size()
+    if name == "all_gather_into_tensor":
+        return result.numel() * result.element_size() - local
+    if name == "shard_dim_alltoall":  # (input, gather_dim, shard_dim, group): of p parts of the input, one stays
+        ranks = dist.distributed_c10d._resolve_process_group(args[3]).size()
+        return local - local // ranks
+    raise AssertionError(f"{name} is issued where there is nothing to reduce; count it, too")
+
+
+def _count(case: Case, pairs: list[Pair], min_cost: bool, cpu: bool) -> Counted:
+    device = "cpu" if cpu else "meta"
+    received, seconds = [], []
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises to flatten axes, once a mesh
+    with _fake_world():
+        ranks = torch.arange(torch.Size(case.mesh).numel()).view(case.mesh)
+        mesh = DeviceMesh(device, ranks, mesh_dim_names=tuple("abcd"[: len(case.mesh)]))
+        first = (0,) * len(case.mesh)
+        for src, dst in pairs:
+            shapes = [[stop - start for start, stop in slices(case.mesh, way, case.shape, first)] for way in (src, dst)]
+            tensor = DTensor.from_local(torch.empty(shapes[0], device=device), mesh, placements(src), run_check=False)
+            with _planner(min_cost) as plan:
+                start = time.perf_counter()
+                plan(tensor, placements(dst))
+                seconds.append(time.perf_counter() - start)
+                with _Received() as seen:
+                    result = tensor.redistribute(mesh, placements(dst)).to_local()
+            assert list(result.shape) == shapes[1], f"{src} -> {dst} of {case.shape} on {case}: {result.shape}"
+            received.append(seen.bytes)
+    return Counted(tuple(received), statistics.median(seconds))
+
+
+@contextmanager
+def _fake_world() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _planner(min_cost: bool) -> Iterator[Any]:
+    """What finds the transforms from a DTensor to placements; with or without the private switch.
+
+    The search prices links by the devices of a host; with all ranks on one host all links are alike, as in our figures.
+    """
+    from torch.distributed.device_mesh import _mesh_resources
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    def plan(tensor: DTensor, target: list[Placement]) -> None:
+        src = tensor._spec
+        dst = DTensorSpec(src.mesh, tuple(target), tensor_meta=src.tensor_meta)
+        _redistribute._gen_transform_infos_non_cached(src, dst)
+
+    _redistribute._gen_transform_infos.cache_clear()
+    with (
+        patch.object(_mesh_resources, "num_devices_per_host", lambda device_type: RANKS),
+        _redistribute.use_min_cost_redistribution_plan(True if min_cost else None),
+    ):
+        yield plan

@@ -1,0 +1,67 @@
+"""Layout changes to measure, and the bytes that each needs at least, worked out from slices of the tensor alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Placements = tuple[str, ...]  # one word per mesh axis, major axis first: "R", "P", or "S0" for Shard(0)
+Pair = tuple[Placements, Placements]
+Intervals = tuple[tuple[int, int], ...]  # per dim, start and stop
+
+ITEMSIZE = 4  # fp32
+MESHES = ((2, 2), (2, 2, 2), (2, 2, 2, 2), (4, 4, 4))
+SHAPES = ((8192, 8192), (512, 512, 256))  # 256 MiB each; every cut of it on these meshes is even
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All ordered pairs of the layouts {R, S0, S1, …} of one tensor on one mesh."""
+
+    mesh: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.mesh))
+
+    def pairs(self, at_most: int) -> list[Pair]:
+        """The pairs in a fixed shuffled order: all of them, or the first `at_most`."""
+        words = ["R", *(f"S{dim}" for dim in range(len(self.shape)))]
+        layouts = list(itertools.product(words, repeat=len(self.mesh)))
+        pairs = list(itertools.product(layouts, repeat=2))
+        random.Random(0).shuffle(pairs)
+        return pairs[:at_most]
+
+
+CASES = tuple(Case(mesh, shape) for shape in SHAPES for mesh in MESHES)
+
+
+def lower_bound_bytes(case: Case, src: Placements, dst: Placements) -> int:
+    """Bytes that some rank must receive: the most, over the ranks, of what one needs in `dst` and does not hold in `src`."""
+    missing = 0
+    for coordinate in itertools.product(*(range(size) for size in case.mesh)):
+        need, held = (slices(case.mesh, layout, case.shape, coordinate) for layout in (src, dst)[::-1])
+        missing = max(missing, _volume(need) - _volume(_common(need, held)))
+    return missing * ITEMSIZE
+
+
+def slices(mesh: Sequence[int], layout: Placements, shape: Sequence[int], coordinate: Sequence[int]) -> Intervals:
+    """The part of the tensor at one coordinate of the mesh: nested `torch.chunk`s, the major axis first."""
+    parts = [(0, size) for size in shape]
+    for parts_wanted, word, index in zip(mesh, layout, coordinate, strict=True):
+        if word.startswith("S"):
+            start, stop = parts[int(word[1:])]
+            step = math.ceil((stop - start) / parts_wanted)
+            parts[int(word[1:])] = min(start + index * step, stop), min(start + (index + 1) * step, stop)
+    return tuple(parts)
+
+
+def _common(a: Intervals, b: Intervals) -> Intervals:
+    return tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(a, b, strict=True))
+
+
+def _volume(part: Intervals) -> int:
+    return math.prod(max(0, stop - start) for start, stop in part)
