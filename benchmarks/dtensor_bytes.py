@@ -4,7 +4,7 @@ A process of its own takes torch's fake process group of 64 ranks, meta tensors,
 and the collectives that DTensor issues are seen by a dispatch mode. Shapes are even, so what rank 0 receives all do.
 
 On a mesh of CPUs, DTensor replaces its all-to-all by an all-gather and a slice; on other devices, and with meta
-tensors, it issues the all-to-all. The table takes the second, which receives fewer bytes; `cpu=True` counts the first.
+tensors, it issues the all-to-all. Both are counted; the plans are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,16 +33,20 @@ RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """received: bytes per pair. seconds: the median time that the planning of a pair took, on the host."""
+    """received: bytes per pair; on_cpu: the same where its all-to-all is an all-gather and a slice.
+
+    seconds: the median time that the planning of a pair took, on the host.
+    """
 
     received: tuple[int, ...]
+    on_cpu: tuple[int, ...]
     seconds: float
 
 
-def counted(case: Case, pairs: Sequence[Pair], *, min_cost: bool = False, cpu: bool = False) -> Counted:
+def counted(case: Case, pairs: Sequence[Pair], *, min_cost: bool = False) -> Counted:
     """`DTensor.redistribute` for each pair; min_cost: with the search that torch keeps behind a private switch."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_count, case, list(pairs), min_cost, cpu).result()
+        return process.submit(_count, case, list(pairs), min_cost).result()
 
 
 def placements(layout: Placements) -> list[Placement]:
@@ -55,39 +58,38 @@ class _Received(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.bytes_on_cpu = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor unwraps it first, so that what it starts is seen too
         result = func(*args, **(kwargs or {}))
         namespace, name = func.name().partition(".")[0].split("::")
-        if namespace in ("_c10d_functional", "_dtensor") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self.bytes += _received_bytes(name, args, result)
+        if namespace not in ("_c10d_functional", "_dtensor") or name in ("wait_tensor", "_wrap_tensor_autograd"):
+            return result
+        local = args[0].numel() * args[0].element_size()
+        if name == "all_gather_into_tensor":  # (input, ranks, group)
+            self.bytes += (args[1] - 1) * local
+            self.bytes_on_cpu += (args[1] - 1) * local
+        elif name == "shard_dim_alltoall":  # (input, gather_dim, shard_dim, group): of p parts of the input, one stays
+            ranks = dist.distributed_c10d._resolve_process_group(args[3]).size()
+            self.bytes += (ranks - 1) * local // ranks
+            self.bytes_on_cpu += (ranks - 1) * local
+        else:
+            raise AssertionError(f"{name} is issued where there is nothing to reduce; count it, too")
         return result
 
 
-def _received_bytes(name: str, args: tuple[Any, ...], result: Tensor) -> int:
-    local = args[0].numel() * args[0].element_size()
-    if name == "all_gather_into_tensor":
-        return result.numel() * result.element_size() - local
-    if name == "shard_dim_alltoall":  # (input, gather_dim, shard_dim, group): of p parts of the input, one stays
-        ranks = dist.distributed_c10d._resolve_process_group(args[3]).size()
-        return local - local // ranks
-    raise AssertionError(f"{name} is issued where there is nothing to reduce; count it, too")
-
-
-def _count(case: Case, pairs: list[Pair], min_cost: bool, cpu: bool) -> Counted:
-    device = "cpu" if cpu else "meta"
-    received, seconds = [], []
+def _count(case: Case, pairs: list[Pair], min_cost: bool) -> Counted:
+    received, on_cpu, seconds = [], [], []
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises to flatten axes, once a mesh
     with _fake_world():
         ranks = torch.arange(torch.Size(case.mesh).numel()).view(case.mesh)
-        mesh = DeviceMesh(device, ranks, mesh_dim_names=tuple("abcd"[: len(case.mesh)]))
+        mesh = DeviceMesh("meta", ranks, mesh_dim_names=tuple("abcd"[: len(case.mesh)]))
         first = (0,) * len(case.mesh)
         for src, dst in pairs:
             shapes = [[stop - start for start, stop in slices(case.mesh, way, case.shape, first)] for way in (src, dst)]
-            tensor = DTensor.from_local(torch.empty(shapes[0], device=device), mesh, placements(src), run_check=False)
+            tensor = DTensor.from_local(torch.empty(shapes[0], device="meta"), mesh, placements(src), run_check=False)
             with _planner(min_cost) as plan:
                 start = time.perf_counter()
                 plan(tensor, placements(dst))
@@ -96,7 +98,8 @@ def _count(case: Case, pairs: list[Pair], min_cost: bool, cpu: bool) -> Counted:
                     result = tensor.redistribute(mesh, placements(dst)).to_local()
             assert list(result.shape) == shapes[1], f"{src} -> {dst} of {case.shape} on {case}: {result.shape}"
             received.append(seen.bytes)
-    return Counted(tuple(received), statistics.median(seconds))
+            on_cpu.append(seen.bytes_on_cpu)
+    return Counted(tuple(received), tuple(on_cpu), statistics.median(seconds))
 
 
 @contextmanager

@@ -3,116 +3,192 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice, product
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import chain, islice, product
+from typing import TYPE_CHECKING, NamedTuple
 
-from .placement import Partial, Replicate
+from .placement import Partial
 
 if TYPE_CHECKING:
     from .layout import Layout
+    from .process_mesh import ProcessMesh
 
 CELLS = 6  # drawn along a dim; of more, the first ones and the last
-RANKS = 8  # listed in a cell; of more, the first two and their number
+ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first two and how many there are
+WIDTH = 72  # of a picture; a wider one leaves out more
+SLICES = 4  # drawn where more than two dims are cut; of more, a table of ranks
+LINES = 16  # of that table
+# Columns and items, from the fullest picture to the barest: the first that fits the width is drawn.
+FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))
 
 Coordinate = dict[str, int]
+Shape = tuple[int, ...] | None
+Index = int | None  # of a dim, or of a part of one; None for none
+
+
+class Cell(NamedTuple):
+    """Who holds a part."""
+
+    addends: list[list[str]]  # ranges of the ranks with a replica of each of the first ITEMS addends, ITEMS + 1 at most
+    replicas: int
+    total: int  # addends
+    op: str
 
 
 def draw(layout: Layout, global_shape: Sequence[int] | None = None) -> list[str]:
-    """Lines of a grid: rows are dim 0 (columns, in a tensor of one dim), columns the next dim that is cut.
+    """Lines of a grid: rows are the first dim that is cut, columns the second; of one cut dim, rows if it is dim 0.
 
     A cell names the ranks that hold it; where the layout is Partial, those of each addend: `0+1`, `max(0, 1)`. With the
-    shape, the indices of each cut stand beside it. Of further dims that are cut, the first part is drawn.
+    shape, the indices of each cut stand beside it, and the one dim of a vector is drawn as columns. Where further dims
+    are cut, a grid for each of their parts; of more than four, a line for each rank.
+    Raises LayoutError where a dim is sharded that a tensor of this shape does not have.
     """
-    cut = sorted(layout.shard_order)
-    flat = global_shape is not None and len(global_shape) == 1
-    row = 0 if 0 in cut and not flat else None
-    column = next((dim for dim in cut if dim != row), None)
-    grid = [
-        ["..." if top is None or left is None else _cell(layout, top | left) for top in _parts(layout, column)]
-        for left in _parts(layout, row)
-    ]
-    if global_shape is not None:
-        grid = _labelled(grid, layout, tuple(global_shape), row, column)
-    lines = _boxed(grid, head=global_shape is not None)
-    hidden = [dim for dim in cut if dim not in (row, column)]
-    return lines + [f"the first of {layout.parts(dim)} parts of dim {dim}" for dim in hidden]
+    shape = None if global_shape is None else tuple(global_shape)
+    if shape is not None:
+        layout.check_shape(shape)
+    cut = [dim for dim in layout.shard_order if layout.parts(dim) > 1]
+    row, column = (cut[0], cut[1]) if len(cut) > 1 else (None, cut[0] if cut else None)
+    if cut == [0] and not (shape is not None and len(shape) == 1):
+        row, column = 0, None
+    others = cut[2:]
+    if math.prod(map(layout.parts, others)) > SLICES:
+        return _table(layout, shape, cut)
+    lines = []
+    if cut[:2] not in ([], [0], [1], [0, 1]):
+        lines.append(", ".join(f"{side}: dim {d}" for side, d in (("rows", row), ("columns", column)) if d is not None))
+    for index in product(*(range(layout.parts(dim)) for dim in others)):
+        parts = dict(zip(others, index, strict=True))
+        if parts:
+            lines.append(", ".join(f"dim {dim}: {_label(layout, shape, dim, at)}" for dim, at in parts.items()))
+        lines += _grid(layout, shape, row, column, parts)
+    return lines
 
 
-def _parts(layout: Layout, dim: int | None) -> list[Coordinate | None]:
-    """The coordinates of the parts of a dim along the axes that cut it; None for those left out."""
-    if dim is None:
-        return [{}]
-    axes = layout.shard_order[dim]
-    count = layout.parts(dim)
-    drawn = [*range(CELLS - 2), None, count - 1] if count > CELLS else [*range(count)]
-    found: list[Coordinate | None] = []
-    for index in drawn:
-        if index is None:
-            found.append(None)
-            continue
-        coordinate = {}
-        for axis in reversed(axes):
-            index, coordinate[axis] = divmod(index, layout.mesh.axis_size(axis))
-        found.append(coordinate)
+def _grid(layout: Layout, shape: Shape, row: Index, column: Index, others: dict[int, int]) -> list[str]:
+    """Rows and columns of cells, with fewer columns and shorter lists of ranks until they fit the width."""
+    fixed = {axis: at for dim, part in others.items() for axis, at in _coordinate(layout, dim, part).items()}
+    down, most = _drawn(layout, row, CELLS), _drawn(layout, column, CELLS)
+    cells: dict[tuple[Index, Index], Cell] = {
+        (i, j): _cell(layout, fixed | _coordinate(layout, row, i) | _coordinate(layout, column, j))
+        for i, j in product(down, most)
+        if i is not None and j is not None
+    }
+    head = shape is not None
+    left = {i: _label(layout, shape, row, i) for i in down}
+    top = {j: _label(layout, shape, column, j) for j in most}
+    lines: list[str] = []
+    for columns, items in FITS:
+        across = _drawn(layout, column, columns)
+        grid = [["..." if None in (i, j) else _text(cells[i, j], items) for j in across] for i in down]
+        if head:
+            names = ["", *(top.get(j, "...") for j in across)]
+            grid = [names, *([left[i], *line] for i, line in zip(down, grid, strict=True))]
+        lines = _boxed(grid, head=head)
+        if max(map(len, lines)) <= WIDTH:
+            break
+    return lines
+
+
+def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
+    """A line for each rank: its part of each cut dim, and which addend it holds over each Partial axis."""
+    mesh = layout.mesh
+    partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
+    rows = [["rank", *(f"dim {dim}" for dim in cut), *(f"{axis}: {layout[axis]}" for axis in partial)]]
+    for rank in mesh.ranks[:LINES]:
+        coordinate = mesh.coordinate(rank)
+        assert coordinate is not None, "ranks of the mesh have coordinates"
+        row = [str(rank)]
+        for dim in cut:
+            part = 0
+            for axis in layout.shard_order[dim]:
+                part = part * mesh.axis_size(axis) + coordinate[axis]
+            row.append(_label(layout, shape, dim, part))
+        rows.append(row + [f"{coordinate[axis]} of {mesh.axis_size(axis)}" for axis in partial])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([f"{r[0]:>{widths[0]}}", *map(str.ljust, r[1:], widths[1:])]).rstrip() for r in rows]
+    return lines + ([f"... {mesh.size} ranks"] if mesh.size > LINES else [])
+
+
+def _drawn(layout: Layout, dim: Index, most: int) -> list[Index]:
+    """The parts of a dim that are drawn; None for those left out."""
+    count = 1 if dim is None else layout.parts(dim)
+    return [*range(most - 2), None, count - 1] if count > most else [*range(count)]
+
+
+def _coordinate(layout: Layout, dim: Index, part: Index) -> Coordinate:
+    """The coordinate of a part of a dim, along the axes that cut it."""
+    found: Coordinate = {}
+    if dim is not None and part is not None:
+        for axis in reversed(layout.shard_order[dim]):
+            part, found[axis] = divmod(part, layout.mesh.axis_size(axis))
     return found
 
 
-def _cell(layout: Layout, at: Coordinate) -> str:
-    """The ranks at a coordinate: one for each replica, in groups for each addend."""
+def _label(layout: Layout, shape: Shape, dim: Index, part: Index) -> str:
+    """The indices of a part of a dim; without the shape, its number."""
+    if dim is None or part is None:
+        return "" if dim is None else "..."
+    if shape is None:
+        return f"{part} of {layout.parts(dim)}"
+    at = dict.fromkeys(layout.mesh.axis_names, 0) | _coordinate(layout, dim, part)
+    held = layout.local_slices(shape, layout.mesh.rank_at(**at))[dim]
+    return f"{held.start}:{held.stop}" if held.start < held.stop else "-"
+
+
+def _cell(layout: Layout, at: Coordinate) -> Cell:
     mesh = layout.mesh
-    added = {axis: p.op for axis, p in zip(mesh.axis_names, layout.placements, strict=True) if isinstance(p, Partial)}
-    whole = [a for a, p in zip(mesh.axis_names, layout.placements, strict=True) if isinstance(p, Replicate)]
-    here = dict.fromkeys(mesh.axis_names, 0) | at
-    addends = []
-    for index in islice(_coordinates(layout, list(added)), RANKS):
-        ranks = islice((mesh.rank_at(**here | index | copy) for copy in _coordinates(layout, whole)), RANKS + 1)
-        addends.append(_ranks(list(ranks), math.prod(map(mesh.axis_size, whole)), bracket=bool(added)))
-    count = math.prod(map(mesh.axis_size, added))
-    if count > RANKS:
-        addends.append(f"... {count} addends")
-    ops = set(added.values())
-    return "+".join(addends) if ops <= {"sum"} else f"{'/'.join(sorted(ops))}({', '.join(addends)})"
+    at = dict.fromkeys((axis for axes in layout.shard_order.values() for axis in axes), 0) | at
+    ops = {a: p.op for a, p in zip(mesh.axis_names, layout.placements, strict=True) if isinstance(p, Partial)}
+    sizes = {axis: mesh.axis_size(axis) for axis in ops if mesh.axis_size(axis) > 1}
+    indices = ({**at, **dict(zip(sizes, index, strict=True))} for index in product(*map(range, sizes.values())))
+    op = "/".join(sorted({ops[axis] for axis in sizes})) or "sum"
+    addends = [_ranks(mesh, index) for index in islice(indices, ITEMS)]
+    return Cell([_runs(ranks) for ranks in addends], len(addends[0]), math.prod(sizes.values()), op)
 
 
-def _coordinates(layout: Layout, axes: Sequence[str]) -> Iterator[Coordinate]:
-    for index in product(*(range(layout.mesh.axis_size(axis)) for axis in axes)):
-        yield dict(zip(axes, index, strict=True))
+def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
+    """The ranks at a coordinate of some of the axes, in increasing order."""
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    longest = max((axis for axis in sizes if axis not in at), key=sizes.__getitem__, default=None)
+    starts, stride = [0], 1
+    for axis, size in sizes.items():
+        indices = range(size) if axis not in at and axis != longest else (at.get(axis, 0),)
+        starts = [start * size + index for start in starts for index in indices]
+        stride = 1 if axis == longest else stride * size
+    span = stride * sizes[longest] if longest is not None else 1  # along the longest axis one slice: fast on any mesh
+    return sorted(chain.from_iterable(mesh.ranks[start : start + span : stride] for start in starts))
 
 
-def _ranks(ranks: list[int], count: int, *, bracket: bool) -> str:
-    if count > RANKS:
-        text = f"{_runs(ranks[:2])} ... {count} ranks"
-    else:
-        text = _runs(ranks)
-    return f"({text})" if bracket and count > 1 else text
+def _text(cell: Cell, items: int) -> str:
+    """The cell with at most `items` addends, and of each at most `items` ranges of ranks."""
+    if cell.total == 1:
+        return _listed(cell.addends[0], cell.replicas, items)
+    shown = cell.addends if cell.total <= items else cell.addends[: min(2, items)]
+    addends = [_listed(runs, cell.replicas, items) for runs in shown]
+    if cell.replicas > 1:
+        addends = [f"({ranks})" for ranks in addends]
+    if len(shown) < cell.total:
+        addends.append(f"... {cell.total} addends" if shown else f"{cell.total} addends")
+    return "+".join(addends) if cell.op == "sum" else f"{cell.op}({', '.join(addends)})"
 
 
-def _runs(ranks: list[int]) -> str:
-    """Three consecutive ranks or more as a range."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
+def _listed(runs: list[str], count: int, items: int) -> str:
+    if len(runs) <= max(items, 1):
+        return " ".join(runs)
+    return f"{' '.join(runs[: min(2, items)])} ... {count} ranks" if items else f"{count} ranks"
 
 
-def _labelled(
-    grid: list[list[str]], layout: Layout, shape: tuple[int, ...], row: int | None, column: int | None
-) -> list[list[str]]:
-    """The grid with a first row and column of the indices of each part."""
-
-    def label(dim: int | None, at: Coordinate | None) -> str:
-        if dim is None or at is None:
-            return "" if dim is None else "..."
-        rank = layout.mesh.rank_at(**dict.fromkeys(layout.mesh.axis_names, 0) | at)
-        part = layout.local_slices(shape, rank)[dim]
-        return f"{part.start}:{part.stop}" if part.start < part.stop else "-"
-
-    top = ["", *(label(column, at) for at in _parts(layout, column))]
-    return [top, *([label(row, at), *cells] for at, cells in zip(_parts(layout, row), grid, strict=True))]
+def _runs(ranks: list[int]) -> list[str]:
+    """Increasing ranks, three consecutive ones or more as a range; no more than tell that there are more than ITEMS."""
+    runs: list[str] = []
+    start = 0
+    while start < len(ranks) and len(runs) <= ITEMS:
+        # ranks[i] - i does not decrease, and stays the same within a run
+        stop = bisect_right(range(len(ranks)), ranks[start] - start, lo=start, key=lambda i: ranks[i] - i)
+        runs += [f"{ranks[start]}-{ranks[stop - 1]}"] if stop - start > 2 else map(str, ranks[start:stop])
+        start = stop
+    return runs
 
 
 def _boxed(grid: list[list[str]], *, head: bool) -> list[str]:
@@ -120,16 +196,12 @@ def _boxed(grid: list[list[str]], *, head: bool) -> list[str]:
     widths = [max(map(len, cells)) for cells in zip(*grid, strict=True)]
     first = 1 if head else 0
     margin = widths[0] + 1 if head and widths[0] else 0
+
+    def line(cells: list[str], between: str) -> str:
+        return between.join(f" {t:{w}} " for t, w in list(zip(cells, widths, strict=True))[first:])
+
     rule = " " * margin + "+" + "+".join("-" * (width + 2) for width in widths[first:]) + "+"
-    lines = []
-    if head and any(grid[0]):
-        lines.append(
-            (" " * margin + " " + " ".join(f" {t:{w}} " for t, w in zip(grid[0][1:], widths[1:], strict=True))).rstrip()
-        )
+    lines = [(" " * (margin + 1) + line(grid[0], " ")).rstrip()] if head and any(grid[0]) else []
     for cells in grid[first:]:
-        left = f"{cells[0]:>{widths[0]}} " if margin else ""
-        lines += [
-            rule,
-            left + "|" + "|".join(f" {t:{w}} " for t, w in zip(cells[first:], widths[first:], strict=True)) + "|",
-        ]
+        lines += [rule, (f"{cells[0]:>{widths[0]}} " if margin else "") + f"|{line(cells, '|')}|"]
     return [*lines, rule]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Box, Messages, within
+from .exchange import Box, Messages, volume, within
 from .identities import reduced
 
 Running = Generator[dist.Work, None, Tensor]
@@ -63,7 +63,7 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """The reduction of all members' tensors, in the memory of `whole`; bool goes as bytes, which every backend reduces."""
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
     yield _started(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
-    return whole / dist.get_world_size(group) if op == "avg" else whole
+    return whole.div_(dist.get_world_size(group)) if op == "avg" else whole
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
@@ -72,19 +72,18 @@ def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running
     gloo and NCCL scatter sums; other reductions exchange the parts, which is as many bytes, and reduce them here.
     """
     for group, positions in phases:
-        count = len(positions)
-        rows = stacked.reshape(count, -1)
+        stacked = stacked.reshape(len(positions), -1)
         if positions != sorted(positions):
-            rows = rows[positions]
+            stacked = stacked[positions]
+        flat = stacked.view(-1)
         if op in ("sum", "avg"):
-            stacked = rows.new_empty(rows.shape[1])
-            yield _started(reduce_scatter_single(stacked, rows.reshape(-1), REDUCE_OPS[op], group, async_op=True))
+            parts = stacked.new_empty(stacked.shape[1])
+            yield _started(reduce_scatter_single(parts, flat, REDUCE_OPS[op], group, async_op=True))
         else:
-            parts = torch.empty_like(rows)
-            yield _started(dist.all_to_all_single(parts.view(-1), rows.reshape(-1), group=group, async_op=True))
-            stacked = reduced(op, parts)
-        if op == "avg":
-            stacked = stacked / count
+            rows = torch.empty_like(stacked)
+            yield _started(dist.all_to_all_single(rows.view(-1), flat, group=group, async_op=True))
+            parts = reduced(op, rows)
+        stacked = parts.div_(len(positions)) if op == "avg" else parts
     return stacked
 
 
@@ -104,21 +103,17 @@ def exchange(
     ranks: the members of the group, ascending; without a group nothing moves.
     """
     sent, received = dict(messages.sends), dict(messages.receives)
-    outgoing = [local[within(sent[rank], held)].reshape(-1) for rank in ranks if rank in sent]
-    incoming = [within(received[rank], wanted) for rank in ranks if rank in received]
-    counts = [result[box].numel() for box in incoming]
+    incoming = [within(box, wanted) for _, box in messages.receives]
+    counts = [volume(box) for box in received.values()]
     arrived = result.new_empty(sum(counts))
     if group is not None:
-        yield _started(
-            dist.all_to_all_single(
-                arrived,
-                torch.cat(outgoing) if outgoing else local.new_empty(0),
-                _by_rank(ranks, received, counts),
-                _by_rank(ranks, sent, [part.numel() for part in outgoing]),
-                group,
-                async_op=True,
-            )
-        )
+        outgoing = local.new_empty(messages.sent_elements)
+        packed = torch.split(outgoing, [volume(box) for box in sent.values()])
+        for box, part in zip(sent.values(), packed, strict=True):
+            piece = local[within(box, held)]
+            part.view(piece.shape).copy_(piece)
+        split_in, split_out = ([volume(boxes[r]) if r in boxes else 0 for r in ranks] for boxes in (received, sent))
+        yield _started(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
     parts = list(zip(incoming, torch.split(arrived, counts), strict=True))
     if messages.kept is not None:
         parts.append((within(messages.kept, wanted), local[within(messages.kept, held)]))
@@ -129,11 +124,6 @@ def exchange(
         else:
             place.copy_(part.reshape(place.shape))
     return result
-
-
-def _by_rank(ranks: Sequence[int], boxes: dict[int, Box], counts: Sequence[int]) -> list[int]:
-    left = iter(counts)
-    return [next(left) if rank in boxes else 0 for rank in ranks]
 
 
 def _inverse(positions: list[int]) -> list[int]:

@@ -87,11 +87,17 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
         case Slice() | MakePartial() | AllReduce():
             return held + result
         case AllGather():
-            return held + received_elements(step, layout, shape, rank) + held + result
+            part = math.prod(padded_part(step, layout, after.local_shape(shape, rank)))
+            whole = part + received_elements(step, layout, shape, rank)
+            even = whole == result  # else the part is padded first, and the whole put together before it is cut
+            return held + whole + result if even else held + part + whole + whole + result
         case ReduceScatter():
-            parts = math.prod(layout.mesh.axis_size(axis) for axis in axes_of(step))
-            buffer = parts * math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
-            return held + buffer + (result if step.op in ("sum", "avg") else buffer + result)
+            part = math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
+            whole = part * math.prod(layout.mesh.axis_size(axis) for axis in axes_of(step))
+            again = (
+                whole if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
+            )  # put in order, or exchanged
+            return held + again + (whole + result if whole == held else whole + whole + part + result)
         case ReduceExchange():
             messages = backwards(layout, step, shape, rank)
         case AllToAll() | Exchange() | Permute():

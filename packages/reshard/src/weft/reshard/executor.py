@@ -79,7 +79,7 @@ def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     if rank not in plan.src.mesh and rank not in plan.dst.mesh:
         return local
     if any(not isinstance(step, Slice | MakePartial | Relabel) for step in plan.steps):
-        announce(str(plan), plan.ranks)
+        announce(plan, plan.ranks)
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
         if rank in layout.mesh or (isinstance(step, Targeted) and rank in step.target.mesh):
             on = mesh if layout.mesh == plan.src.mesh else device_mesh(layout.mesh, mesh.device_type)

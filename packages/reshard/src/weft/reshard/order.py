@@ -42,13 +42,15 @@ def check_order(timeout: float = 60.0) -> Iterator[None]:
         check.leave()
 
 
-def announce(plan: str, ranks: Sequence[int]) -> None:
+def announce(plan: object, ranks: Sequence[int]) -> None:
     """Waits until all `ranks` are about to run `plan`, where `check_order` is on; returns at once where it is not.
+
+    Plans are the same if they print the same.
 
     Raises OrderError: see `check_order`.
     """
     if _check is not None:
-        _check.announce(plan, ranks)
+        _check.announce(str(plan), ranks)
 
 
 class _Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -65,12 +66,16 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Bytes alive at once on the rank that needs most: a step's input, its result and its buffers."""
+        """Bytes alive at once on the rank that needs most: the source, a step's input, its result and its buffers.
+
+        The source is alive all the time, as the caller holds it; it is taken to be contiguous.
+        """
         return self.dtype.itemsize * max(self._peak_bytes_of(rank) for rank in self.ranks)
 
     def _peak_bytes_of(self, rank: int) -> int:
-        held = self.src.local_shape(self.shape, rank) if rank in self.src.mesh else (0,)
-        return max([torch.Size(held).numel(), *self._each(peak_elements, rank)])
+        source = math.prod(self.src.local_shape(self.shape, rank))
+        peaks = self._each(peak_elements, rank)
+        return max([source, *peaks[:1], *(source + peak for peak in peaks[1:])])
 
     @property
     def seconds(self) -> float:
@@ -118,7 +123,7 @@ def plan(
 
     topology: links of the axes; without it the plan has the fewest bytes received by the busiest rank, with it the
         fewest seconds.
-    memory_limit: bytes that no rank's step may exceed, input, result and buffers together.
+    memory_limit: bytes that may be alive at once on a rank: source, a step's input, its result and buffers together.
     Raises LayoutError where the layouts shard a dim that the shape does not have, name reductions that do not go
     together or that the dtype does not have, or where every plan found exceeds the memory limit.
     """

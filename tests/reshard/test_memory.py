@@ -1,0 +1,85 @@
+"""What a plan says that a step holds at once, against what is alive while it runs."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from weft.mesh import Layout, Partial, ProcessMesh
+from weft.reshard import plan, reshard
+from weft.reshard.dtensor import wrap
+
+from tests.support.shards import every_layout, split, whole_of
+
+GRID = ProcessMesh.grid(dp=2, tp=2)
+
+
+class Alive(TorchDispatchMode):
+    """`peak`: the most bytes that were alive at once of the storages given and those made since."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self._storages = {}
+        self.peak = 0
+        self._see(given)
+
+    def _see(self, tensors):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        alive = {at: (ref, size) for at, (ref, size) in self._storages.items() if not ref.expired()}
+        self._storages = alive
+        self.peak = max(self.peak, sum(size for _, size in alive.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        caller = sys._getframe(1)
+        while caller.f_back is not None and "/torch/" in caller.f_code.co_filename:
+            caller = caller.f_back
+        if caller.f_code.co_name != "wait":  # there gloo makes copies of its own, as it does not scatter sums
+            self._see(tree_iter(out))
+        return out
+
+
+def peaks(shape, ops, every):
+    """Pairs whose plan promised less than was alive."""
+    whole = whole_of(shape, torch.float64)
+    wrong = []
+    layouts = every_layout(GRID, len(shape), [Partial(op) for op in ops])
+    for src, dst in itertools.islice(itertools.product(layouts, repeat=2), 0, None, every):
+        made = plan(src, dst, shape, whole.dtype)
+        mine = split(whole, src)[dist.get_rank()].clone()
+        x = wrap(mine, src, shape)
+        with Alive(mine) as alive:
+            reshard(x, placements=dst)
+        order = 8 * GRID.size  # bytes of the index by which parts are put in order
+        if alive.peak > made.peak_bytes + order:
+            wrong.append((str(made), alive.peak, made.peak_bytes))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "shape, ops, every",
+    [
+        pytest.param((64, 64), ["sum"], 1, id="even"),
+        pytest.param((63, 61), ["sum"], 1, id="uneven"),
+        pytest.param((64, 64), ["max"], 3, id="another-reduction"),
+        pytest.param((62, 62), ["avg"], 3, id="average"),
+    ],
+)
+def test_no_rank_holds_more_than_the_plan_says(pool, shape, ops, every):
+    for wrong in pool.run(peaks, shape, ops, every, ranks=4):
+        assert wrong == []
+
+
+def test_a_plan_that_moves_nothing_holds_its_input_and_result():
+    assert plan(Layout(GRID), Layout(GRID, "dp: S(0)"), (8, 8), torch.float32).peak_bytes == 4 * (64 + 32)
+    assert plan(Layout(GRID), Layout(GRID), (8, 8), torch.float32).peak_bytes == 4 * 64
