@@ -74,17 +74,16 @@ def _grid(layout: Layout, shape: Shape, row: Index, column: Index, others: dict[
         for i, j in product(down, most)
         if i is not None and j is not None
     }
-    head = shape is not None
     left = {i: _label(layout, shape, row, i) for i in down}
     top = {j: _label(layout, shape, column, j) for j in most}
     lines: list[str] = []
     for columns, items in FITS:
         across = _drawn(layout, column, columns)
         grid = [["..." if None in (i, j) else _text(cells[i, j], items) for j in across] for i in down]
-        if head:
+        if shape is not None:
             names = ["", *(top.get(j, "...") for j in across)]
             grid = [names, *([left[i], *line] for i, line in zip(down, grid, strict=True))]
-        lines = _boxed(grid, head=head)
+        lines = _boxed(grid, head=shape is not None)
         if max(map(len, lines)) <= WIDTH:
             break
     return lines
@@ -95,9 +94,8 @@ def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
     mesh = layout.mesh
     partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
     rows = [["rank", *(f"dim {dim}" for dim in cut), *(f"{axis}: {layout[axis]}" for axis in partial)]]
-    for rank in mesh.ranks[:LINES]:
-        coordinate = mesh.coordinate(rank)
-        assert coordinate is not None, "ranks of the mesh have coordinates"
+    for rank, index in zip(mesh.ranks[:LINES], product(*map(range, mesh.shape)), strict=False):
+        coordinate = dict(zip(mesh.axis_names, index, strict=True))
         row = [str(rank)]
         for dim in cut:
             part = 0
@@ -139,12 +137,13 @@ def _label(layout: Layout, shape: Shape, dim: Index, part: Index) -> str:
 def _cell(layout: Layout, at: Coordinate) -> Cell:
     mesh = layout.mesh
     at = dict.fromkeys((axis for axes in layout.shard_order.values() for axis in axes), 0) | at
-    ops = {a: p.op for a, p in zip(mesh.axis_names, layout.placements, strict=True) if isinstance(p, Partial)}
-    sizes = {axis: mesh.axis_size(axis) for axis in ops if mesh.axis_size(axis) > 1}
-    indices = ({**at, **dict(zip(sizes, index, strict=True))} for index in product(*map(range, sizes.values())))
-    op = "/".join(sorted({ops[axis] for axis in sizes})) or "sum"
+    pairs = zip(mesh.axis_names, layout.placements, strict=True)
+    added = {axis: p.op for axis, p in pairs if isinstance(p, Partial) and mesh.axis_size(axis) > 1}
+    sizes = [mesh.axis_size(axis) for axis in added]
+    indices = (at | dict(zip(added, index, strict=True)) for index in product(*map(range, sizes)))
     addends = [_ranks(mesh, index) for index in islice(indices, ITEMS)]
-    return Cell([_runs(ranks) for ranks in addends], len(addends[0]), math.prod(sizes.values()), op)
+    op = "/".join(sorted(set(added.values()))) or "sum"
+    return Cell([_runs(ranks) for ranks in addends], len(addends[0]), math.prod(sizes), op)
 
 
 def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
@@ -165,9 +164,8 @@ def _text(cell: Cell, items: int) -> str:
     if cell.total == 1:
         return _listed(cell.addends[0], cell.replicas, items)
     shown = cell.addends if cell.total <= items else cell.addends[: min(2, items)]
-    addends = [_listed(runs, cell.replicas, items) for runs in shown]
-    if cell.replicas > 1:
-        addends = [f"({ranks})" for ranks in addends]
+    pattern = "({})" if cell.replicas > 1 else "{}"
+    addends = [pattern.format(_listed(runs, cell.replicas, items)) for runs in shown]
     if len(shown) < cell.total:
         addends.append(f"... {cell.total} addends" if shown else f"{cell.total} addends")
     return "+".join(addends) if cell.op == "sum" else f"{cell.op}({', '.join(addends)})"
