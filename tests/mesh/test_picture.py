@@ -1,5 +1,6 @@
 """Pictures of layouts: who holds what."""
 
+import itertools
 import re
 import time
 
@@ -30,12 +31,7 @@ CASES = [
     case(
         "minor-first", "tp: S(0), dp: S(0)", (8,), *("  0:2   2:4   4:6   6:8", FOUR, "| 0   | 2   | 1   | 3   |", FOUR)
     ),
-    case(
-        "uneven",
-        "dp: S(0), tp: S(0)",
-        (5,),
-        *("  0:2   2:3   3:4   4:5", FOUR, "| 0   | 1   | 2   | 3   |", FOUR),
-    ),
+    case("uneven", "dp: S(0), tp: S(0)", (5,), *("  0:2   2:3   3:4   4:5", FOUR, "| 0   | 1   | 2   | 3   |", FOUR)),
     case("addends", "tp: P", None, "+-------------+", "| (0 2)+(1 3) |", "+-------------+"),
     case("addends-on-both", "dp: P, tp: P", None, "+---------+", "| 0+1+2+3 |", "+---------+"),
     case(
@@ -55,8 +51,8 @@ CASES = [
         "uneven-and-empty",
         "dp: S(0), tp: S(1)",
         (1, 3),
-        *("      0:2   2:3", "    +-----+-----+", "0:1 | 0   | 1   |", "    +-----+-----+", "  - | 2   | 3   |"),
-        *("    +-----+-----+"),
+        *("      0:2   2:3", "    +-----+-----+", "0:1 | 0   | 1   |"),
+        *("    +-----+-----+", "  - | 2   | 3   |", "    +-----+-----+"),
     ),
     case("no-elements", "dp: S(1)", (3, 0), "  -     -", "+-----+-----+", "| 0 1 | 2 3 |", "+-----+-----+"),
     case("scalar", "tp: P", (), "+-------------+", "| (0 2)+(1 3) |", "+-------------+"),
@@ -70,9 +66,10 @@ CASES = [
         "three-cut-dims",
         "pp: S(0), dp: S(1), tp: S(2)",
         (4, 1, 3),
-        *("dim 2: 0:2", "      0:1   -", "    +-----+---+", "0:2 | 0   | 2 |", "    +-----+---+", "2:4 | 4   | 6 |"),
-        *("    +-----+---+", "dim 2: 2:3", "      0:1   -", "    +-----+---+", "0:2 | 1   | 3 |", "    +-----+---+"),
-        *("2:4 | 5   | 7 |", "    +-----+---+"),
+        *("dim 2: 0:2", "      0:1   -"),
+        *("    +-----+---+", "0:2 | 0   | 2 |", "    +-----+---+", "2:4 | 4   | 6 |", "    +-----+---+"),
+        *("dim 2: 2:3", "      0:1   -"),
+        *("    +-----+---+", "0:2 | 1   | 3 |", "    +-----+---+", "2:4 | 5   | 7 |", "    +-----+---+"),
         mesh=ProcessMesh.grid(pp=2, dp=2, tp=2),
     ),
     case(
@@ -176,8 +173,7 @@ def test_a_long_list_of_ranks_is_cut_short():
     + ["dp: S(0), pp: S(1), tp: S(2)", "dp: P(avg), pp: P(avg), cp: P(avg), tp: P(avg)", "tp: S(1), dp: S(1)"],
 )
 def test_pictures_of_large_meshes_are_small(text):
-    scattered = ProcessMesh.grid(**HUGE).permute("tp", "cp", "dp", "pp")
-    for mesh in (ProcessMesh.grid(**HUGE), scattered):
+    for mesh in (ProcessMesh.grid(**HUGE), ProcessMesh.grid(**HUGE).permute("tp", "cp", "dp", "pp")):
         for shape in (None, (4096, 4096, 7), (10**9, 10**9, 10**9)):
             lines = draw(Layout(mesh, text), shape)
             assert len(lines) <= 18
@@ -190,16 +186,13 @@ def test_a_mesh_of_131072_ranks_is_drawn_at_once(text):
     layout = Layout(ProcessMesh.grid(**HUGE), text)
     layout.local_slices((4096, 4096), 0)  # the mesh's own index of its ranks is made once
 
-    def seconds():
-        start = time.process_time()
+    times = [time.process_time()]
+    for _ in range(5):
         draw(layout, (4096, 4096))
-        return time.process_time() - start
-
-    assert min(seconds() for _ in range(5)) < 0.05
+        times.append(time.process_time())
+    assert min(end - start for start, end in itertools.pairwise(times)) < 0.05
 
 
 def test_a_dim_that_the_tensor_does_not_have_is_refused():
     with pytest.raises(LayoutError, match="shards dim 1 of a tensor of shape"):
-        Layout(GRID, "dp: S(1)").explain((8,))
-    with pytest.raises(LayoutError, match="shards dim 0 of a tensor of shape"):
-        draw(Layout(GRID, "dp: S(0)"), ())
+        Layout(ProcessMesh.grid(dp=1), "dp: S(1)").explain((8,))

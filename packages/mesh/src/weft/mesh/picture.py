@@ -48,9 +48,9 @@ def draw(layout: Layout, global_shape: Sequence[int] | None = None) -> list[str]
     if shape is not None:
         layout.check_shape(shape)
     cut = [dim for dim in layout.shard_order if layout.parts(dim) > 1]
-    row, column = (cut[0], cut[1]) if len(cut) > 1 else (None, cut[0] if cut else None)
-    if cut == [0] and not (shape is not None and len(shape) == 1):
-        row, column = 0, None
+    vector = shape is not None and len(shape) == 1
+    row = cut[0] if len(cut) > 1 or (cut == [0] and not vector) else None
+    column = next((dim for dim in cut if dim != row), None)
     others = cut[2:]
     if math.prod(map(layout.parts, others)) > SLICES:
         return _table(layout, shape, cut)
@@ -96,13 +96,8 @@ def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
     rows = [["rank", *(f"dim {dim}" for dim in cut), *(f"{axis}: {layout[axis]}" for axis in partial)]]
     for rank, index in zip(mesh.ranks[:LINES], product(*map(range, mesh.shape)), strict=False):
         coordinate = dict(zip(mesh.axis_names, index, strict=True))
-        row = [str(rank)]
-        for dim in cut:
-            part = 0
-            for axis in layout.shard_order[dim]:
-                part = part * mesh.axis_size(axis) + coordinate[axis]
-            row.append(_label(layout, shape, dim, part))
-        rows.append(row + [f"{coordinate[axis]} of {mesh.axis_size(axis)}" for axis in partial])
+        addend = [f"{coordinate[axis]} of {mesh.axis_size(axis)}" for axis in partial]
+        rows.append([str(rank), *(_label(layout, shape, dim, _part(layout, dim, coordinate)) for dim in cut), *addend])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([f"{r[0]:>{widths[0]}}", *map(str.ljust, r[1:], widths[1:])]).rstrip() for r in rows]
     return lines + ([f"... {mesh.size} ranks"] if mesh.size > LINES else [])
@@ -121,6 +116,14 @@ def _coordinate(layout: Layout, dim: Index, part: Index) -> Coordinate:
         for axis in reversed(layout.shard_order[dim]):
             part, found[axis] = divmod(part, layout.mesh.axis_size(axis))
     return found
+
+
+def _part(layout: Layout, dim: int, at: Coordinate) -> int:
+    """The part of a dim at a coordinate."""
+    part = 0
+    for axis in layout.shard_order[dim]:
+        part = part * layout.mesh.axis_size(axis) + at[axis]
+    return part
 
 
 def _label(layout: Layout, shape: Shape, dim: Index, part: Index) -> str:
@@ -161,10 +164,8 @@ def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
 
 def _text(cell: Cell, items: int) -> str:
     """The cell with at most `items` addends, and of each at most `items` ranges of ranks."""
-    if cell.total == 1:
-        return _listed(cell.addends[0], cell.replicas, items)
-    shown = cell.addends if cell.total <= items else cell.addends[: min(2, items)]
-    pattern = "({})" if cell.replicas > 1 else "{}"
+    shown = cell.addends if cell.total <= max(items, 1) else cell.addends[: min(2, items)]
+    pattern = "({})" if min(cell.replicas, cell.total) > 1 else "{}"
     addends = [pattern.format(_listed(runs, cell.replicas, items)) for runs in shown]
     if len(shown) < cell.total:
         addends.append(f"... {cell.total} addends" if shown else f"{cell.total} addends")

@@ -56,10 +56,12 @@ def start_reshard(
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     src = layout_of(dtensor)
     target = _target(src, mesh, placements)
-    _check_local(dtensor, src)
+    with torch.no_grad():
+        local = dtensor.to_local()
+    _check_local(local, src, dtensor.shape)
     made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     with torch.no_grad():
-        pending = started(made, dtensor.to_local(), dtensor.device_mesh)
+        pending = started(made, local, dtensor.device_mesh)
     return StartedReshard(dtensor, target, pending, _Options(topology, memory_limit))
 
 
@@ -80,14 +82,14 @@ class StartedReshard:
         return result
 
 
-def _check_local(dtensor: DTensor, src: Layout) -> None:
+def _check_local(local: Tensor, src: Layout, shape: torch.Size) -> None:
     """A part of another size would be sent as if it were right, and the ranks that receive it would wait for the rest."""
     rank = this_rank()
-    got, want = tuple(dtensor.to_local().shape), src.local_shape(dtensor.shape, rank)
-    if got != want and rank in src.mesh:
+    if rank in src.mesh and tuple(local.shape) != src.local_shape(shape, rank):
         raise LayoutError(
-            f"rank {rank} holds {got}, but ({src}) of {tuple(dtensor.shape)} gives it {want}; make the DTensor by "
-            "distribute(), or give from_local the global shape= and stride="
+            f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it "
+            f"{src.local_shape(shape, rank)}; make the DTensor by distribute(), or give from_local the global shape= and "
+            "stride="
         )
 
 

@@ -32,7 +32,7 @@ class Pending:
     """Collectives that run: the first is started; `wait()` brings the result."""
 
     def __init__(self, running: Running) -> None:
-        self._running, self._result = running, torch.empty(0)
+        self._running = running
         self._advance()
 
     def wait(self) -> Tensor:
@@ -47,7 +47,7 @@ class Pending:
         try:
             self._work = next(self._running)
         except StopIteration as done:
-            self._result = done.value
+            self._result: Tensor = done.value
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
