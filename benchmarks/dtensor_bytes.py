@@ -43,10 +43,10 @@ class Counted:
     seconds: float
 
 
-def counted(case: Case, pairs: Sequence[Pair], *, min_cost: bool = False) -> Counted:
+def counted(work: Sequence[tuple[Case, list[Pair]]], *, min_cost: bool = False) -> list[Counted]:
     """`DTensor.redistribute` for each pair; min_cost: with the search that torch keeps behind a private switch."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_count, case, list(pairs), min_cost).result()
+        return process.submit(_count_all, list(work), min_cost).result()
 
 
 def placements(layout: Placements) -> list[Placement]:
@@ -80,25 +80,27 @@ class _Received(TorchDispatchMode):
         return result
 
 
-def _count(case: Case, pairs: list[Pair], min_cost: bool) -> Counted:
-    received, on_cpu, seconds = [], [], []
+def _count_all(work: list[tuple[Case, list[Pair]]], min_cost: bool) -> list[Counted]:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises to flatten axes, once a mesh
-    with _fake_world():
-        ranks = torch.arange(torch.Size(case.mesh).numel()).view(case.mesh)
-        mesh = DeviceMesh("meta", ranks, mesh_dim_names=tuple("abcd"[: len(case.mesh)]))
-        first = (0,) * len(case.mesh)
-        for src, dst in pairs:
-            shapes = [[stop - start for start, stop in slices(case.mesh, way, case.shape, first)] for way in (src, dst)]
-            tensor = DTensor.from_local(torch.empty(shapes[0], device="meta"), mesh, placements(src), run_check=False)
-            with _planner(min_cost) as plan:
-                start = time.perf_counter()
-                plan(tensor, placements(dst))
-                seconds.append(time.perf_counter() - start)
-                with _Received() as seen:
-                    result = tensor.redistribute(mesh, placements(dst)).to_local()
-            assert list(result.shape) == shapes[1], f"{src} -> {dst} of {case.shape} on {case}: {result.shape}"
-            received.append(seen.bytes)
-            on_cpu.append(seen.bytes_on_cpu)
+    with _fake_world(), _planner(min_cost) as seconds:
+        return [_count(case, pairs, seconds) for case, pairs in work]
+
+
+def _count(case: Case, pairs: list[Pair], seconds: list[float]) -> Counted:
+    """seconds: where the planner notes its times."""
+    received, on_cpu = [], []
+    ranks = torch.arange(torch.Size(case.mesh).numel()).view(case.mesh)
+    mesh = DeviceMesh("meta", ranks, mesh_dim_names=tuple("abcd"[: len(case.mesh)]))
+    first = (0,) * len(case.mesh)
+    seconds.clear()
+    for src, dst in pairs:
+        held, wanted = ([stop - start for start, stop in slices(case, way, first)] for way in (src, dst))
+        tensor = DTensor.from_local(torch.empty(held, device="meta"), mesh, placements(src), run_check=False)
+        with _Received() as seen:
+            result = tensor.redistribute(mesh, placements(dst)).to_local()
+        assert list(result.shape) == wanted, f"{src} -> {dst} of {case.shape} on {case}: {result.shape}"
+        received.append(seen.bytes)
+        on_cpu.append(seen.bytes_on_cpu)
     return Counted(tuple(received), tuple(on_cpu), statistics.median(seconds))
 
 
@@ -114,23 +116,26 @@ def _fake_world() -> Iterator[None]:
 
 
 @contextmanager
-def _planner(min_cost: bool) -> Iterator[Any]:
-    """What finds the transforms from a DTensor to placements; with or without the private switch.
+def _planner(min_cost: bool) -> Iterator[list[float]]:
+    """Has DTensor plan with or without the private switch; gives the list to which each planning's seconds are added.
 
     The search prices links by the devices of a host; with all ranks on one host all links are alike, as in our figures.
     """
     from torch.distributed.device_mesh import _mesh_resources
     from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    def plan(tensor: DTensor, target: list[Placement]) -> None:
-        src = tensor._spec
-        dst = DTensorSpec(src.mesh, tuple(target), tensor_meta=src.tensor_meta)
-        _redistribute._gen_transform_infos_non_cached(src, dst)
+    seconds: list[float] = []
+    planned = _redistribute._gen_transform_infos_non_cached
 
-    _redistribute._gen_transform_infos.cache_clear()
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        transforms = planned(*arguments)
+        seconds.append(time.perf_counter() - start)
+        return transforms
+
     with (
         patch.object(_mesh_resources, "num_devices_per_host", lambda device_type: RANKS),
-        _redistribute.use_min_cost_redistribution_plan(True if min_cost else None),
+        patch.object(_redistribute, "_gen_transform_infos_non_cached", timed),
+        _redistribute.use_min_cost_redistribution_plan(True if min_cost else None),  # type: ignore[arg-type]
     ):
-        yield plan
+        yield seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 Placements = tuple[str, ...]  # one word per mesh axis, major axis first: "R", "P", or "S0" for Shard(0)
@@ -40,22 +39,23 @@ CASES = tuple(Case(mesh, shape) for shape in SHAPES for mesh in MESHES)
 
 
 def lower_bound_bytes(case: Case, src: Placements, dst: Placements) -> int:
-    """Bytes that some rank must receive: the most, over the ranks, of what one needs in `dst` and does not hold in `src`."""
+    """Bytes that some rank must receive: the most, over the ranks, that one needs in `dst` and does not hold in `src`."""
     missing = 0
     for coordinate in itertools.product(*(range(size) for size in case.mesh)):
-        need, held = (slices(case.mesh, layout, case.shape, coordinate) for layout in (src, dst)[::-1])
+        held, need = slices(case, src, coordinate), slices(case, dst, coordinate)
         missing = max(missing, _volume(need) - _volume(_common(need, held)))
     return missing * ITEMSIZE
 
 
-def slices(mesh: Sequence[int], layout: Placements, shape: Sequence[int], coordinate: Sequence[int]) -> Intervals:
+def slices(case: Case, layout: Placements, coordinate: tuple[int, ...]) -> Intervals:
     """The part of the tensor at one coordinate of the mesh: nested `torch.chunk`s, the major axis first."""
-    parts = [(0, size) for size in shape]
-    for parts_wanted, word, index in zip(mesh, layout, coordinate, strict=True):
+    parts = [(0, size) for size in case.shape]
+    for ranks, word, index in zip(case.mesh, layout, coordinate, strict=True):
         if word.startswith("S"):
-            start, stop = parts[int(word[1:])]
-            step = math.ceil((stop - start) / parts_wanted)
-            parts[int(word[1:])] = min(start + index * step, stop), min(start + (index + 1) * step, stop)
+            dim = int(word[1:])
+            start, stop = parts[dim]
+            step = math.ceil((stop - start) / ranks)
+            parts[dim] = min(start + index * step, stop), min(start + (index + 1) * step, stop)
     return tuple(parts)
 
 

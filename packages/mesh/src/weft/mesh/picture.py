@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 CELLS = 6  # drawn along a dim; of more, the first ones and the last
 ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first two and how many there are
-WIDTH = 72  # of a picture; a wider one leaves out more
+WIDTH = 72  # of a picture; the first of FITS that is not wider is drawn
 SLICES = 4  # drawn where more than two dims are cut; of more, a table of ranks
 LINES = 16  # of that table
-# Columns and items, from the fullest picture to the barest: the first that fits the width is drawn.
-FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))
+FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))  # columns, items
 
 Coordinate = dict[str, int]
 Shape = tuple[int, ...] | None
@@ -58,30 +57,29 @@ def draw(layout: Layout, global_shape: Sequence[int] | None = None) -> list[str]
     if cut[:2] not in ([], [0], [1], [0, 1]):
         lines.append(", ".join(f"{side}: dim {d}" for side, d in (("rows", row), ("columns", column)) if d is not None))
     for index in product(*(range(layout.parts(dim)) for dim in others)):
-        parts = dict(zip(others, index, strict=True))
-        if parts:
-            lines.append(", ".join(f"dim {dim}: {_label(layout, shape, dim, at)}" for dim, at in parts.items()))
-        lines += _grid(layout, shape, row, column, parts)
+        at = {dim: _coordinate(layout, dim, part) for dim, part in zip(others, index, strict=True)}
+        if at:
+            lines.append(", ".join(f"dim {dim}: {_label(layout, shape, dim, part)}" for dim, part in at.items()))
+        lines += _grid(layout, shape, row, column, {axis: i for part in at.values() for axis, i in part.items()})
     return lines
 
 
-def _grid(layout: Layout, shape: Shape, row: Index, column: Index, others: dict[int, int]) -> list[str]:
+def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordinate) -> list[str]:
     """Rows and columns of cells, with fewer columns and shorter lists of ranks until they fit the width."""
-    fixed = {axis: at for dim, part in others.items() for axis, at in _coordinate(layout, dim, part).items()}
     down, most = _drawn(layout, row, CELLS), _drawn(layout, column, CELLS)
     cells: dict[tuple[Index, Index], Cell] = {
         (i, j): _cell(layout, fixed | _coordinate(layout, row, i) | _coordinate(layout, column, j))
         for i, j in product(down, most)
         if i is not None and j is not None
     }
-    left = {i: _label(layout, shape, row, i) for i in down}
-    top = {j: _label(layout, shape, column, j) for j in most}
+    left = {i: "..." if i is None else _label(layout, shape, row, _coordinate(layout, row, i)) for i in down}
+    top = {j: _label(layout, shape, column, _coordinate(layout, column, j)) for j in most if j is not None}
     lines: list[str] = []
     for columns, items in FITS:
         across = _drawn(layout, column, columns)
         grid = [["..." if None in (i, j) else _text(cells[i, j], items) for j in across] for i in down]
         if shape is not None:
-            names = ["", *(top.get(j, "...") for j in across)]
+            names = ["", *("..." if j is None else top[j] for j in across)]
             grid = [names, *([left[i], *line] for i, line in zip(down, grid, strict=True))]
         lines = _boxed(grid, head=shape is not None)
         if max(map(len, lines)) <= WIDTH:
@@ -97,7 +95,7 @@ def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
     for rank, index in zip(mesh.ranks[:LINES], product(*map(range, mesh.shape)), strict=False):
         coordinate = dict(zip(mesh.axis_names, index, strict=True))
         addend = [f"{coordinate[axis]} of {mesh.axis_size(axis)}" for axis in partial]
-        rows.append([str(rank), *(_label(layout, shape, dim, _part(layout, dim, coordinate)) for dim in cut), *addend])
+        rows.append([str(rank), *(_label(layout, shape, dim, coordinate) for dim in cut), *addend])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([f"{r[0]:>{widths[0]}}", *map(str.ljust, r[1:], widths[1:])]).rstrip() for r in rows]
     return lines + ([f"... {mesh.size} ranks"] if mesh.size > LINES else [])
@@ -118,30 +116,24 @@ def _coordinate(layout: Layout, dim: Index, part: Index) -> Coordinate:
     return found
 
 
-def _part(layout: Layout, dim: int, at: Coordinate) -> int:
-    """The part of a dim at a coordinate."""
+def _label(layout: Layout, shape: Shape, dim: Index, at: Coordinate) -> str:
+    """The indices of the part of a dim at a coordinate; without the shape, its number."""
+    if dim is None:
+        return ""
+    if shape is not None:
+        rank = layout.mesh.rank_at(**dict.fromkeys(layout.mesh.axis_names, 0) | at)
+        held = layout.local_slices(shape, rank)[dim]
+        return f"{held.start}:{held.stop}" if held.start < held.stop else "-"
     part = 0
     for axis in layout.shard_order[dim]:
         part = part * layout.mesh.axis_size(axis) + at[axis]
-    return part
-
-
-def _label(layout: Layout, shape: Shape, dim: Index, part: Index) -> str:
-    """The indices of a part of a dim; without the shape, its number."""
-    if dim is None or part is None:
-        return "" if dim is None else "..."
-    if shape is None:
-        return f"{part} of {layout.parts(dim)}"
-    at = dict.fromkeys(layout.mesh.axis_names, 0) | _coordinate(layout, dim, part)
-    held = layout.local_slices(shape, layout.mesh.rank_at(**at))[dim]
-    return f"{held.start}:{held.stop}" if held.start < held.stop else "-"
+    return f"{part} of {layout.parts(dim)}"
 
 
 def _cell(layout: Layout, at: Coordinate) -> Cell:
     mesh = layout.mesh
     at = dict.fromkeys((axis for axes in layout.shard_order.values() for axis in axes), 0) | at
-    pairs = zip(mesh.axis_names, layout.placements, strict=True)
-    added = {axis: p.op for axis, p in pairs if isinstance(p, Partial) and mesh.axis_size(axis) > 1}
+    added = {a: p.op for a in mesh.axis_names if isinstance(p := layout[a], Partial) and mesh.axis_size(a) > 1}
     sizes = [mesh.axis_size(axis) for axis in added]
     indices = (at | dict(zip(added, index, strict=True)) for index in product(*map(range, sizes)))
     addends = [_ranks(mesh, index) for index in islice(indices, ITEMS)]
