@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import OrderError, check_order, distribute, reshard
+from weft.reshard import GradientSync, OrderError, check_order, distribute, reshard
 from weft.reshard.order import announce
 
 from tests.support.pool import RanksFailed
@@ -17,8 +17,8 @@ FOUR = ProcessMesh.grid(tp=4)
 def said(plans, timeout=20.0):
     """Announces this rank's plans, with all ranks or those given; returns the error's text, and its seconds."""
     rank = dist.get_rank()
-    start = time.monotonic()
     with check_order(timeout):
+        start = time.monotonic()  # making the store may take seconds, where the DNS does not answer torch's lookups
         try:
             for plan, ranks in plans[rank]:
                 announce(plan, ranks)
@@ -71,6 +71,76 @@ def test_a_rank_that_does_not_come_is_named(pool):
     assert results[3][0] == ""
 
 
+def test_a_failure_reaches_those_who_wait_for_the_ones_that_failed(pool):
+    """0 waits for 1, and 1 for 2, which differs from 3."""
+    plans = [[("A", (0, 1))], [("B", (1, 2))], [("X", (2, 3))], [("Y", (2, 3))]]
+    results = pool.run(said, plans, ranks=4)
+    assert len({text for text, _ in results}) == 1  # the same story
+    for text, seconds in results:
+        assert "rank 2: X on ranks 2, 3\n  rank 3: Y on ranks 2, 3" in text
+        assert seconds < 10
+
+
+def test_the_same_text_on_other_ranks_differs(pool):
+    results = pool.run(said, [[("A", (0, 1))], [("A", (0, 1, 2))], []], ranks=3)
+    for text, seconds in results[:2]:
+        assert "rank 0: A on ranks 0, 1\n  rank 1: A on ranks 0-2" in text
+        assert seconds < 10
+
+
+def test_a_rank_that_left_is_not_waited_for(pool):
+    text, seconds = pool.run(said, [[("A", (0, 1))], []], ranks=2)[0]
+    assert "rank 1 did not come; its latest plan: none yet (it left check_order)" in text
+    assert seconds < 10
+
+
+def left_with_an_error():
+    with pytest.raises(KeyError) if dist.get_rank() == 0 else pytest.raises(OrderError) as raised, check_order():
+        if dist.get_rank() == 0:
+            raise KeyError("weights")
+        announce("A", (0, 1))
+    return str(raised.value)
+
+
+def test_a_rank_that_left_with_an_error_says_why(pool):
+    assert "(it left check_order with KeyError: 'weights')" in pool.run(left_with_an_error, ranks=2)[1]
+
+
+def after_rank_0():
+    with check_order(timeout=20.0):
+        if dist.get_rank() != 0:
+            time.sleep(6)
+            announce("A", (1, 2))
+
+
+def test_rank_0_keeps_the_store_until_all_have_left(pool):
+    pool.run(after_rank_0, ranks=3)
+
+
+def announced_after_a_failure():
+    with check_order():
+        for plan in (f"of rank {dist.get_rank()}", "the same"):
+            with pytest.raises(OrderError, match="rank 1: of rank 1"):
+                announce(plan, (0, 1))
+    with check_order():  # the next one starts anew
+        announce("the same", (0, 1))
+
+
+def test_a_failed_check_stays_failed(pool):
+    pool.run(announced_after_a_failure, ranks=2)
+
+
+def meshes_that_differ():
+    """Only the order of the ranks differs: without the check each would take the other's part for its own."""
+    mesh = ProcessMesh([0, 1] if dist.get_rank() == 0 else [1, 0], ["tp"])
+    with check_order(), pytest.raises(OrderError, match=r"rank 1: .* on ProcessMesh\(tp=2, ranks=\[1, 0\]\)"):
+        reshard(distribute(torch.arange(8.0), Layout(mesh, "tp: S(0)")), placements="")
+
+
+def test_meshes_that_differ(pool):
+    pool.run(meshes_that_differ, ranks=2)
+
+
 def test_without_the_check_nothing_is_said():
     start = time.perf_counter()
     for _ in range(1000):
@@ -115,3 +185,18 @@ def test_a_dead_rank_is_named(pool):
     with pytest.raises(RanksFailed) as failed:
         pool.run(a_dead_rank, ranks=4)
     assert "rank 1" in str(failed.value)
+
+
+def gradients_that_differ():
+    """Rank 3 has one parameter fewer to synchronize."""
+    weights = [torch.nn.Parameter(distribute(torch.ones(4), Layout(FOUR))) for _ in range(2)]
+    module = torch.nn.ParameterList(weights if dist.get_rank() != 3 else weights[:1])
+    sync = GradientSync(module)
+    for weight in module:
+        weight.backward(distribute(torch.ones(4), Layout(FOUR, "tp: P")))
+    with check_order(timeout=20.0), pytest.raises(OrderError, match=r"rank 3: gradients of shapes \[\(4,\)\]"):
+        sync.wait()
+
+
+def test_gradients_are_announced(pool):
+    pool.run(gradients_that_differ, ranks=4)

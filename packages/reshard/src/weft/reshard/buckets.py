@@ -17,6 +17,7 @@ from .costs import padded_part
 from .dtensor import layout_of, wrap
 from .groups import group_along, make_groups, process_mesh, this_rank
 from .layouts import without_trivial_axes
+from .order import announce
 from .steps import ReduceScatter, axes_of
 
 
@@ -77,9 +78,13 @@ class Bucket:
     def start(self) -> None:
         """Starts the first collective. Communication: groups over several axes are made by all ranks of the world."""
         grad, _, way = self._first()
+        mesh = process_mesh(grad.device_mesh)
+        if this_rank() in mesh:
+            shapes = [tuple(parameter.shape) for parameter in self._items]
+            announce(f"gradients of shapes {shapes}, {grad.dtype}, summed over {way.axes}", mesh.ranks, (mesh,))
         for axes in way.axes:
             if len(axes) > 1:
-                make_groups(process_mesh(grad.device_mesh), axes)
+                make_groups(mesh, axes)
         with torch.no_grad():
             self._pending = Pending(self._run())
 

@@ -75,11 +75,12 @@ def prepare(plan: Plan, device_type: str) -> None:
 
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     rank = this_rank()
+    takes_part = rank in plan.src.mesh or rank in plan.dst.mesh
+    if takes_part and any(not isinstance(step, Slice | MakePartial | Relabel) for step in plan.steps):
+        announce(plan, plan.ranks, (plan.src.mesh, plan.dst.mesh))
     prepare(plan, mesh.device_type)
-    if rank not in plan.src.mesh and rank not in plan.dst.mesh:
+    if not takes_part:
         return local
-    if any(not isinstance(step, Slice | MakePartial | Relabel) for step in plan.steps):
-        announce(plan, plan.ranks)
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
         if rank in layout.mesh or (isinstance(step, Targeted) and rank in step.target.mesh):
             on = mesh if layout.mesh == plan.src.mesh else device_mesh(layout.mesh, mesh.device_type)

@@ -53,8 +53,10 @@ class Topology:
         for axis, link in links.items():
             if not isinstance(link, Link):
                 raise ValueError(f"axis {axis!r} has {link!r} for a link; give Link(latency, bandwidth)")
-        object.__setattr__(self, "links", tuple(links.items()))
-        object.__setattr__(self, "between", between or min(links.values(), key=lambda link: link.bandwidth))
+        object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda named: named[0])))
+        object.__setattr__(
+            self, "between", between or min(links.values(), key=lambda link: (link.bandwidth, -link.latency))
+        )
 
     def __reduce__(self) -> tuple[type[Topology], tuple[dict[str, Link], Link]]:
         return Topology, (dict(self.links), self.between)
@@ -77,7 +79,7 @@ class Topology:
 
     @classmethod
     def measure(
-        cls, mesh: ProcessMesh | DeviceMesh, device_type: str = "cpu", *, sizes: Sequence[int] = MEASURED_BYTES
+        cls, mesh: ProcessMesh | DeviceMesh, device_type: str | None = None, *, sizes: Sequence[int] = MEASURED_BYTES
     ) -> Topology:
         """The topology fitted to all-gathers of `sizes` bytes a part along each axis, all groups of an axis at once.
 
@@ -88,16 +90,18 @@ class Topology:
         from .dtensor import as_process_mesh
         from .groups import device_mesh
 
+        backend = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        device = device_type or str(getattr(mesh, "device_type", backend))
         mesh = as_process_mesh(mesh)
         if len(set(sizes)) < 2 or min(sizes) < 1:
             raise ValueError(f"sizes {tuple(sizes)} fit no line; give two different numbers of bytes at least")
-        on = device_mesh(mesh, device_type)
+        on = device_mesh(mesh, device)
         seconds = torch.zeros(mesh.ndim, len(sizes), dtype=torch.float64)
         if dist.get_rank() in mesh:
             for number, (_axis, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True)):
                 if size > 1:
-                    seconds[number] = _time_all_gathers(on.get_group(number), size, sizes, device_type)
-        seconds = seconds.to(device_type)
+                    seconds[number] = _time_all_gathers(on.get_group(number), size, sizes, device)
+        seconds = seconds.to(device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return cls(
             {
