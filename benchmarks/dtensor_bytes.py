@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reshard_cases import Case, Pair, Placements, slices
@@ -50,7 +50,8 @@ def counted(work: Sequence[tuple[Case, list[Pair]]], *, min_cost: bool = False) 
 
 
 def placements(layout: Placements) -> list[Placement]:
-    return [Replicate() if word == "R" else Shard(int(word[1:])) for word in layout]
+    words = {"R": Replicate(), "P": Partial()}
+    return [words[word] if word in words else Shard(int(word[1:])) for word in layout]
 
 
 class _Received(TorchDispatchMode):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"Weft": "#0072B2", "DTensor": "#D55E00", "DTensor, min-cost": "#8A8A8A"}  # Okabe and Ito's, and a grey
+COLOURS = {"Weft": "#0072B2", "DTensor": "#D55E00", "DTensor, min-cost": "#5F5F5F"}  # Okabe and Ito's, and a grey
 SHAPES = {"Weft": "circle", "DTensor": "square", "DTensor, min-cost": "triangle-up"}
 WIDTH = 620  # pixels
 LADDER = [1, 2, 4, 8, 16, 32, 64]
@@ -54,7 +54,7 @@ def _chart(alt: Any, rows: list[dict[str, Any]]) -> Any:
     size = size.legend(
         title="share of the pairs", format=".0%", values=[0.01, 0.1, 0.5, 1], orient="top", symbolType="square"
     )
-    spread = alt.Chart().mark_point(filled=True, opacity=0.55).encode(x=x, y=y, color=colour, shape=form, size=size)
+    spread = alt.Chart().mark_point(filled=True, opacity=0.6).encode(x=x, y=y, color=colour, shape=form, size=size)
     mean = alt.Chart().transform_filter("isValid(datum.mean)")
     tick = mean.mark_tick(thickness=2.5, height=26, color="#000000").encode(x=alt.X("mean:Q"), y=y)
     label = mean.mark_text(align="left", fontSize=12, color="#333333").encode(

@@ -26,7 +26,7 @@ class Case:
     def __str__(self) -> str:
         return "x".join(map(str, self.mesh))
 
-    def pairs(self, at_most: int) -> list[Pair]:
+    def pairs(self, at_most: int | None = None) -> list[Pair]:
         """The pairs in a fixed shuffled order: all of them, or the first `at_most`."""
         words = ["R", *(f"S{dim}" for dim in range(len(self.shape)))]
         layouts = list(itertools.product(words, repeat=len(self.mesh)))

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.mesh import Layout, ProcessMesh, Replicate, Shard
+from weft.mesh import Layout, ProcessMesh
 from weft.reshard import plan
 
 from benchmarks import picture
-from benchmarks.dtensor_bytes import Counted, counted
-from benchmarks.reshard_cases import CASES, Case, Pair, Placements, lower_bound_bytes
+from benchmarks.dtensor_bytes import Counted, counted, placements
+from benchmarks.reshard_cases import CASES, Case, Pair, lower_bound_bytes
 
 MATRIX_PAIRS, OTHER_PAIRS = 6561, 729  # of a case at most: every pair of layouts of the matrix
 SEARCHED_PAIRS = 100  # where DTensor searches, which takes it tens of milliseconds a pair on four axes
@@ -76,17 +76,13 @@ def _weft(case: Case, pairs: Sequence[Pair], bounds: Sequence[int]) -> Counted:
     mesh = ProcessMesh.grid(**dict(zip("abcd", case.mesh, strict=False)))
     received, seconds = [], []
     for (src, dst), bound in zip(pairs, bounds, strict=True):
-        layouts = _layout(mesh, src), _layout(mesh, dst)
+        layouts = Layout(mesh, placements(src)), Layout(mesh, placements(dst))
         start = time.perf_counter()
         made = plan(*layouts, case.shape, torch.float32)
         seconds.append(time.perf_counter() - start)
         assert made.lower_bound_bytes == bound, f"{made}: Weft's own bound is another than that of the slices"
         received.append(made.max_received_bytes)
     return Counted(tuple(received), tuple(received), statistics.median(seconds))
-
-
-def _layout(mesh: ProcessMesh, words: Placements) -> Layout:
-    return Layout(mesh, [Replicate() if word == "R" else Shard(int(word[1:])) for word in words])
 
 
 def _summary(engine: str, case: Case, bounds: Sequence[int], counts: Counted) -> Summary:

@@ -1,102 +1,136 @@
-"""The same layout changes by `weft.reshard.reshard` and by `DTensor.redistribute`, as ratios of time.
+"""The time of a layout change: `weft.reshard.reshard` over `DTensor.redistribute`, as a ratio.
 
-Four gloo processes on a CPU, mesh 2 x 2, 64 MB of float32. Both are first checked against slices of the whole tensor,
-then timed in turn. These are times of memory copies and of gloo's connections on one host; they say nothing of a GPU.
+Four gloo processes on a CPU, a mesh of 2x2, a tensor of 64 MB. Both are checked against slices of the whole tensor, then
+timed in turn, so that whatever else the machine does falls on both. These are CPU times over gloo, where DTensor does its
+all-to-all as an all-gather and a slice: they say nothing of a GPU's links.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
+import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, ProcessMesh
-from weft.reshard import distribute, plan, reshard
-from weft.reshard.dtensor import torch_layout
+from weft.mesh import ProcessMesh
+from weft.reshard import reshard
+from weft.reshard.groups import device_mesh
 
+from benchmarks.dtensor_bytes import placements
+from benchmarks.reshard_cases import Case, Pair, Placements, lower_bound_bytes, slices
 from tests.support.pool import Pool
 
-RANKS, ROUNDS = 4, 5
-SHAPE = (4096, 4096)  # 64 MB of float32
-MESH = ProcessMesh.grid(a=2, b=2)
-SHARDED = [
-    ", ".join(f"{axis}: {p}" for axis, p in zip("ab", pair, strict=True))
-    for pair in itertools.product(("R", "S(0)", "S(1)"), repeat=2)
-]
-PAIRS = [
-    *itertools.permutations(SHARDED, 2),
-    ("a: P, b: R", "a: R, b: R"),
-    ("a: P, b: P", "a: R, b: R"),
-    ("a: P, b: P", "a: S(0), b: S(0)"),
-    ("a: P, b: S(0)", "a: S(1), b: S(0)"),
-    ("a: S(0), b: P", "a: S(1), b: S(0)"),
-]
-Seconds = dict[tuple[str, str], dict[str, list[float]]]
+CASE = Case((2, 2), (4096, 4096))
+RANKS = 4
+ROUNDS = 6  # a multiple of the three ways: each follows each equally often
+PARTIAL: tuple[Pair, ...] = (
+    (("P", "R"), ("R", "R")),
+    (("R", "P"), ("R", "S1")),
+    (("P", "S1"), ("S0", "S1")),
+    (("S0", "P"), ("R", "R")),
+    (("P", "P"), ("R", "R")),
+    (("P", "P"), ("S0", "S0")),
+    (("P", "P"), ("S0", "S1")),
+)
+Seconds = dict[str, list[float]]  # by way, of each round
+RESULT = Path(__file__).parent / "results" / "reshard_time.json"
 
 
-def measure() -> Seconds:
-    """On every rank: seconds of each way of each pair, round by round."""
-    logging.disable(logging.WARNING)  # DTensor says of some pairs that it moves more than it must
-    whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
-    found: Seconds = {}
-    for number, (src, dst) in enumerate(PAIRS):
-        before, after = Layout(MESH, src), Layout(MESH, dst)
-        x = distribute(whole, before)
-        _, placements = torch_layout(after, "cpu")
-        ways: dict[str, Callable[[], DTensor]] = {
-            "weft": lambda x=x, after=after: reshard(x, placements=after),
-            "dtensor": lambda x=x, placements=placements: x.redistribute(placements=placements),
-        }
-        if number % 4 == 0:
-            ways["dtensor again"] = ways["dtensor"]
-        mine = whole[after.local_slices(SHAPE, dist.get_rank())]
-        for name, way in ways.items():
-            assert torch.equal(way().to_local(), mine), f"{name}: {src} -> {dst}"
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(ROUNDS):
-            names = list(ways)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                dist.barrier()
-                start = time.perf_counter()
-                result = ways[name]().to_local()
-                seconds[name].append(time.perf_counter() - start)
-                del result
-        found[src, dst] = seconds
-    return found
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One pair. weft, again: medians over the rounds of Weft's time, and of DTensor's second, over DTensor's first."""
+
+    src: str
+    dst: str
+    moves: bool
+    dtensor_ms: float
+    weft: float
+    p20: float
+    p80: float
+    again: float
+
+
+def measure(pairs: Sequence[Pair]) -> list[Seconds]:
+    """On every rank, for every pair: seconds of Weft, of DTensor, and of DTensor once more as the noise floor."""
+    return [_timed(pair) for pair in pairs]
+
+
+def _timed(pair: Pair) -> Seconds:
+    mesh = device_mesh(ProcessMesh.grid(a=2, b=2), "cpu")
+    src, dst = (placements(layout) for layout in pair)
+    tensor = DTensor.from_local(_part(pair[0], addend=True), mesh, src, run_check=False)
+    expected = _part(pair[1]) * 3 ** pair[0].count("P")
+    ways: dict[str, Callable[[], DTensor]] = {
+        "weft": lambda: reshard(tensor, placements=dst),
+        "dtensor": lambda: tensor.redistribute(mesh, dst),
+    }
+    for name, way in ways.items():
+        assert torch.equal(way().to_local(), expected), f"{name}, {pair}: not what slices of the whole tensor hold"
+    ways["again"] = ways["dtensor"]
+    names = list(ways)
+    seconds: Seconds = {name: [] for name in names}
+    for number in range(ROUNDS):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            start = time.perf_counter()
+            ways[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _part(layout: Placements, *, addend: bool = False) -> torch.Tensor:
+    """This rank's part of a tensor of small integers, whose sums are exact in fp32.
+
+    addend: once or twice that along an axis of "P", which sums to three times.
+    """
+    coordinate = divmod(dist.get_rank(), CASE.mesh[1])
+    rows, columns = (torch.arange(*bounds, dtype=torch.float32) for bounds in slices(CASE, layout, coordinate))
+    part = (rows[:, None] * 31 + columns * 7) % 1021
+    times = [1 + index for word, index in zip(layout, coordinate, strict=True) if word == "P" and addend]
+    return part * math.prod(times)
 
 
 @pytest.mark.timeout(600)
-def test_reshard_time_against_redistribute(pool: Pool) -> None:
-    ranks = pool.run(measure, ranks=RANKS, timeout=580)
-    print(f"\n{SHAPE[0]} x {SHAPE[1]} float32 on 2 x 2 gloo processes, CPU time, {ROUNDS} rounds")
-    print(f"{'from':18} {'to':18} {'weft, ms':>9} {'dtensor, ms':>12} {'ratio (lowest - highest)':>25}")
-    ratios, floor = [], []
-    for src, dst in PAIRS:
-        # A change lasts until its slowest rank is done.
-        slowest = {
-            name: [max(each) for each in zip(*(rank[src, dst][name] for rank in ranks), strict=True)]
-            for name in ranks[0][src, dst]
-        }
-        paired = sorted(a / b for a, b in zip(slowest["weft"], slowest["dtensor"], strict=True))
-        moves = plan(Layout(MESH, src), Layout(MESH, dst), SHAPE, torch.float32).max_received_bytes > 0
-        if moves:
-            ratios.append(statistics.median(paired))
-        if "dtensor again" in slowest:
-            floor.append(
-                statistics.median(a / b for a, b in zip(slowest["dtensor again"], slowest["dtensor"], strict=True))
-            )
-        times = [1e3 * statistics.median(slowest[name]) for name in ("weft", "dtensor")]
-        spread = f"{statistics.median(paired):.2f} ({paired[0]:.2f} - {paired[-1]:.2f})" if moves else "moves nothing"
-        print(f"{src:18} {dst:18} {times[0]:>9.1f} {times[1]:>12.1f} {spread:>25}")
-    mean, noise = (math.exp(statistics.fmean(map(math.log, each))) for each in (ratios, floor))
-    print(
-        f"geometric mean of weft / dtensor over the {len(ratios)} that move: {mean:.2f}; of dtensor with itself: {noise:.2f}"
+def test_reshard_time(pool: Pool) -> None:
+    pairs = [*sorted(CASE.pairs()), *PARTIAL]
+    by_rank = pool.run(measure, pairs, ranks=RANKS, timeout=580)
+    ratios = [_ratio(pair, ranks) for pair, ranks in zip(pairs, zip(*by_rank, strict=True), strict=True)]
+    moving = [ratio for ratio in ratios if ratio.moves]
+    print(f"\nlayout changes of a 64 MB fp32 tensor, mesh 2x2, {RANKS} gloo processes, CPU time, {ROUNDS} rounds")
+    print(f"{'':16}{'DTensor, ms':>12}{'Weft / DTensor (p20 - p80)':>30}{'DTensor again':>16}")
+    for ratio in [*moving, *(ratio for ratio in ratios if not ratio.moves)]:
+        spread = f"{ratio.weft:.2f} ({ratio.p20:.2f} - {ratio.p80:.2f})"
+        way = f"{ratio.src} -> {ratio.dst}"
+        note = "" if ratio.moves else "   moves nothing: not in the mean"
+        print(f"{way:16}{ratio.dtensor_ms:12.2f}{spread:>30}{ratio.again:16.2f}{note}")
+    mean, floor = (statistics.geometric_mean(getattr(each, way) for each in moving) for way in ("weft", "again"))
+    lowest, highest = min(each.again for each in moving), max(each.again for each in moving)
+    print(f"geometric mean over {len(moving)} pairs: Weft / DTensor {mean:.2f}")
+    print(f"noise floor: DTensor again / DTensor {floor:.2f}, of one pair {lowest:.2f} to {highest:.2f}")
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(asdict(ratio)) for ratio in ratios) + "\n]\n")
+
+
+def _ratio(pair: Pair, ranks: Sequence[Seconds]) -> Ratio:
+    """A layout change lasts until its slowest rank is done."""
+    seconds = {way: [max(each) for each in zip(*(rank[way] for rank in ranks), strict=True)] for way in ranks[0]}
+    weft, again = ([a / b for a, b in zip(seconds[way], seconds["dtensor"], strict=True)] for way in ("weft", "again"))
+    low, *_, high = statistics.quantiles(weft, n=5)
+    return Ratio(
+        src="".join(pair[0]),
+        dst="".join(pair[1]),
+        moves="P" in pair[0] or lower_bound_bytes(CASE, *pair) > 0,
+        dtensor_ms=statistics.median(seconds["dtensor"]) * 1e3,
+        weft=statistics.median(weft),
+        p20=low,
+        p80=high,
+        again=statistics.median(again),
     )
-    assert mean < 1, "fewer bytes take less time"
