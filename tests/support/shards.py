@@ -49,8 +49,9 @@ def addends(whole: Tensor, op: str, count: int) -> list[Tensor]:
         signs = [1 - 2 * part.remainder(2) for part in noise[1:]]
         return [functools.reduce(torch.mul, signs, whole), *signs]
     step = 1 if op == "min" else -1
-    lesser = [whole + step * part for part in noise]
-    return [*lesser[1:], whole]
+    order = torch.arange(whole.numel()).reshape(whole.shape).mul(7).floor_divide(5)
+    owner = order.remainder(count)  # of the least, or greatest, addend: another one along every dim
+    return [torch.where(owner == i, whole, whole + step * (part + 1)) for i, part in enumerate(noise)]
 
 
 def split(whole: Tensor, layout: Layout) -> dict[int, Tensor]:

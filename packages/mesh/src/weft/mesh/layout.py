@@ -152,6 +152,10 @@ class Layout:
             return (0,)
         return tuple(part.stop - part.start for part in self.local_slices(global_shape, rank))
 
+    def largest_local_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the local part of the mesh's first rank, which no other's exceeds in any dim."""
+        return self.local_shape(global_shape, next(iter(self.mesh)))
+
 
 @lru_cache(maxsize=65536)
 def _local_slices(layout: Layout, global_shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import chain, islice, product
+from itertools import islice, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from .placement import Partial
@@ -92,7 +92,7 @@ def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
     mesh = layout.mesh
     partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
     rows = [["rank", *(f"dim {dim}" for dim in cut), *(f"{axis}: {layout[axis]}" for axis in partial)]]
-    for rank, index in zip(mesh.ranks[:LINES], product(*map(range, mesh.shape)), strict=False):
+    for rank, index in zip(islice(mesh, LINES), product(*map(range, mesh.shape)), strict=False):
         coordinate = dict(zip(mesh.axis_names, index, strict=True))
         addend = [f"{coordinate[axis]} of {mesh.axis_size(axis)}" for axis in partial]
         rows.append([str(rank), *(_label(layout, shape, dim, coordinate) for dim in cut), *addend])
@@ -143,15 +143,7 @@ def _cell(layout: Layout, at: Coordinate) -> Cell:
 
 def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
     """The ranks at a coordinate of some of the axes, in increasing order."""
-    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    longest = max((axis for axis in sizes if axis not in at), key=sizes.__getitem__, default=None)
-    starts, stride = [0], 1
-    for axis, size in sizes.items():
-        indices = range(size) if axis not in at and axis != longest else (at.get(axis, 0),)
-        starts = [start * size + index for start in starts for index in indices]
-        stride = 1 if axis == longest else stride * size
-    span = stride * sizes[longest] if longest is not None else 1  # along the longest axis one slice: fast on any mesh
-    return sorted(chain.from_iterable(mesh.ranks[start : start + span : stride] for start in starts))
+    return sorted(mesh.select(**at)) if len(at) < mesh.ndim else [mesh.rank_at(**at)]
 
 
 def _text(cell: Cell, items: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from itertools import product
+from functools import cached_property, lru_cache
+from itertools import islice, product
 from typing import Any
+
+from .ranks import Ranks
 
 Index = int | slice
 
@@ -16,104 +18,105 @@ class ProcessMesh:
     """Ranks laid out on named axes, row-major: the last axis varies fastest.
 
     Two meshes with the same names, shape and ranks are the same mesh, in every process and whatever was made
-    before them: equal, same hash, same digest.
+    before them: equal, same hash, same digest. A part of a grid is held as strides, at no cost for each rank.
     """
 
-    __slots__ = ("__dict__", "axis_names", "ranks", "shape")
-    shape: tuple[int, ...]
+    __slots__ = ("__dict__", "_ranks", "axis_names")
     axis_names: tuple[str, ...]
-    ranks: tuple[int, ...]
+    _ranks: Ranks
 
     def __init__(self, ranks: Sequence[Any], axis_names: Sequence[str]) -> None:
         shape, flat = _flatten(ranks)
-        self._set(shape, tuple(axis_names), tuple(flat))
+        names = _checked_names(shape, axis_names)
+        for rank in flat:
+            if not _is_int(rank) or rank < 0:
+                raise ValueError(f"rank {rank!r} is not an int >= 0")
+        if len(set(flat)) != len(flat):
+            seen: set[int] = set()
+            repeated = next(rank for rank in flat if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
+            raise ValueError(f"rank {repeated} stands twice in the mesh; a rank has one coordinate")
+        self._set(names, Ranks.listed(shape, flat))
 
     @classmethod
     def grid(cls, *, first_rank: int = 0, **sizes: int) -> ProcessMesh:
         """The mesh of consecutive ranks: `ProcessMesh.grid(dp=2, tp=4)` holds ranks 0 to 7."""
         for name, size in sizes.items():
-            if not _is_int(size) or size < 1:
-                raise ValueError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
-        size = math.prod(sizes.values())
-        return cls._make(tuple(sizes.values()), tuple(sizes), tuple(range(first_rank, first_rank + size)))
+            _check_size(name, size)
+        if not _is_int(first_rank) or first_rank < 0:
+            raise ValueError(f"rank {first_rank!r} is not an int >= 0")
+        shape = tuple(sizes.values())
+        return cls._make(_checked_names(shape, tuple(sizes)), Ranks.consecutive(shape, first_rank))
 
     @classmethod
-    def _make(cls, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> ProcessMesh:
+    def _make(cls, axis_names: tuple[str, ...], ranks: Ranks) -> ProcessMesh:
         mesh = cls.__new__(cls)
-        mesh._set(shape, axis_names, ranks)
+        mesh._set(axis_names, ranks)
         return mesh
 
-    def _set(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
-        if len(shape) != len(axis_names):
-            raise ValueError(
-                f"{len(axis_names)} axis names {axis_names} for ranks of shape {shape}; give one per level"
-            )
-        for name in axis_names:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise ValueError(f"axis name {name!r} is not an identifier; name axes like 'dp' or 'tp'")
-        if len(set(axis_names)) != len(axis_names):
-            raise ValueError(f"axis names {axis_names} repeat a name; each axis needs its own")
-        if not shape or not ranks:
-            raise ValueError(f"ranks of shape {shape} hold no rank; a mesh has at least one axis and one rank")
-        for rank in ranks:
-            if not _is_int(rank) or rank < 0:
-                raise ValueError(f"rank {rank!r} is not an int >= 0")
-        if len(set(ranks)) != len(ranks):
-            repeated = next(r for i, r in enumerate(ranks) if r in ranks[:i])
-            raise ValueError(f"rank {repeated} stands twice in the mesh; a rank has one coordinate")
-        for name, value in (("shape", shape), ("axis_names", axis_names), ("ranks", ranks)):
-            object.__setattr__(self, name, value)
+    def _set(self, axis_names: tuple[str, ...], ranks: Ranks) -> None:
+        object.__setattr__(self, "axis_names", axis_names)
+        object.__setattr__(self, "_ranks", ranks)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a ProcessMesh is immutable; cannot set {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ProcessMesh._make, (self.shape, self.axis_names, self.ranks)
+        return ProcessMesh._make, (self.axis_names, self._ranks)
 
     # What it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._ranks.shape
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
-        return len(self.ranks)
+        return math.prod(self.shape)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them, row-major. Made when first asked for; to look at some of many, iterate over the mesh."""
+        return tuple(self._ranks)
 
     @cached_property
     def digest(self) -> str:
         """Hex digest of the content, the same in every process."""
-        text = repr((self.axis_names, self.shape, self.ranks))
+        ranks = self._ranks
+        text = repr((self.axis_names, ranks.shape, ranks.first, ranks.strides, ranks.table))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def _position(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self.ranks)}
-
-    @cached_property
     def _hash(self) -> int:
-        return hash((self.axis_names, self.shape, self.ranks))
+        return hash((self.axis_names, self._ranks))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, ProcessMesh):
             return NotImplemented
-        return (self.axis_names, self.shape, self.ranks) == (other.axis_names, other.shape, other.ranks)
+        return self.axis_names == other.axis_names and self._ranks == other._ranks
 
     def __hash__(self) -> int:
         return self._hash
 
+    def __iter__(self) -> Iterator[int]:
+        """Its ranks, row-major."""
+        return iter(self._ranks)
+
     def __contains__(self, rank: object) -> bool:
-        return rank in self._position
+        return isinstance(rank, int) and _index(self, rank) is not None
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
-        first = self.ranks[0]
-        if self.ranks == tuple(range(first, first + self.size)):
+        first = next(iter(self))
+        if self._ranks == Ranks.consecutive(self.shape, first):
             return f"ProcessMesh.grid({sizes}{f', first_rank={first}' if first else ''})"
-        shown = str(list(self.ranks)) if self.size <= 16 else f"[{first}, {self.ranks[1]}, ... {self.size} ranks]"
-        return f"ProcessMesh({sizes}, ranks={shown})"
+        shown = ", ".join(map(str, islice(self, 2 if self.size > 16 else 16)))
+        return f"ProcessMesh({sizes}, ranks=[{shown}{f', ... {self.size} ranks' if self.size > 16 else ''}])"
 
     def axis(self, name: str) -> int:
         """Position of axis `name` among the axes."""
@@ -127,22 +130,14 @@ class ProcessMesh:
 
     def coordinate(self, rank: int) -> dict[str, int] | None:
         """Index of `rank` along each axis; None for a rank outside the mesh."""
-        position = self._position.get(rank)
-        if position is None:
-            return None
-        index = {}
-        for name, size in zip(reversed(self.axis_names), reversed(self.shape), strict=True):
-            position, index[name] = divmod(position, size)
-        return {name: index[name] for name in self.axis_names}
+        index = _index(self, rank)
+        return None if index is None else dict(zip(self.axis_names, index, strict=True))
 
     def rank_at(self, **index: int) -> int:
         """The rank at one index per axis: `mesh.rank_at(dp=0, tp=1)`."""
         if set(index) != set(self.axis_names):
             raise ValueError(f"rank_at got {sorted(index)}; give one index for each of {', '.join(self.axis_names)}")
-        position = 0
-        for name, size in zip(self.axis_names, self.shape, strict=True):
-            position = position * size + self._checked(name, index[name])
-        return self.ranks[position]
+        return self._ranks.at([self._checked(name, index[name]) for name in self.axis_names])
 
     def _checked(self, name: str, index: int) -> int:
         size = self.axis_size(name)
@@ -154,19 +149,21 @@ class ProcessMesh:
 
     def select(self, **index: Index) -> ProcessMesh:
         """The part at `index`: an int drops its axis, a slice keeps it."""
-        picks: list[range] = [range(size) for size in self.shape]
-        kept = list(range(self.ndim))
+        picks: list[range | int] = [range(size) for size in self.shape]
         for name, at in index.items():
             axis = self.axis(name)
             if isinstance(at, slice):
-                picks[axis] = picks[axis][at]
+                picks[axis] = pick = range(self.shape[axis])[at]
+                if not pick:
+                    raise ValueError(
+                        f"{at} of axis {name!r} of size {self.shape[axis]} holds no rank; give start < stop <= {self.shape[axis]}"
+                    )
             else:
-                picks[axis] = range(self._checked(name, at), at + 1)
-                kept.remove(axis)
-        ranks = tuple(self._gather(picks))
-        if not kept:
+                picks[axis] = self._checked(name, at)
+        names = tuple(name for name, pick in zip(self.axis_names, picks, strict=True) if isinstance(pick, range))
+        if not names:
             raise ValueError(f"select({index}) drops every axis; use rank_at for a single rank")
-        return self._make(tuple(len(picks[a]) for a in kept), tuple(self.axis_names[a] for a in kept), ranks)
+        return self._make(names, self._ranks.take(picks))
 
     def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
         """The mesh with axis `name` first; with `index`, that slice along it, and no mesh made in between."""
@@ -197,18 +194,14 @@ class ProcessMesh:
         axes = [self.axis(name) for name in names]
         if sorted(axes) != list(range(self.ndim)):
             raise ValueError(f"permute{names} must name each of {', '.join(self.axis_names)} once")
-        if axes == list(range(self.ndim)):
-            return self
-        strides = self._strides()
-        shape = tuple(self.shape[a] for a in axes)
-        offsets = product(*(range(0, self.shape[a] * strides[a], strides[a]) for a in axes))
-        return self._make(shape, names, tuple(self.ranks[sum(offset)] for offset in offsets))
+        return self if axes == list(range(self.ndim)) else self._make(names, self._ranks.permute(axes))
 
     def rename(self, **names: str) -> ProcessMesh:
         """The same mesh with axes renamed: `mesh.rename(dp="data")`."""
         for name in names:
             self.axis(name)
-        return self._make(self.shape, tuple(names.get(name, name) for name in self.axis_names), self.ranks)
+        renamed = tuple(names.get(name, name) for name in self.axis_names)
+        return self._make(_checked_names(self.shape, renamed), self._ranks)
 
     def flatten(self, names: Sequence[str], *, into: str) -> ProcessMesh:
         """Neighbouring axes `names`, major first, made into the one axis `into`."""
@@ -216,24 +209,20 @@ class ProcessMesh:
         if not axes or axes != list(range(axes[0], axes[0] + len(axes))):
             raise ValueError(f"axes {tuple(names)} are not neighbours in {self.axis_names}; permute the mesh first")
         first, end = axes[0], axes[-1] + 1
-        shape = (*self.shape[:first], math.prod(self.shape[first:end]), *self.shape[end:])
-        return self._make(shape, (*self.axis_names[:first], into, *self.axis_names[end:]), self.ranks)
+        ranks = self._ranks.merge(first, end)
+        flat = (*self.axis_names[:first], into, *self.axis_names[end:])
+        return self._make(_checked_names(ranks.shape, flat), ranks)
 
     def unflatten(self, name: str, **sizes: int) -> ProcessMesh:
         """Axis `name` cut into the axes `sizes`, major first: `mesh.unflatten("dp", replica=2, shard=4)`."""
         at = self.axis(name)
-        if math.prod(sizes.values()) != self.shape[at] or any(size < 1 for size in sizes.values()):
+        for part, size in sizes.items():
+            _check_size(part, size)
+        if not sizes or math.prod(sizes.values()) != self.shape[at]:
             raise ValueError(f"axis {name!r} of size {self.shape[at]} cannot be unflattened into sizes {sizes}")
-        shape = (*self.shape[:at], *sizes.values(), *self.shape[at + 1 :])
-        return self._make(shape, (*self.axis_names[:at], *sizes, *self.axis_names[at + 1 :]), self.ranks)
-
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim))
-
-    def _gather(self, picks: Sequence[range]) -> Iterator[int]:
-        strides = self._strides()
-        for index in product(*picks):
-            yield self.ranks[sum(i * stride for i, stride in zip(index, strides, strict=True))]
+        ranks = self._ranks.split(at, tuple(sizes.values()))
+        names = (*self.axis_names[:at], *sizes, *self.axis_names[at + 1 :])
+        return self._make(_checked_names(ranks.shape, names), ranks)
 
 
 def as_mesh(value: Any) -> ProcessMesh:
@@ -247,6 +236,31 @@ def as_mesh(value: Any) -> ProcessMesh:
         raise ValueError(f"{value!r} is not a mesh; give a ProcessMesh or a DeviceMesh")
     ranks = value.mesh.tolist()
     return ProcessMesh(ranks, value.mesh_dim_names or [f"axis{axis}" for axis in range(value.ndim)])
+
+
+@lru_cache(maxsize=65536)
+def _index(mesh: ProcessMesh, rank: int) -> tuple[int, ...] | None:
+    """Of `rank` along each axis. Kept, as every process asks for its own again and again."""
+    return mesh._ranks.find(rank)
+
+
+def _checked_names(shape: tuple[int, ...], axis_names: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(axis_names)
+    if len(shape) != len(names):
+        raise ValueError(f"{len(names)} axis names {names} for ranks of shape {shape}; give one per level")
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"axis name {name!r} is not an identifier; name axes like 'dp' or 'tp'")
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis names {names} repeat a name; each axis needs its own")
+    if not shape or 0 in shape:
+        raise ValueError(f"ranks of shape {shape} hold no rank; a mesh has at least one axis and one rank")
+    return names
+
+
+def _check_size(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
 
 
 def _is_int(value: object) -> bool:

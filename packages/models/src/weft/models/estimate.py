@@ -64,7 +64,7 @@ def _gradient_buckets(
         partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
         axes = tuple(axis for axis in mesh.axis_names if axis in partial)
         if axes:
-            local = layouts[name].local_shape(parameter.shape, mesh.ranks[0])
+            local = layouts[name].largest_local_shape(parameter.shape)
             filling[axes] += math.prod(local) * parameter.element_size()
             if filling[axes] >= BUCKET_BYTES:
                 del filling[axes]

@@ -84,7 +84,7 @@ def _spread(target: Layout, shape: Shape) -> Layout:
 
 def _dim_to_cut(layout: Layout, axis: str, shape: Shape, prefer: list[int]) -> int | None:
     """The dim to shard over `axis`: one that divides evenly, a preferred one, the largest; in that order."""
-    local = layout.local_shape(shape, layout.mesh.ranks[0])
+    local = layout.largest_local_shape(shape)
     dims = sorted(
         range(len(shape)),
         key=lambda dim: (local[dim] % layout.mesh.axis_size(axis) != 0, dim not in prefer, -local[dim]),

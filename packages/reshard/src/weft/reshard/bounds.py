@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 from weft.mesh import Layout, Partial, Replicate, Shard
 
@@ -55,7 +56,7 @@ def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
 
 def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, reduced: bool) -> int:
     most = 0
-    for rank in dst.mesh.ranks[:LOOKED_AT]:
+    for rank in islice(dst.mesh, LOOKED_AT):
         need = dst.local_slices(shape, rank)
         needed = volume(need)
         if needed > most:
@@ -75,7 +76,7 @@ def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str]
     if reduced:
         return 0
     most = 0
-    for rank in dst.mesh.ranks[:LOOKED_AT]:
+    for rank in islice(dst.mesh, LOOKED_AT):
         group = dst.mesh.submesh(rank, *shared).ranks
         need = dst.local_slices(shape, rank)
         held = sum(_overlap(need, src.local_slices(shape, other)) for other in group)

@@ -73,7 +73,7 @@ class Bucket:
             self._items[parameter] = (total, target, way)
             return
         self._items[parameter] = (grad, target, way)
-        self.nbytes += grad.dtype.itemsize * math.prod(layout.local_shape(grad.shape, layout.mesh.ranks[0]))
+        self.nbytes += grad.dtype.itemsize * math.prod(layout.largest_local_shape(grad.shape))
 
     def start(self) -> None:
         """Starts the first collective. Communication: groups over several axes are made by all ranks of the world."""

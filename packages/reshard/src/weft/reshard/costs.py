@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 from weft.mesh import Layout
+from weft.mesh.extents import largest_part
 
 from .exchange import Messages, messages_of
 from .layouts import dual_layout
@@ -65,7 +66,7 @@ def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence
     """Shape of the largest part of a local tensor of shape `whole` that the step gathers or scatters."""
     part = list(whole)
     for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
-        part[dim] = -(-part[dim] // layout.mesh.axis_size(axis))
+        part[dim] = largest_part(part[dim], layout.mesh.axis_size(axis))
     return part
 
 

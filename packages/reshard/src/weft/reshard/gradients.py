@@ -168,7 +168,7 @@ def _sharded(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layou
     for axis in axes:
         if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
             size = layout.mesh.axis_size(axis)
-            local = layout.local_shape(shape, layout.mesh.ranks[0])
+            local = layout.largest_local_shape(shape)
             dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
             layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
     return layout

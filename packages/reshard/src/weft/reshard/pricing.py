@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.mesh import Layout, ProcessMesh
+from weft.mesh.extents import chunk, largest_part
 
 from .steps import AllGather, AllReduce, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
 from .topology import Topology
@@ -42,7 +43,7 @@ class Sizes:
         """Size of the first part of a dim cut by `axes`."""
         size = self.shape[dim]
         for axis in axes:
-            size = -(-size // self.axes[axis])
+            size = largest_part(size, self.axes[axis])
         return size
 
     def local(self, spec: Spec) -> int:
@@ -108,7 +109,8 @@ class Sizes:
                 return 0
             size = self.extent(dim, shorter)
             for axis in longer[len(shorter) :]:
-                size = max(0, size - (self.axes[axis] - 1) * -(-size // self.axes[axis]))
+                start, stop = chunk(size, self.axes[axis], self.axes[axis] - 1)
+                size = stop - start
             elements *= size
         return elements
 

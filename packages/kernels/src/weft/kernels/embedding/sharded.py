@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from weft.mesh import Layout, LayoutError, Shard, infer
+from weft.mesh import Layout, Shard, infer
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply
@@ -33,18 +33,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     tokens, weight = layouts
     tokens_shape, weight_shape = shapes
     assert tokens is not None and weight is not None and tokens_shape is not None and weight_shape, "both are given"
-    if tokens.is_partial():
-        raise LayoutError(f"embedding takes whole tokens, got ({tokens}); reshard them to Replicate()")
+    output = infer.embedding(tokens, weight, len(tokens_shape))
     lead = ascii_lowercase[: len(tokens_shape)]
-    vocab_axes = weight.shard_order.get(0, ())
-    for axis in vocab_axes:
-        if isinstance(tokens[axis], Shard):
-            raise LayoutError(
-                f"axis {axis!r} shards both the tokens ({tokens}) and the vocabulary of the table ({weight}); "
-                f"reshard the tokens to Replicate() on {axis!r}"
-            )
-    one_hot = tokens.replace(**{axis: Shard(len(tokens_shape)) for axis in vocab_axes})
-    output = infer.einsum(f"{lead}y,yz->{lead}z", one_hot, weight)
+    one_hot = tokens.replace(**dict.fromkeys(weight.shard_order.get(0, ()), Shard(len(tokens_shape))))
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         return None, infer.einsum(f"{lead}y,{lead}z->yz", one_hot, grad)

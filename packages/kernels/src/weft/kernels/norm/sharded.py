@@ -28,9 +28,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     x, weight = layouts
     shape, _ = shapes
     assert x is not None and weight is not None and shape is not None, "both are given"
-    infer.whole("rms_norm", "x", x, len(shape) - 1)
+    output = infer.whole("rms_norm", "x", x, len(shape) - 1)
     infer.whole("rms_norm", "the weight", weight, 0)
-    return Sharding(x, shape, independent(x, layouts))
+    return Sharding(output, shape, independent(output, layouts))
 
 
 RMS_NORM = Op("rms_norm", reference.forward, reference.backward, _rule)

@@ -33,12 +33,11 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     x, cos, sin = layouts
     shape, table, _ = shapes
     assert x is not None and cos is not None and sin is not None and shape and table, "all are given"
-    infer.whole("rope", "x", x, len(shape) - 2)
+    output = infer.whole("rope", "x", x, len(shape) - 2)
     for name, layout in (("cos", cos), ("sin", sin)):
-        infer.whole("rope", name, layout, 0)
-        infer.whole("rope", name, layout, 1)
+        infer.whole("rope", name, layout, (0, 1))
     check_heads("rope", x, shape, 2 * table[1])
-    return Sharding(x, shape, independent(x, layouts))
+    return Sharding(output, shape, independent(output, layouts))
 
 
 ROPE = Op("rope", reference.forward, reference.backward, _rule)

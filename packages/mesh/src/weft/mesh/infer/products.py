@@ -1,0 +1,38 @@
+"""Sums of products: matrix products, dot products, scalings, outer products."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..errors import LayoutError
+from ..layout import Layout
+from ..placement import Partial, Placement
+from .terms import Operation, Placements, infer, one_reduction
+
+
+@lru_cache(maxsize=65536)
+def einsum(equation: str, *layouts: Layout) -> Layout:
+    """Layout of `torch.einsum(equation, ...)` computed on the local parts.
+
+    An axis that shards a contracted index leaves the output Partial(sum); one that shards a kept index shards the
+    output. One operand may be Partial(sum) or Partial(avg) on an axis where the others replicate, for einsum is linear
+    in each. Where nothing is contracted, one operand alone may be Partial by any reduction, and all by product.
+    Raises LayoutError where the local parts do not fit together, and for an equation that does not fit the layouts.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = tuple(inputs.split(","))
+    if not arrow or not all(index.isalpha() or index == "," for index in inputs + output):
+        raise LayoutError(f"einsum {equation!r}: name each index by a letter, the output's too: 'mk,kn->mn'")
+    if len(terms) != len(layouts):
+        raise LayoutError(f"einsum {equation!r} has {len(terms)} operands, got {len(layouts)} layouts")
+    contracts = not set(inputs) - {","} <= set(output)
+
+    def partial(placements: Placements) -> Placement | None:
+        found = [placement for placement in placements if isinstance(placement, Partial)]
+        if len(found) == 1 and (found[0].op in ("sum", "avg") or (len(placements) == 1 and not contracts)):
+            return found[0]
+        product = Partial("product")
+        return product if one_reduction(placements) == product and not contracts else None
+
+    operands = tuple(f"operand {position} ({term!r})" for position, term in enumerate(terms))
+    return infer(Operation(f"einsum {equation!r}", terms, output, partial, Partial("sum"), operands=operands), layouts)

@@ -1,0 +1,127 @@
+"""The ranks of a mesh, one for each index: strides where they are regular, so that 131,072 of them cost no more than 8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise, product
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """`first + sum(index * stride)` for each index; where there is a table, its entry of that number.
+
+    Equal content has equal fields: there is no table wherever an index can be read back from its rank digit by digit,
+    as in every part of a grid; an axis of size 1 has stride 0; a table is row-major and holds these ranks alone.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    strides: tuple[int, ...]
+    table: tuple[int, ...] | None = None
+    _places: dict[int, int] = field(default_factory=dict, compare=False, repr=False)  # of each rank in the table
+
+    @classmethod
+    def consecutive(cls, shape: tuple[int, ...], first: int) -> Ranks:
+        """first, first + 1, … in row-major order."""
+        return cls._regular(shape, first, _row_major(shape))
+
+    @classmethod
+    def listed(cls, shape: tuple[int, ...], ranks: Sequence[int]) -> Ranks:
+        """One rank for each index, in row-major order."""
+        steps = _row_major(shape)
+        strides = [ranks[step] - ranks[0] if size > 1 else 0 for size, step in zip(shape, steps, strict=True)]
+        regular = cls._regular(shape, ranks[0], strides)
+        if _reads_back(shape, strides) and tuple(regular) == tuple(ranks):
+            return regular
+        return cls(shape, 0, steps, tuple(ranks), {rank: place for place, rank in enumerate(ranks)})
+
+    @classmethod
+    def _regular(cls, shape: tuple[int, ...], first: int, strides: Sequence[int]) -> Ranks:
+        return cls(shape, first, tuple(s if size > 1 else 0 for size, s in zip(shape, strides, strict=True)))
+
+    def __iter__(self) -> Iterator[int]:
+        if self.table is not None:
+            return iter(self.table)
+        return _numbers(self.shape, self.first, self.strides)
+
+    def at(self, index: Sequence[int]) -> int:
+        """The rank at an index along each axis."""
+        number = self.first + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
+        return number if self.table is None else self.table[number]
+
+    def find(self, rank: int) -> tuple[int, ...] | None:
+        """The index of `rank` along each axis; None where it is not one of these."""
+        left = rank if self.table is None else self._places.get(rank, -1)
+        # Where a stride is negative, its axis counts down from its own end.
+        left -= self.first + sum(min(0, (size - 1) * s) for size, s in zip(self.shape, self.strides, strict=True))
+        index = [0] * len(self.shape)
+        for axis in sorted(range(len(index)), key=lambda axis: -abs(self.strides[axis])):
+            if stride := self.strides[axis]:
+                index[axis], left = divmod(left, abs(stride))
+                if not 0 <= index[axis] < self.shape[axis]:
+                    return None
+                if stride < 0:
+                    index[axis] = self.shape[axis] - 1 - index[axis]
+        return tuple(index) if left == 0 else None
+
+    def take(self, picks: Sequence[range | int]) -> Ranks:
+        """Those at the picked indices; an int drops its axis, a range keeps it."""
+        first, shape, strides = self.first, [], []
+        for pick, stride in zip(picks, self.strides, strict=True):
+            if isinstance(pick, range):
+                first += pick.start * stride
+                shape.append(len(pick))
+                strides.append(pick.step * stride)
+            else:
+                first += pick * stride
+        return self._view(tuple(shape), first, strides)
+
+    def permute(self, axes: Sequence[int]) -> Ranks:
+        """The axes in another order."""
+        return self._view(tuple(self.shape[axis] for axis in axes), self.first, [self.strides[axis] for axis in axes])
+
+    def merge(self, start: int, stop: int) -> Ranks:
+        """Axes start to stop - 1 made one, the first of them the major one."""
+        shape = (*self.shape[:start], math.prod(self.shape[start:stop]), *self.shape[stop:])
+        merged = list(zip(self.shape, self.strides, strict=True))[start:stop]
+        axes = [(size, stride) for size, stride in merged if size > 1]
+        if self.table is None and all(outer == size * inner for (_, outer), (size, inner) in pairwise(axes)):
+            stride = axes[-1][1] if axes else 0
+            return self._regular(shape, self.first, (*self.strides[:start], stride, *self.strides[stop:]))
+        return self.listed(shape, tuple(self))
+
+    def split(self, axis: int, sizes: Sequence[int]) -> Ranks:
+        """One axis cut into several of these sizes, the first of them the major one."""
+        shape = (*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+        if self.table is not None:
+            return self.listed(shape, self.table)
+        steps = (self.strides[axis] * step for step in _row_major(sizes))
+        return self._regular(shape, self.first, (*self.strides[:axis], *steps, *self.strides[axis + 1 :]))
+
+    def _view(self, shape: tuple[int, ...], first: int, strides: Sequence[int]) -> Ranks:
+        if self.table is None:
+            return self._regular(shape, first, strides)
+        return self.listed(shape, [self.table[number] for number in _numbers(shape, first, strides)])
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of each axis."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _reads_back(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a step along an axis is longer than all the way along those with shorter steps."""
+    reach = 0
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def _numbers(shape: Sequence[int], first: int, strides: Sequence[int]) -> Iterator[int]:
+    """`first + sum(index * stride)` for each index, in row-major order."""
+    *outer, inner = (range(0, size * s, s) if s else (0,) for size, s in zip(shape, strides, strict=True))
+    return chain.from_iterable([start + step for step in inner] for start in map(sum, product((first,), *outer)))

@@ -1,0 +1,182 @@
+"""What the rules of layout inference give for the layouts of a transformer, and what they say when they refuse."""
+
+import pickle
+
+import pytest
+from weft.mesh import Layout, LayoutError, ProcessMesh, infer
+
+GRID = ProcessMesh.grid(dp=2, tp=2)
+LINE = ProcessMesh.grid(tp=2)
+
+
+@pytest.mark.parametrize(
+    "equation, layouts, result",
+    [
+        pytest.param("mk,kn->mn", ("", ""), "", id="replicated"),
+        pytest.param("mk,kn->mn", ("dp: S(0)", "tp: S(1)"), "dp: S(0), tp: S(1)", id="column"),
+        pytest.param("mk,kn->mn", ("dp: S(0), tp: S(1)", "tp: S(0)"), "dp: S(0), tp: P(sum)", id="row"),
+        pytest.param("mk,kn->mn", ("dp: P", ""), "dp: P", id="partial-passes"),
+        pytest.param("mk,kn->mn", ("tp: S(0), dp: S(0)", ""), "tp: S(0), dp: S(0)", id="order-is-kept"),
+        pytest.param("mk,kn->nm", ("tp: S(0), dp: S(0)", ""), "tp: S(1), dp: S(1)", id="order-is-kept-transposed"),
+        pytest.param("mk,kn->mn", ("tp: S(1), dp: S(1)", "tp: S(0), dp: S(0)"), "dp: P, tp: P", id="contracted-twice"),
+    ],
+)
+def test_einsum_gives(equation, layouts, result):
+    assert infer.einsum(equation, *(Layout(GRID, layout) for layout in layouts)) == Layout(GRID, result)
+
+
+def einsum(equation, *layouts):
+    return lambda: infer.einsum(equation, *(Layout(GRID, layout) for layout in layouts))
+
+
+def line(layout=""):
+    return Layout(LINE, layout)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        pytest.param(
+            einsum("mk,kn->mn", "tp: S(1)", ""),
+            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: it shards index 'k' of some alone; "
+            r"reshard operand 1 \('kn'\) to \(dp: R, tp: S\(0\)\)$",
+            id="contracted-in-one",
+        ),
+        pytest.param(
+            einsum("mk,kn->mn", "tp: S(0)", "tp: S(1)"),
+            r"it shards the indices \['m', 'n'\], and may shard one; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
+            id="two-indices",
+        ),
+        pytest.param(
+            einsum("mk,kn->mn", "tp: P", "tp: P"),
+            r"operands are P\(sum\), P\(sum\): what the ranks compute would not reduce to the result; reshard",
+            id="two-partials",
+        ),
+        pytest.param(
+            einsum("mk,kn->mn", "", "tp: P(max)"),
+            r"reshard operand 1 \('kn'\) to \(dp: R, tp: S\(1\)\)$",
+            id="max",
+        ),
+        pytest.param(
+            einsum("mk,kn->mn", "dp: S(1), tp: S(1)", "tp: S(0), dp: S(0)"),
+            r"index 'k' is cut in the orders \('dp', 'tp'\) and \('tp', 'dp'\); "
+            r"reshard operand 1 \('kn'\) to \(dp: S\(0\), tp: S\(0\)\)$",
+            id="orders",
+        ),
+        pytest.param(
+            einsum("mk->km", "dp: P(max), tp: P"),
+            r"the output would be P\(sum\) on axis 'tp' and another on others; reshard",
+            id="two-reductions",
+        ),
+        pytest.param(einsum("kk->k", "tp: S(0)"), "it shards index 'k', which 'kk' has twice", id="diagonal"),
+        pytest.param(einsum("mk,kn->mn", ""), "has 2 operands, got 1", id="too-few"),
+        pytest.param(einsum("mk,kn", "", ""), "name each index by a letter", id="no-output"),
+        pytest.param(einsum("...k,kn->...n", "", ""), "name each index by a letter", id="ellipsis"),
+        pytest.param(
+            einsum("mk,k->m", "", "tp: S(1)"), r"shards dim 1 of operand 1 \('k'\), which has 1 dims", id="no-such-dim"
+        ),
+        pytest.param(
+            lambda: infer.elementwise("add", True, line(), line("tp: S(0)")),
+            r"add: on axis 'tp' operands are R, S\(0\): it shards index 'a' of some alone; reshard operand 0 to \(tp: S\(0\)\)$",
+            id="add-alike",
+        ),
+        pytest.param(
+            lambda: infer.elementwise("add", True, line("tp: P"), line()),
+            r"operands are P\(sum\), R: what the ranks compute would not reduce to the result",
+            id="add-once",
+        ),
+        pytest.param(
+            lambda: infer.elementwise("add", True, line(), line("tp: S(1)"), shapes=((4, 6), (4, 1))),
+            r"a dim that is broadcast has one element, which all ranks need; reshard operand 0 to \(tp: S\(0\)\) and operand 1",
+            id="add-broadcast",
+        ),
+        pytest.param(
+            lambda: infer.whole("rms_norm", "x", line("tp: S(1)"), 1),
+            r"rms_norm: on axis 'tp' it is S\(1\): rms_norm needs dim 1 of x whole; reshard x to \(tp: S\(0\)\)$",
+            id="norm",
+        ),
+        pytest.param(
+            lambda: infer.reduction("avg", line("tp: S(0)"), (5,)),
+            r"avg over dims \(0,\) of \(5,\): on axis 'tp' it is S\(0\): averages of parts that differ in size differ in weight",
+            id="uneven-mean",
+        ),
+        pytest.param(
+            lambda: infer.reduction("max", line("tp: S(0)"), (1,)), "a rank without elements has no max", id="empty-max"
+        ),
+        pytest.param(
+            lambda: infer.reshape(line("tp: S(0)"), (2, 3), (3, 2)),
+            r"reshape from \(2, 3\) to \(3, 2\): no layout of the new shape .* reshard it to \(tp: R\)$",
+            id="reshape",
+        ),
+        pytest.param(
+            lambda: infer.embedding(line("tp: S(0)"), line("tp: S(0)"), 2),
+            r"embedding: on axis 'tp' operands are S\(0\), S\(0\): it shards the indices \['a', 'c'\].* reshard the table to "
+            r"\(tp: R\)|reshard the tokens to \(tp: R\)$",
+            id="embedding",
+        ),
+        pytest.param(
+            lambda: infer.concat(0, line("tp: S(0)"), line("tp: S(0)")),
+            "the parts of dim 0 together are no part of the whole dim",
+            id="concat",
+        ),
+        pytest.param(
+            lambda: infer.split(line("tp: S(0)"), 0), "a piece of dim 0 lies on some of its ranks alone", id="split"
+        ),
+        pytest.param(
+            lambda: infer.einsum("m,m->m", line(), Layout(LINE.rename(tp="pp"))), "different meshes", id="meshes"
+        ),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_reshard(call, message):
+    with pytest.raises(LayoutError, match=message) as refused:
+        call()
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert (str(again), again.nearest) == (str(refused.value), refused.value.nearest)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        pytest.param(
+            lambda: infer.reduction("norm", line(), (4,)), "no reduction 'norm'; use one of sum, avg", id="op"
+        ),
+        pytest.param(
+            lambda: infer.reduction("sum", line(), (4,), (1,)), r"dim 1 is none of .* \(4,\); give 0 to 0", id="dim"
+        ),
+        pytest.param(lambda: infer.reduction("sum", line("tp: S(1)"), (4,)), "dim 1", id="sharded-dim"),
+        pytest.param(
+            lambda: infer.transpose(line(), (0, 0)), r"\(0, 0\) are no permutation; name each of 0 to 1", id="dims"
+        ),
+        pytest.param(lambda: infer.reshape(line(), (4,), (5,)), "4 elements are not 5", id="elements"),
+        pytest.param(
+            lambda: infer.gather(line(), line(), 2, 2), "dim 2 of tensors of 2 dims; give 0 to 1", id="gather"
+        ),
+        pytest.param(lambda: infer.transpose(line(), tuple(range(53))), "53 dims are more than the 52", id="many-dims"),
+    ],
+)
+def test_a_bad_call_says_what_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class TestPytorch163193:
+    """Partial plus a scalar, max and norm of a Partial: each rank's would count, or the reduction would change its place."""
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(
+                lambda partial: infer.elementwise("add", True, partial, line(), shapes=((4,), ())), id="scalar"
+            ),
+            pytest.param(lambda partial: infer.reduction("max", partial, (4,)), id="max"),
+            pytest.param(lambda partial: infer.whole("norm", "x", partial, 0), id="norm"),
+        ],
+    )
+    def test_is_refused(self, call):
+        with pytest.raises(LayoutError, match="what the ranks compute would not reduce to the result"):
+            call(line("tp: P"))
+
+
+def test_torchtitan_2106_a_bias_is_no_addend_of_each_rank():
+    with pytest.raises(LayoutError, match=r"reshard operand 0 to \(tp: S\(0\)\)$"):
+        infer.elementwise("bias", True, line("tp: P"), line(), shapes=((8, 4), (4,)))

@@ -1,0 +1,201 @@
+"""Every rule of layout inference, proved by brute force: it takes what is right, and refuses what is wrong."""
+
+import math
+
+import pytest
+import torch
+from weft.mesh import Layout, Partial, ProcessMesh, infer
+
+from tests.support.inference import Trial, prove, trials
+
+LINE, GRID = ProcessMesh.grid(tp=2), ProcessMesh.grid(dp=2, tp=2)
+MESHES = [
+    pytest.param(LINE, id="2"),
+    pytest.param(ProcessMesh.grid(tp=3), id="3"),
+    pytest.param(GRID, id="2x2"),
+    pytest.param(ProcessMesh.grid(dp=2, tp=3), id="2x3"),
+]
+LINES = MESHES[:2]
+SIZES = {"m": 5, "k": 4, "n": 7}  # uneven over 2 and 3, and 4 over 3 leaves a part empty
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random small integers, and no two layouts of them alike."""
+    return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def few(mesh: ProcessMesh) -> dict[str, object]:
+    """On two axes, whose rules are one axis's twice, fewer reductions."""
+    return {} if mesh.ndim == 1 else {"partials": [Partial("sum"), Partial("max")]}
+
+
+def sets(*shapes: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    """Operands of these shapes, four times; the last ones are the first with the other sign."""
+    first = [[integers(*shape, seed=10 * turn + number) for number, shape in enumerate(shapes)] for turn in range(3)]
+    return [*first, [-operand for operand in first[0]]]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "equation",
+    [
+        pytest.param("mk,kn->mn", id="matmul"),
+        pytest.param("mk,mk->", id="dot"),
+        pytest.param("mk,k->mk", id="scale"),
+        pytest.param("m,m->m", id="product"),
+        pytest.param("mk,->km", id="transpose-and-scale"),
+        pytest.param("mk->k", id="sum"),
+        pytest.param("mk->km", id="transpose"),
+        pytest.param("kk->k", id="diagonal"),
+        pytest.param("m,k->mk", id="outer"),
+    ],
+)
+def test_einsum(mesh, equation):
+    shapes = [tuple(SIZES[index] for index in term) for term in equation.partition("->")[0].split(",")]
+    tried = trials(lambda *operands: torch.einsum(equation, *operands), *sets(*shapes))
+    taken = prove(lambda *layouts: infer.einsum(equation, *layouts), tried, mesh, **few(mesh))
+    assert taken >= 2**mesh.ndim
+
+
+@pytest.mark.parametrize("mesh", LINES)
+def test_einsum_of_three(mesh):
+    equation = "mk,kn,n->m"
+    tried = trials(lambda *operands: torch.einsum(equation, *operands), *sets((5, 4), (4, 7), (7,)))
+    prove(lambda *layouts: infer.einsum(equation, *layouts), tried, mesh, partials=[Partial("sum"), Partial("avg")])
+
+
+LINEAR = (lambda x, y: 2 * x - 3 * y, lambda x, y: 2 * y - 3 * x, lambda x, y: 5 * x - 3 * y)
+NOT_LINEAR = (lambda x, y: x * x - x * y + y**3, lambda x, y: y * y - x * y - x**3)
+CLASSES = [pytest.param(True, LINEAR, id="linear"), pytest.param(False, NOT_LINEAR, id="not-linear")]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("linear, ops", CLASSES)
+def test_elementwise(mesh, linear, ops):
+    tried = [trial for op in ops for trial in trials(op, *sets((5, 4), (5, 4)))]
+    prove(lambda *layouts: infer.elementwise("it", linear, *layouts), tried, mesh, **few(mesh))
+
+
+@pytest.mark.parametrize("mesh", LINES)
+@pytest.mark.parametrize("linear, ops", CLASSES)
+@pytest.mark.parametrize(
+    "shapes", [((5, 4), (4,)), ((5, 4), (5, 1)), ((5, 1), (1, 4)), ((4,), (5, 4)), ((), (5,))], ids=str
+)
+def test_elementwise_broadcast(mesh, linear, ops, shapes):
+    tried = [trial for op in ops for trial in trials(op, *sets(*shapes))]
+    prove(lambda *layouts: infer.elementwise("it", linear, *layouts, shapes=shapes), tried, mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dims", [0, 1, (0, 1)], ids=str)
+def test_whole(mesh, dims):
+    """As softmax does, each element becomes one that depends on all along the dims, by no linear function."""
+    tried = trials(lambda x: x * x.square().sum(dims, keepdim=True), *sets((5, 4)))
+    prove(lambda layout: infer.whole("softmax", "x", layout, dims), tried, mesh, **few(mesh))
+
+
+def product(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    for dim in sorted(dims, reverse=True):
+        x = x.prod(dim, keepdim=keepdim)
+    return x
+
+
+REDUCTIONS = {
+    "sum": torch.Tensor.sum,
+    "avg": lambda x, dims, keepdim: (x * math.factorial(7)).mean(dims, keepdim=keepdim),  # exact
+    "min": torch.Tensor.amin,
+    "max": torch.Tensor.amax,
+    "product": product,
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "shape, dims", [((5, 4), (0,)), ((5, 4), (1,)), ((6, 4), (0, 1)), ((6, 12), (0,)), ((3,), ())], ids=str
+)
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("keepdim", [False, True], ids=["drop", "keep"])
+def test_reduction(mesh, op, shape, dims, keepdim):
+    def compute(x):
+        return REDUCTIONS[op](x, dims, keepdim=keepdim) if dims else x  # of no dims torch reduces all
+
+    operands = sets(shape)
+    if op == "product":
+        operands = [[1 + x.remainder(2) for x in each] for each in operands]  # small: the products of 24 are exact
+    prove(
+        lambda layout: infer.reduction(op, layout, shape, dims, keepdim=keepdim),
+        trials(compute, *operands),
+        mesh,
+        **few(mesh),
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dims", [(1, 0, 2), (2, 0, 1), (0, 1, 2)], ids=str)
+def test_transpose(mesh, dims):
+    tried = trials(lambda x: x.permute(dims), *sets((5, 4, 3)))
+    taken = prove(lambda layout: infer.transpose(layout, dims), tried, mesh, **few(mesh))
+    assert taken == (9 if mesh.ndim == 1 else 37)  # every layout of one reduction at most
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "shape, new",
+    [
+        ((6,), (2, 3)), ((2, 3), (6,)), ((4, 6), (24,)), ((24,), (4, 6)), ((5, 4), (20,)), ((12,), (3, 4)),
+        ((4, 6), (6, 4)), ((4, 3, 2), (12, 2)), ((4, 3, 2), (4, 6)), ((2, 2, 3), (4, 3)), ((1, 6), (6,)), ((6,), (1, 6)),
+        ((6, 1), (1, 6)), ((2, 1, 4), (2, 4, 1)), ((4,), (4,)), ((3, 4), (3, 2, 2)), ((0, 4), (0,)), ((1,), ()), ((), (1, 1)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_reshape(mesh, shape, new):
+    tried = [Trial(lambda rank, layouts, part: part, x.reshape(new), [x]) for (x,) in sets(shape)]
+    prove(lambda layout: infer.reshape(layout, shape, new), tried, mesh, reshaped=True, **few(mesh))
+
+
+def picked(layout: Layout, rank: int, part: torch.Tensor, index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """This rank's share of `take_along_dim`: zeros where the index is of another's part."""
+    whole = [0] * part.ndim
+    whole[dim] = size
+    start = layout.local_slices(whole, rank)[dim].start
+    mine = (index >= start) & (index < start + part.shape[dim])
+    if not part.shape[dim]:
+        return torch.zeros_like(index)
+    return part.take_along_dim(torch.where(mine, index - start, 0).long(), dim) * mine
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gather(mesh, dim):
+    index = torch.randint(0, 4, (7, 4) if dim == 0 else (5, 7), generator=torch.Generator().manual_seed(0)).double()
+
+    def local(rank, layouts, part, index):
+        return picked(layouts[0], rank, part, index, dim, (5, 4)[dim])
+
+    tried = [Trial(local, x.take_along_dim(index.long(), dim), [x, index]) for (x,) in sets((5, 4))]
+    prove(lambda *layouts: infer.gather(*layouts, dim, 2), tried, mesh, **few(mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_embedding(mesh):
+    def local(rank, layouts, tokens, table):
+        return picked(layouts[1], rank, table, tokens[:, None].expand(-1, table.shape[1]), 0, 7)
+
+    tokens = torch.tensor([3, 0, 6, 6, 2]).double()
+    tried = [Trial(local, table[tokens.long()], [tokens, table]) for (table,) in sets((7, 4))]
+    prove(lambda *layouts: infer.embedding(*layouts, 1), tried, mesh, **few(mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_concat(mesh):
+    tried = trials(lambda *parts: torch.cat(parts, 1), *sets((5, 4), (5, 3)))
+    prove(lambda *layouts: infer.concat(1, *layouts), tried, mesh, **few(mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("start", [0, 2])
+def test_split(mesh, start):
+    """Half of dim 1, which every rank takes of its part at the same place."""
+    prove(
+        lambda layout: infer.split(layout, 1), trials(lambda x: x.narrow(1, start, 2), *sets((5, 4))), mesh, **few(mesh)
+    )
