@@ -1,6 +1,7 @@
 """Layouts: which part each rank holds (torch.chunk, nested), how they print, parse and compare, what bad input says."""
 
 import itertools
+import math
 import pickle
 
 import pytest
@@ -51,17 +52,26 @@ def test_every_layout_holds_the_nested_chunks(mesh, shapes):
 
 
 @given(st.data())
-def test_fully_sharded_parts_tile_the_tensor_exactly(data):
+def test_the_parts_of_all_ranks_tile_the_tensor(data):
+    """Each element is held once for every coordinate along the axes that do not shard; text parses back."""
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    mesh = ProcessMesh.grid(**dict(zip("abcd", sizes, strict=False)))
+    ranks = data.draw(st.permutations(range(math.prod(sizes) + 2)))[: math.prod(sizes)]
+    mesh = ProcessMesh(torch.tensor(ranks).reshape(sizes), "abcd"[: len(sizes)])
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-    order = data.draw(st.permutations(mesh.axis_names))
-    layout = Layout(mesh, ", ".join(f"{axis}: S({data.draw(st.integers(0, len(shape) - 1))})" for axis in order))
+    placement = st.sampled_from([*map(Shard, range(len(shape))), Replicate(), Partial("avg")])
+    placements = {axis: data.draw(placement) for axis in data.draw(st.permutations(mesh.axis_names))}
+    layout = Layout.in_order(mesh, placements)
     times_held = torch.zeros(shape, dtype=torch.int64)
     for rank in mesh.ranks:
-        times_held[layout.local_slices(shape, rank)] += 1
-    assert bool((times_held == 1).all())
-    assert Layout(mesh, str(layout)) == layout
+        part = layout.local_slices(shape, rank)
+        assert layout.local_shape(shape, rank) == tuple(times_held[part].shape)
+        assert all(
+            mine <= most for mine, most in zip(times_held[part].shape, layout.largest_local_shape(shape), strict=True)
+        )
+        times_held[part] += 1
+    replicas = math.prod(mesh.axis_size(axis) for axis, p in placements.items() if not isinstance(p, Shard))
+    assert bool((times_held == replicas).all())
+    assert Layout(mesh, str(layout)) == layout == pickle.loads(pickle.dumps(layout))
 
 
 def test_the_major_axis_cuts_first():

@@ -1,11 +1,13 @@
 """Pictures of layouts: who holds what."""
 
+import io
 import itertools
 import re
 import time
 
 import pytest
 import torch
+from rich.console import Console
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh
 from weft.mesh.picture import draw
 
@@ -196,3 +198,24 @@ def test_a_mesh_of_131072_ranks_is_drawn_at_once(text):
 def test_a_dim_that_the_tensor_does_not_have_is_refused():
     with pytest.raises(LayoutError, match="shards dim 1 of a tensor of shape"):
         Layout(ProcessMesh.grid(dp=1), "dp: S(1)").explain((8,))
+
+
+class TestOnATerminal:
+    """rich is in the environment of the tests; weft.mesh itself does not need it."""
+
+    def shown(self, layout: Layout, **settings: object) -> str:
+        console = Console(file=io.StringIO(), width=100, **settings)
+        console.print(layout)
+        return console.file.getvalue()
+
+    def test_cells_that_hold_the_same_have_one_colour(self):
+        text = self.shown(
+            Layout(ProcessMesh.grid(dp=2, tp=2), "tp: S(0)"), force_terminal=True, color_system="standard"
+        )
+        assert "\x1b[36m 0 2 \x1b[0m" in text
+        assert "\x1b[33m 1 3 \x1b[0m" in text
+
+    @pytest.mark.parametrize("settings", [{}, {"force_terminal": True, "no_color": True}], ids=["file", "no-colour"])
+    def test_without_colour_it_is_the_same_picture(self, settings):
+        layout = Layout(ProcessMesh.grid(dp=2, tp=2), "dp: P, tp: S(0)")
+        assert self.shown(layout, **settings) == layout.explain() + "\n"

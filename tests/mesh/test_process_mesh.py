@@ -193,10 +193,16 @@ class TestPaddle62125:
 
     @pytest.mark.parametrize("seed", ["0", "1"])
     def test_the_digest_is_the_same_in_every_process(self, seed):
-        made = "from weft.mesh import ProcessMesh; ProcessMesh.grid(x=7); print(ProcessMesh.grid(dp=2, tp=4).digest)"
+        """And after other meshes were made, and from one version to the next."""
+        texts = ["grid(dp=2, tp=4)", "grid(dp=2, tp=4).permute('tp', 'dp')", "([3, 1, 2], ['dp'])"]
+        made = f"from weft.mesh import ProcessMesh; ProcessMesh.grid(x=7)\nfor text in {texts}:\n"
+        made += "    print(eval('ProcessMesh' + '.' * (text[0] == 'g') + text).digest)"
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run([sys.executable, "-c", made], env=environment, capture_output=True, text=True, check=True)
-        assert run.stdout.strip() == ProcessMesh.grid(dp=2, tp=4).digest == "b46552251c05831f7aa4eed02d9132bd"
+        grid = ProcessMesh.grid(dp=2, tp=4)
+        meshes = [grid, grid.permute("tp", "dp"), ProcessMesh([3, 1, 2], ["dp"])]
+        assert run.stdout.split() == [mesh.digest for mesh in meshes]
+        assert meshes[0].digest == "b46552251c05831f7aa4eed02d9132bd"
 
 
 def test_a_mesh_is_immutable():

@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import LayoutError
 from .extents import chunk
-from .picture import draw
+from .picture import coloured, draw
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import ProcessMesh, as_mesh
 
@@ -125,7 +125,14 @@ class Layout:
 
     def explain(self, global_shape: Sequence[int] | None = None) -> str:
         """The layout and a picture of who holds what, as lines of ASCII; with the shape, the indices of each part."""
-        return "\n".join([f"{self} on {self.mesh}", *draw(self, global_shape)])
+        return "\n".join(self._explained(global_shape))
+
+    def _explained(self, global_shape: Sequence[int] | None = None) -> list[str]:
+        return [f"{self} on {self.mesh}", *draw(self, global_shape)]
+
+    def __rich__(self) -> Any:
+        """What `rich.print(layout)` shows: `explain` in colour, where the terminal has it."""
+        return coloured(self._explained())
 
     def is_partial(self) -> bool:
         return any(isinstance(placement, Partial) for placement in self.placements)

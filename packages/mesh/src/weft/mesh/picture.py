@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice, product
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from .placement import Partial
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from .layout import Layout
     from .process_mesh import ProcessMesh
 
@@ -19,6 +22,7 @@ ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first t
 WIDTH = 72  # of a picture; the first of FITS that is not wider is drawn
 SLICES = 4  # drawn where more than two dims are cut; of more, a table of ranks
 LINES = 16  # of that table
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on a terminal; the text says it all without
 FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))  # columns, items
 
 Coordinate = dict[str, int]
@@ -62,6 +66,18 @@ def draw(layout: Layout, global_shape: Sequence[int] | None = None) -> list[str]
             lines.append(", ".join(f"dim {dim}: {_label(layout, shape, dim, part)}" for dim, part in at.items()))
         lines += _grid(layout, shape, row, column, {axis: i for part in at.values() for axis, i in part.items()})
     return lines
+
+
+def coloured(lines: Sequence[str]) -> Text:
+    """The lines for a terminal, by rich: cells that hold the same are of one colour."""
+    from rich.text import Text
+
+    text = Text("\n".join(lines))
+    colours: dict[str, str] = {}
+    for cell in re.finditer(r"(?<=\|)[^|\n]+(?=\|)", text.plain):
+        colour = colours.setdefault(cell[0].strip(), COLOURS[len(colours) % len(COLOURS)])
+        text.stylize(colour, *cell.span())
+    return text
 
 
 def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordinate) -> list[str]:

@@ -1,0 +1,39 @@
+"""The host time of meshes, layouts and inference, on a CPU: what every op and every step of a program pays."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+from weft.mesh import Layout, ProcessMesh, infer
+
+MESH = ProcessMesh.grid(pp=16, dp=64, cp=8, tp=16)  # 131,072 ranks
+INPUT, WEIGHT = Layout(MESH, "dp: S(0), cp: S(1), tp: S(2)"), Layout(MESH, "tp: S(0)")
+SHAPE = (512, 8192, 8192)
+
+
+def make_and_slice() -> tuple[str, int]:
+    """A new mesh, one stage of it, its digest and hash."""
+    stage = ProcessMesh.grid(pp=16, dp=64, cp=8, tp=16).get_mesh_with_dim("pp", 3)
+    return stage.digest, hash(stage)
+
+
+def new_layout() -> Layout:
+    return Layout(MESH, {"dp": "S(0)", "cp": "S(1)", "tp": "S(2)"})
+
+
+CASES = {  # what, its budget in microseconds
+    "local_slices, cached": (lambda: INPUT.local_slices(SHAPE, 77), 5),
+    "infer.einsum, cached": (lambda: infer.einsum("btk,kn->btn", INPUT, WEIGHT), 5),
+    "infer.einsum, new": (lambda: infer.einsum.__wrapped__("btk,kn->btn", INPUT, WEIGHT), 1000),
+    "a layout on 131,072 ranks, new": (new_layout, 1000),
+    "a mesh of 131,072 ranks made, sliced and hashed": (make_and_slice, 1000),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mesh_time(name: str, benchmark: BenchmarkFixture) -> None:
+    call, budget = CASES[name]
+    benchmark.pedantic(call, rounds=50, iterations=200, warmup_rounds=2)
+    median = benchmark.stats.stats.median * 1e6
+    print(f"\n{name}: {median:.2f} us, budget {budget} us, CPU time")
+    assert median < budget
