@@ -1,8 +1,12 @@
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.support.pool import Pool
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # times are those of a shared machine
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,11 @@ PROGRAMS = [
     pytest.param(
         "README.md", [(TORCHRUN, r"^(\d\.\d{4})\s*(\1\s*){3}$")], id="weft"
     ),  # one loss, on four ranks whose lines may mix
-    pytest.param("packages/mesh/README.md", [(PYTHON, "")], id="mesh"),
+    pytest.param(
+        "packages/mesh/README.md",
+        [(PYTHON, r"0:5 \| 0 "), (PYTHON, ""), (PYTHON, "then  dp: S"), (PYTHON, "")],
+        id="mesh",
+    ),
     pytest.param(
         "packages/reshard/README.md",
         [(PYTHON, r"Exchange\(node: R, gpu: S\(1\)\): 56 bytes"), (TORCHRUN, r"^dp: S\(0\), tp: R$")],
@@ -40,8 +44,19 @@ def test_the_programs_shown_run(document: str, runs: list[tuple[tuple[str, ...],
         assert re.search(output, done.stdout), done.stdout
 
 
-def test_the_plan_shown_is_the_plan_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "packages/reshard/README.md").read_text()
-    program, shown = re.findall(r"^```(?:python|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:2]
-    exec(program, {})
-    assert capsys.readouterr().out.startswith(shown)
+@pytest.mark.parametrize(
+    ("document", "number"),
+    [
+        pytest.param("packages/mesh/README.md", 0, id="layout"),
+        pytest.param("packages/mesh/README.md", 2, id="inference"),
+        pytest.param("packages/reshard/README.md", 0, id="plan"),
+    ],
+)
+def test_what_is_shown_is_what_is_printed(document: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """number: of the program, whose output stands between it and the next."""
+    text = (ROOT / document).read_text()
+    program = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))[number]
+    shown = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE).search(text, program.end())
+    assert shown is not None
+    exec(program[1], {})
+    assert capsys.readouterr().out.startswith(shown[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -121,7 +120,7 @@ class Layout:
 
     def parts(self, dim: int) -> int:
         """In how many parts dim `dim` is cut."""
-        return math.prod(self.mesh.axis_size(axis) for axis in self.shard_order.get(dim, ()))
+        return self.mesh.axis_size(*self.shard_order.get(dim, ()))
 
     def explain(self, global_shape: Sequence[int] | None = None) -> str:
         """The layout and a picture of who holds what, as lines of ASCII; with the shape, the indices of each part."""

@@ -125,8 +125,9 @@ class ProcessMesh:
         except ValueError:
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(self.axis_names)}") from None
 
-    def axis_size(self, name: str) -> int:
-        return self.shape[self.axis(name)]
+    def axis_size(self, *names: str) -> int:
+        """Ranks along an axis, or along several together."""
+        return math.prod(self.shape[self.axis(name)] for name in names)
 
     def coordinate(self, rank: int) -> dict[str, int] | None:
         """Index of `rank` along each axis; None for a rank outside the mesh."""

@@ -38,13 +38,13 @@ def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     if not reduced:
         return busiest
     mesh = src.mesh
-    addends = math.prod(mesh.axis_size(axis) for axis in reduced)
+    addends = mesh.axis_size(*reduced)
     values = [a for a, p, q in triples if not isinstance(p, Partial) and isinstance(q, Partial)]
     passing = [a for a, p, q in triples if isinstance(p, Partial) and isinstance(q, Partial)]
     if values:
         return busiest
-    instances = math.prod(mesh.axis_size(axis) for axis in passing)
-    parts = math.prod(mesh.axis_size(axis) for order in dst.shard_order.values() for axis in order)
+    instances = mesh.axis_size(*passing)
+    parts = mesh.axis_size(*(axis for order in dst.shard_order.values() for axis in order))
     copies = mesh.size // instances // parts
     elements = math.prod(shape) * instances
     messages = elements * (addends + copies - 2)

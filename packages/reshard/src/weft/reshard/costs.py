@@ -54,7 +54,7 @@ def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: in
         case AllReduce() | AllGather() | ReduceScatter():
             if rank not in layout.mesh:
                 return 0
-            parts = math.prod(layout.mesh.axis_size(axis) for axis in axes_of(step))
+            parts = layout.mesh.axis_size(*axes_of(step))
             local = layout.local_shape(shape, rank)
             if isinstance(step, AllReduce):
                 return 2 * (parts - 1) * -(-math.prod(local) // parts)
@@ -94,7 +94,7 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
             return held + whole + result if even else held + part + whole + whole + result
         case ReduceScatter():
             part = math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
-            whole = part * math.prod(layout.mesh.axis_size(axis) for axis in axes_of(step))
+            whole = part * layout.mesh.axis_size(*axes_of(step))
             again = (
                 whole if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
             )  # put in order, or exchanged

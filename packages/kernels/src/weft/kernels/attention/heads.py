@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from weft.mesh import Layout, LayoutError
 
 
@@ -11,7 +9,7 @@ def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int
     """Raises LayoutError where the last dim of `shape` is sharded so that a head is cut."""
     axes = layout.shard_order.get(len(shape) - 1, ())
     heads = shape[-1] // head_dim
-    ways = math.prod(layout.mesh.axis_size(axis) for axis in axes)
+    ways = layout.parts(len(shape) - 1)
     if heads % ways:
         degrees = [degree for degree in range(1, heads + 1) if heads % degree == 0]
         raise LayoutError(
