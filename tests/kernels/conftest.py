@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-KERNELS = ("weft.kernels.cross_entropy.launch",)
+KERNELS = (
+    "weft.kernels.cross_entropy.launch",
+    "weft.kernels.random.launch",
+    "weft.kernels.dropout.launch",
+    "tests.kernels.philox_kernels",
+)
 HAS_GPU = torch.cuda.is_available()
 HERE = Path(__file__).parent
 

@@ -1,98 +1,248 @@
-"""Philox 4x32-10: the published answers, a function of (key, index) alone, and the shape of its distributions."""
+"""Philox 4x32-10 on every path: the published answers, bits by (key, global index) alone, and no more than a part needs."""
 
+from __future__ import annotations
+
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from weft.kernels.random import philox
+from weft.kernels.random.part import Part, merge
+from weft.mesh import ProcessMesh
+
+from tests.support import philox as oracle
+from tests.support.shards import every_layout
 
 KEY = 0x0123456789ABCDEF
+KEYS = [pytest.param(KEY, id="key"), pytest.param(0, id="zero"), pytest.param(2**64 - 1, id="ones")]
+MESHES = [ProcessMesh.grid(a=2), ProcessMesh.grid(a=3), ProcessMesh.grid(a=2, b=2), ProcessMesh.grid(a=2, b=3)]
+SHAPES = [(), (1,), (7,), (5, 7), (4, 8), (6, 1), (1, 6), (3, 5, 4), (0, 3)]
 
 
-def signed(low: int, high: int) -> torch.Tensor:
+def drawn(part: Part, key: int, device: str, path: str) -> Tensor:
+    """The bits of the elements, int64, as the torch path or a kernel computes them."""
+    out = torch.full(part.sizes, -1, dtype=torch.int64, device=device)
+    if path == "torch":
+        philox.fill(out, part, key, lambda block: block)
+    else:
+        from weft.kernels.random import launch
+
+        from tests.kernels import philox_kernels
+
+        launch._fill(philox_kernels.bits, launch.UNIFORM, out, part, launch.signed(key))
+    return out.cpu()
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, device: str) -> str:
+    """Which code computes bits on the device of the test."""
+    return "torch" if request.node.callspec.params["device"] == "reference" else "kernel"
+
+
+def indices(part: Part) -> Tensor:
+    """The row-major index of every element, int64 of its sizes."""
+    steps = [torch.arange(size) * stride for size, stride in zip(part.sizes, part.strides, strict=True)]
+    grid = torch.meshgrid(*steps, indexing="ij") if steps else [torch.zeros((), dtype=torch.int64)]
+    return part.offset + sum(grid, torch.zeros((), dtype=torch.int64))
+
+
+def local_parts(shape: tuple[int, ...]) -> list[Part]:
+    """The distinct parts that ranks hold, over all layouts on all meshes."""
+    found: dict[Part, None] = {}
+    for mesh in MESHES:
+        for layout in every_layout(mesh, len(shape), partials=()):
+            for rank in mesh.ranks:
+                found[Part.of(shape, layout.local_slices(shape, rank))] = None
+    return list(found)
+
+
+# The answers that are known
+
+
+def signed(low: int, high: int) -> Tensor:
     word = low | high << 32
     return torch.tensor([word - 2**64 if word >= 2**63 else word])
 
 
+@pytest.mark.parametrize("name", oracle.KNOWN_ANSWERS)
+def test_known_answers(name: str, device: str, path: str) -> None:
+    counter, key, answer = oracle.KNOWN_ANSWERS[name]
+    assert [int(word) for word in oracle.words([np.array(word) for word in counter], key)] == answer
+    if path == "torch":
+        block = philox._blocks(signed(*counter[:2]), signed(*counter[2:]), key[0] | key[1] << 32)
+        assert block.tolist() == [answer]
+        return
+    from tests.kernels import philox_kernels
+
+    out = torch.empty(4, dtype=torch.int64, device=device)
+    as_int32 = [word - 2**32 if word >= 2**31 else word for word in counter]
+    philox_kernels.philox_words[(1,)](out, int(signed(*key)), *as_int32)
+    assert out.tolist() == answer
+
+
+def test_the_oracle_in_pythons_own_integers() -> None:
+    def by_hand(index: int) -> int:
+        counter, (k0, k1) = [index // 4 % 2**32, index // 4 >> 32, 0, 0], (KEY % 2**32, KEY >> 32)
+        for _ in range(10):
+            p0, p1 = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+            counter = [p1 >> 32 ^ counter[1] ^ k0, p1 % 2**32, p0 >> 32 ^ counter[3] ^ k1, p0 % 2**32]
+            k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+        return counter[index % 4]
+
+    index = [0, 1, 2, 3, 4, 7, 1023, 2**34 + 5, 2**62 - 3]
+    assert oracle.bits(torch.tensor(index), KEY).tolist() == [by_hand(i) for i in index]
+
+
+# Bits of any part
+
+
+PARTS = {
+    "one": Part.of((1,)),
+    "0-dim": Part.of(()),
+    "a-block": Part.of((4,)),
+    "long": Part.of((5000,)),
+    "long-shifted": Part.of((6000,), [slice(3, 5003)]),
+    "rows": Part.of((7, 4096)),
+    "row-ends": Part.of((9, 4100), [slice(2, 5), slice(1, 4099)]),
+    "columns": Part.of((300, 7), [slice(0, 300), slice(3, 4)]),
+    "two-columns": Part.of((50, 9), [slice(3, 50), slice(6, 8)]),
+    "aligned-columns": Part.of((30, 16), [slice(1, 30), slice(4, 12)]),
+    "3-dims-cut": Part.of((5, 6, 7), [slice(1, 4), slice(2, 5), slice(3, 6)]),
+    "4-dims-cut": Part.of((3, 5, 6, 7), [slice(1, 3), slice(1, 4), slice(2, 5), slice(3, 6)]),
+    "5-dims": Part.of((2, 3, 2, 3, 4)),
+    "5-dims-cut": Part.of((3, 4, 3, 4, 5), [slice(1, 3), slice(1, 3), slice(0, 2), slice(2, 4), slice(1, 4)]),
+    "6-dims-cut": Part.of((3,) * 6, [slice(1, 3)] * 6),
+    "empty": Part.of((4, 6), [slice(4, 4), slice(0, 6)]),
+    "empty-columns": Part.of((4, 6), [slice(0, 4), slice(6, 6)]),
+    "past-2**31": Part.of((2**20, 2**13), [slice(2**18 - 1, 2**18 + 2), slice(2**13 - 3, 2**13)]),
+    "a-run-past-2**31": Part.of((2**40,), [slice(2**31 - 5, 2**31 + 6)]),
+    "a-run-past-2**34": Part.of((2**40,), [slice(2**34 - 5, 2**34 + 2000)]),
+    "wide-rows": Part.of((5, 2**33 + 1), [slice(0, 5), slice(2**32 - 1, 2**32 + 4)]),
+    "up-to-2**62": Part.of((2**62,), [slice(2**62 - 13, 2**62)]),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", PARTS)
+def test_bits_are_the_oracles(name: str, key: int, device: str, path: str) -> None:
+    part = PARTS[name]
+    assert torch.equal(drawn(part, key, device, path), oracle.bits(indices(part), key))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_ranks_bits_are_its_part_of_the_whole_in_every_layout(shape: tuple[int, ...], device: str, path: str) -> None:
+    for part in local_parts(shape):
+        assert torch.equal(drawn(part, KEY, device, path), oracle.bits(indices(part), KEY)), part
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_pieces_join_without_a_seam_and_bound_the_scratch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, at_once, sizes = PARTS[name], 64, []
+    blocks = philox._blocks
+
+    def seen(low: Tensor, high: Tensor, key: int) -> Tensor:
+        sizes.append(low.numel())
+        return blocks(low, high, key)
+
+    monkeypatch.setattr(philox, "_ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(philox, "_blocks", seen)
+    assert torch.equal(drawn(part, KEY, "cpu", "torch"), oracle.bits(indices(part), KEY))
+    assert max(sizes, default=0) <= at_once // 4 + 1
+
+
+# No more than a part needs
+
+
+def blocks_computed(part: Part, monkeypatch: pytest.MonkeyPatch) -> int:
+    count = 0
+    blocks = philox._blocks
+
+    def counted(low: Tensor, high: Tensor, key: int) -> Tensor:
+        nonlocal count
+        count += low.numel()
+        return blocks(low, high, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(philox, "_blocks", counted)
+        drawn(part, KEY, "cpu", "torch")
+    return count
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_rank_computes_more_blocks_than_it_holds_elements(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in local_parts(shape):
+        assert blocks_computed(part, monkeypatch) <= part.numel, part
+
+
+def test_a_run_of_neighbours_computes_a_block_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in (Part.of((64, 1024)), Part.of((64, 1024), [slice(16, 32), slice(0, 1024)])):
+        assert blocks_computed(part, monkeypatch) == part.numel // 4
+    columns = Part.of((64, 1024), [slice(0, 64), slice(256, 512)])
+    assert blocks_computed(columns, monkeypatch) == columns.numel // 4
+    shifted = Part.of((64, 1023), [slice(0, 64), slice(256, 512)])
+    assert blocks_computed(shifted, monkeypatch) == 65 * 64  # a block more for each run
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_tiles_of_a_launch_hold_a_part_and_little_more(name: str, interpreted: None) -> None:
+    from weft.kernels.random import launch
+
+    part = PARTS[name].runs()
+    if part.numel == 0 or len(part.sizes) > launch.OUTER_DIMS + 1:
+        return
+    rows, length, shifted = math.prod(part.sizes[:-1]), part.sizes[-1], launch.is_shifted(part)
+    chosen = launch.fitted(launch.UNIFORM, length, shifted)
+    (programs,) = launch.grid(chosen, rows, length, shifted)
+    lanes = 4 * chosen.rows * chosen.groups
+    assert lanes == 4 * launch.UNIFORM.groups
+    assert part.numel <= programs * lanes < 2 * rows * (length + 6) + lanes
+
+
+# Parts
+
+
 @pytest.mark.parametrize(
-    ("counter", "key", "answer"),
-    [  # from Random123's kat_vectors
-        pytest.param([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8], id="zeros"),
-        pytest.param([2**32 - 1] * 4, [2**32 - 1] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD], id="ones"),
-        pytest.param(
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-            id="pi",
-        ),
+    ("part", "sizes", "strides"),
+    [
+        pytest.param(Part.of((3, 4, 5)), (60,), (1,), id="whole"),
+        pytest.param(Part.of((3, 4, 5), [slice(1, 3), slice(0, 4), slice(0, 5)]), (40,), (1,), id="rows"),
+        pytest.param(Part.of((3, 4, 5), [slice(1, 2), slice(1, 3), slice(0, 5)]), (10,), (1,), id="one-outer"),
+        pytest.param(Part.of((3, 4, 5), [slice(0, 3), slice(1, 3), slice(0, 5)]), (3, 10), (20, 1), id="middle"),
+        pytest.param(Part.of((3, 4, 5), [slice(0, 3), slice(0, 4), slice(2, 4)]), (12, 2), (5, 1), id="columns"),
+        pytest.param(Part.of((3, 4, 5), [slice(0, 3), slice(0, 4), slice(2, 3)]), (12, 1), (5, 1), id="one-column"),
+        pytest.param(Part.of((3, 1, 1, 5)), (15,), (1,), id="ones-inside"),
+        pytest.param(Part.of(()), (1,), (1,), id="0-dim"),
+        pytest.param(Part.of((3, 0)), (0,), (1,), id="empty"),
     ],
 )
-def test_known_answers(counter, key, answer):
-    block = philox._blocks(signed(*counter[:2]), signed(*counter[2:]), key[0] | key[1] << 32)
-    assert block.tolist() == [answer]
+def test_dims_merge(part: Part, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert (part.runs().sizes, part.runs().strides) == (sizes, strides)
+    assert torch.equal(indices(part.runs()).flatten(), indices(part).flatten())
 
 
-def philox_by_hand(index, key):
-    """The same in Python's own integers."""
-    counter, (k0, k1) = [index // 4 % 2**32, index // 4 >> 32, 0, 0], (key % 2**32, key >> 32)
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [p1 >> 32 ^ counter[1] ^ k0, p1 % 2**32, p0 >> 32 ^ counter[3] ^ k1, p0 % 2**32]
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return counter[index % 4]
+def test_dims_merge_only_where_they_do_in_memory_too() -> None:
+    whole = Part.of((3, 4, 5))
+    assert merge(whole.sizes, whole.strides, (20, 5, 1)) == ((60,), (1,), (1,))
+    assert merge(whole.sizes, whole.strides, (24, 6, 1)) == ((12, 5), (5, 1), (6, 1))
+    assert merge(whole.sizes, whole.strides, (1, 3, 12)) == ((3, 4, 5), (20, 5, 1), (1, 3, 12))
+    assert merge(whole.sizes, whole.strides, (0, 0, 0)) == ((60,), (1,), (0,))
 
 
-def test_element_i_reads_lane_i_mod_4_of_block_i_div_4():
-    index = [0, 1, 2, 3, 4, 7, 1023, 2**34 + 5, 2**62 + 3, 2, 2]
-    assert philox.bits(torch.tensor(index), KEY).tolist() == [philox_by_hand(i, KEY) for i in index]
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_part_is_the_slice_of_the_whole(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    starts = [[(0, n), (n // 2, n), (n // 3, n - n // 3), (n, n)] for n in shape]
+    for bounds in itertools.product(*starts):
+        slices = tuple(slice(*bound) for bound in bounds)
+        assert torch.equal(indices(Part.of(shape, slices)), whole[slices])
 
 
-@pytest.mark.parametrize("draw", [philox.bits, philox.uniform, philox.normal], ids=lambda draw: draw.__name__)
-def test_a_number_depends_on_key_and_index_alone(draw):
-    index = torch.arange(9 * 14).view(9, 14)
-    whole = draw(index, KEY)
-    assert torch.equal(draw(index[2:5, 3:8], KEY), whole[2:5, 3:8])
-    shuffled = torch.randperm(index.numel(), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(draw(shuffled, KEY), whole.view(-1)[shuffled])
-    assert not torch.equal(draw(index, KEY + 1), whole)
-    assert draw(index[:0], KEY).shape == (0, 14)
-    assert draw(torch.tensor(5), KEY) == whole[0, 5]
-
-
-@pytest.mark.parametrize("draw", [philox.bits, philox.uniform, philox.normal], ids=lambda draw: draw.__name__)
-def test_pieces_join_without_a_seam(draw, monkeypatch):
-    index = torch.arange(1, 1001)
-    whole = draw(index, KEY)
-    monkeypatch.setattr(philox, "_ELEMENTS_AT_ONCE", 37)
-    assert torch.equal(draw(index, KEY), whole)
-
-
-def test_uniform_and_normal_follow_from_bits():
-    bits = philox.bits(torch.arange(1000), KEY).double()
-    uniform = philox.uniform(torch.arange(1000), KEY)
-    assert torch.equal(uniform, ((bits / 2**8).floor() / 2**24).float())
-    first, second = (bits[0::2] + 1) / 2**32, bits[1::2] / 2**32
-    pair = torch.stack([(2 * math.pi * second).cos(), (2 * math.pi * second).sin()], 1)
-    expected = (-2 * first.log()).sqrt()[:, None] * pair
-    torch.testing.assert_close(philox.normal(torch.arange(1000), KEY), expected.flatten().float(), atol=1e-6, rtol=1e-6)
-
-
-def test_distributions():
-    n = 200_000
-    uniform, normal = philox.uniform(torch.arange(n), KEY).double(), philox.normal(torch.arange(n), KEY).double()
-    assert uniform.min() >= 0
-    assert uniform.max() < 1
-    # Five standard errors of each estimate.
-    assert abs(uniform.mean() - 0.5) < 5 * (1 / 12 / n) ** 0.5
-    assert abs(normal.mean()) < 5 * n**-0.5
-    assert abs(normal.var() - 1) < 5 * (2 / n) ** 0.5
-    assert abs((normal**4).mean() - 3) < 5 * (96 / n) ** 0.5
-    for lag in (1, 2, 3, 4):
-        assert abs((normal[lag:] * normal[:-lag]).mean()) < 5 * n**-0.5
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="int64, got torch"):
-        philox.bits(torch.arange(3, dtype=torch.int32), KEY)
-    with pytest.raises(ValueError, match="64 bits, got -1"):
-        philox.uniform(torch.arange(3), -1)
+def test_a_shape_beyond_62_bits_is_refused() -> None:
+    assert Part.of((2**31, 2**31)).strides == (2**31, 1)
+    with pytest.raises(ValueError, match=r"\(2147483648, 2147483649\) has more than 2\*\*62 elements"):
+        Part.of((2**31, 2**31 + 1))

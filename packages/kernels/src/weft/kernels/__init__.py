@@ -2,11 +2,25 @@
 
 from .attention import attention
 from .cross_entropy.sharded import cross_entropy
+from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
 from .matmul import linear
 from .norm import rms_norm
+from .random import normal, uniform
 from .rope import rope
 from .swiglu import swiglu
 
-__all__ = ["add", "attention", "cross_entropy", "embedding", "linear", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "add",
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "linear",
+    "normal",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "uniform",
+]

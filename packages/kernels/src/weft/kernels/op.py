@@ -21,6 +21,7 @@ class Op:
         It is linear in `grad`, so a Partial gradient may flow through it.
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
     dtype(dtype of the first floating tensor) -> that of the output: ranks outside the mesh have nothing else to ask.
+    varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
     """
 
     name: str
@@ -28,3 +29,4 @@ class Op:
     backward: Callable[..., Tensors]
     rule: Callable[..., Any]
     dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    varying: tuple[str, ...] = ()

@@ -47,7 +47,8 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
         layout_of(tensor) if isinstance(tensor, DTensor) else None if tensor is None else whole for tensor in tensors
     )
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
-    sharding = _sharding(op, layouts, shapes, tuple(options.items()))
+    fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
+    sharding = _sharding(op, layouts, shapes, fixed)
     return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 

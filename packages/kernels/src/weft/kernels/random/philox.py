@@ -1,73 +1,101 @@
 """Random numbers as a function of (key, global element index): Philox 4x32-10 (Salmon et al. 2011, section 4).
 
 Nothing is drawn in order and no state is kept: a rank computes the numbers of its own elements, and whatever the mesh
-is they are the same. Element i reads lane i % 4 of the block whose counter is i // 4.
+is they are the same. Element i reads lane i % 4 of the block whose counter is i // 4. This is plain torch; `kernel` says
+the same to Triton.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
+
+from .part import Part
 
 # The multipliers and key increments of Philox 4x32, and its rounds (the paper's table 2).
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW32 = 0xFFFFFFFF
-_ELEMENTS_AT_ONCE = 2**18  # bounds the scratch memory, and keeps it in a CPU's second-level cache: 2 MB a tensor
+# A multiple of 4, so that a run is cut between blocks. It bounds the scratch memory, and keeps it in a CPU's
+# second-level cache: 0.5 MB a tensor of counters.
+_ELEMENTS_AT_ONCE = 2**18
+
+Transform = Callable[[Tensor], Tensor]  # from blocks of bits to numbers, int64 [..., 4] -> [..., 4]
 
 
-def bits(index: Tensor, key: int) -> Tensor:
-    """32 random bits for each element index: int64 of index's shape, in 0 <= bits < 2**32.
-
-    index: int64 >= 0. key: 64 bits.
-    """
-    return _draw(index, key, torch.int64, lambda block: block)
+def check_key(key: int) -> None:
+    """Raises ValueError for a key that is no int of 64 bits."""
+    if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 2**64:
+        raise ValueError(f"a key is an int of 64 bits, got {key!r}; make it with weft.mesh.derive_key")
 
 
-def uniform(index: Tensor, key: int) -> Tensor:
-    """Uniform float32 in 0 <= u < 1 for each element index: the upper 24 of its bits."""
-    return _draw(index, key, torch.float32, lambda block: (block >> 8).to(torch.float32) * 2.0**-24)
+def as_uniform(block: Tensor) -> Tensor:
+    """Float32 in 0 <= u < 1: the upper 24 bits."""
+    return (block >> 8).to(torch.float32) * 2.0**-24
 
 
-def normal(index: Tensor, key: int) -> Tensor:
-    """Standard normal float32 for each element index, by Box and Muller's transform.
+def as_normal(block: Tensor) -> Tensor:
+    """Standard normal float32, by Box and Muller's transform.
 
     Elements 2j and 2j + 1 are the cosine and the sine of one pair. Computed in float64, so that devices, whose
     functions differ in the last place, round to the same float32 but in rare cases.
     """
-    return _draw(index, key, torch.float32, _box_muller)
-
-
-def _box_muller(block: Tensor) -> Tensor:
     wide = block.to(torch.float64)
-    radius = ((wide[:, 0::2] + 1) * 2.0**-32).log_().mul_(-2).sqrt_()  # of a uniform in 0 < u <= 1; [blocks, 2]
-    angle = wide[:, 1::2] * (2 * math.pi * 2.0**-32)
-    return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).to(torch.float32).flatten(1)  # [blocks, 4]
+    radius = ((wide[..., 0::2] + 1) * 2.0**-32).log_().mul_(-2).sqrt_()  # of a uniform in 0 < u <= 1; [..., 2]
+    angle = wide[..., 1::2] * (2 * math.pi * 2.0**-32)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).to(torch.float32).flatten(-2)  # [..., 4]
 
 
-def _draw(index: Tensor, key: int, dtype: torch.dtype, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """`transform`, from blocks of bits [blocks, 4] to numbers [blocks, 4], read at each element index."""
-    if index.dtype != torch.int64:
-        raise ValueError(f"element indices are int64, got {index.dtype}; call .to(torch.int64)")
-    if not 0 <= key < 2**64:
-        raise ValueError(f"a key has 64 bits, got {key}; make it with weft.mesh.derive_key")
-    output = torch.empty(index.shape, dtype=dtype, device=index.device)
-    flat, at = output.view(-1), index.reshape(-1)
-    for start in range(0, at.numel(), _ELEMENTS_AT_ONCE):
-        piece = at[start : start + _ELEMENTS_AT_ONCE]
-        # Neighbours share a block: it is computed once for a run of elements.
-        counter, place = torch.unique_consecutive(piece >> 2, return_inverse=True)
-        numbers = transform(_blocks(counter, torch.zeros_like(counter), key))
-        flat[start : start + _ELEMENTS_AT_ONCE] = numbers.view(-1)[place.mul_(4).add_(piece & 3)]
-    return output
+def fill(out: Tensor, part: Part, key: int, transform: Transform) -> None:
+    """Writes the numbers of the elements of `part` into `out`: contiguous, of as many elements, of any dtype.
+
+    Computed in pieces, so the scratch memory does not grow with `out`; at most one block for each element, and where
+    runs of neighbours are long a block for four.
+    """
+    if part.numel == 0:
+        return
+    runs = part.runs()
+    length = runs.sizes[-1]
+    rows = out.view(-1, length)  # one run each
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // (length + 6))  # blocks hold up to 3 more elements at each end of a run
+    # Where all runs start at one lane the numbers are a slice of their blocks.
+    lane = runs.offset % 4 if all(stride % 4 == 0 for stride in runs.strides[:-1]) else None
+    for row, first in product(range(0, len(rows), rows_at_once), range(0, length, _ELEMENTS_AT_ONCE)):
+        piece = rows[row : row + rows_at_once, first : first + _ELEMENTS_AT_ONCE]
+        starts = _starts(runs, row, len(piece), out.device) + first
+        piece.copy_(_draw(starts, piece.shape[1], lane, key, transform))
+
+
+def _starts(runs: Part, first: int, count: int, device: torch.device) -> Tensor:
+    """Index of the first element of each of `count` runs, from run `first` on: int64 [count]."""
+    row = torch.arange(first, first + count, device=device)
+    starts = torch.full_like(row, runs.offset)
+    for size, stride in zip(runs.sizes[-2::-1], runs.strides[-2::-1], strict=True):
+        starts += (row % size).mul_(stride)
+        row //= size
+    return starts
+
+
+def _draw(starts: Tensor, length: int, lane: int | None, key: int, transform: Transform) -> Tensor:
+    """The numbers of `length` elements from each start: [runs, length].
+
+    lane: that of every start, or None where they differ.
+    """
+    groups = (length + (3 if lane is None else lane) + 3) // 4  # blocks that hold a run
+    counter = (starts >> 2).unsqueeze(1) + torch.arange(groups, device=starts.device)  # [runs, groups]
+    numbers = transform(_blocks(counter, torch.zeros_like(counter), key)).flatten(1)  # [runs, 4 * groups]
+    if lane is not None:
+        return numbers[:, lane : lane + length]
+    return numbers.gather(1, (starts & 3).unsqueeze(1) + torch.arange(length, device=starts.device))
 
 
 def _blocks(low: Tensor, high: Tensor, key: int) -> Tensor:
-    """The counters' lower and upper 64 bits, [blocks] int64 each -> [blocks, 4] of 32 bits each."""
+    """The counters' lower and upper 64 bits, int64 [...] each -> [..., 4] of 32 bits each."""
     c0, c1, c2, c3 = (part & _LOW32 for part in (low, low >> 32, high, high >> 32))
     k0, k1 = key & _LOW32, key >> 32
     for _ in range(_ROUNDS):

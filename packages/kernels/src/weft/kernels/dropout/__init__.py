@@ -1,0 +1,5 @@
+"""dropout: the op, its local computation and its layout rule."""
+
+from .sharded import dropout
+
+__all__ = ["dropout"]

@@ -1,0 +1,50 @@
+"""dropout on plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, infer
+
+from ..op import Op
+from ..random.philox import check_key
+from ..random.sharded import DTYPES, part_of
+from ..sharded import Shapes, Sharding, apply, independent
+from . import function
+
+
+def dropout(x: Tensor, p: float, key: int) -> Tensor:
+    """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
+
+    x: any shape and strides, in bfloat16, float16, float32 or float64; the product is of float32 at least, and rounded
+    to x's dtype. p: 0 to 1; 0 gives x itself, 1 gives zeros. What is zeroed is 0 even where x is infinite or NaN.
+    key: 64 bits, as weft.mesh.derive_key makes them. Element i of the global tensor, row-major, is zeroed where word
+    i % 4 of block i // 4 of Philox 4x32-10 (Salmon et al. 2011) is below p * 2**32: bitwise the same mask in every
+    layout, on a CPU and on a GPU, and again in backward, which draws it anew: no tensor is saved. No rank draws more than
+    its own part.
+    Layouts: any, Partial(sum) included, for every addend gets the one mask; the output lies the same, and a Partial
+    gradient may flow. Communication: none.
+    Raises ValueError for p, a key or a dtype that is none of these.
+    """
+    check_key(key)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p is {p}; it is a probability, 0 to 1")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"dropout: x is {x.dtype}; give one of {', '.join(map(str, DTYPES))}")
+    return x if p == 0 else apply(DROPOUT, x, p=p, key=key)
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    (layout,), (shape,) = layouts, shapes
+    assert layout is not None and shape is not None, "x is given"
+    output = infer.elementwise("dropout", True, layout)
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"part": part_of(layout, shape, rank)}
+
+    return Sharding(output, shape, independent(output, layouts), local)
+
+
+DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("key",))

@@ -1,0 +1,135 @@
+"""Philox 4x32-10 in Triton: `uniform` and `normal` write 4 bytes a float32 and read nothing. `philox` is the meaning.
+
+A program takes a tile, ROWS runs by WIDTH = 4 * GROUPS lanes: GROUPS blocks of each run, computed once for four elements.
+Run r of a part is run (r // (R1 * R2), r // R2 % R1, r % R2) of its outer dims, and has N elements. Where runs do not start
+at a block's first lane (SHIFTED), the tile begins up to 3 lanes before the run. Indices and offsets are 64-bit.
+"""
+
+import triton
+import triton.language as tl
+
+# sin and cos of |x| <= pi / 4 in float64, within 2**-58: fdlibm, k_sin.c and k_cos.c (Sun Microsystems, 1993).
+SIN1 = tl.constexpr(-1.66666666666666324348e-01)
+SIN2 = tl.constexpr(8.33333333332248946124e-03)
+SIN3 = tl.constexpr(-1.98412698298579493134e-04)
+SIN4 = tl.constexpr(2.75573137070700676789e-06)
+SIN5 = tl.constexpr(-2.50507602534068634195e-08)
+SIN6 = tl.constexpr(1.58969099521155010221e-10)
+COS1 = tl.constexpr(4.16666666666666019037e-02)
+COS2 = tl.constexpr(-1.38888888888741095749e-03)
+COS3 = tl.constexpr(2.48015872894767294178e-05)
+COS4 = tl.constexpr(-2.75573143513906633035e-07)
+COS5 = tl.constexpr(2.08757232129817482790e-09)
+COS6 = tl.constexpr(-1.13596475577881948265e-11)
+# pi / 2 = QUARTER + QUARTER_REST; the first has 33 bits, so that its small multiples are exact (e_rem_pio2.c).
+QUARTER = tl.constexpr(1.57079632673412561417e00)
+QUARTER_REST = tl.constexpr(6.07710050650619224932e-11)
+TWO_OVER_PI = tl.constexpr(0.6366197723675814)
+TURN = tl.constexpr(6.283185307179586 * 2.0**-32)  # 32 bits to an angle, as the torch path rounds it
+
+
+@triton.jit
+def run_start(row, R1, R2, stride_0, stride_1, stride_2):
+    """Offset of run `row`, int64, by the strides of the outer dims."""
+    return (row // (R1 * R2)) * stride_0 + (row // R2 % R1) * stride_1 + (row % R2) * stride_2
+
+
+@triton.jit
+def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """This program's runs, int64 [ROWS], and its first lane within a run, a multiple of 4."""
+    lanes = N + 3 if SHIFTED else N
+    across = tl.cdiv(lanes, 4 * GROUPS)
+    program = tl.program_id(0).to(tl.int64)
+    return program // across * ROWS + tl.arange(0, ROWS), program % across * (4 * GROUPS)
+
+
+@triton.jit
+def columns(start, first, SHIFTED: tl.constexpr, GROUPS: tl.constexpr):
+    """Place within its run of each lane of the tile: int64 [ROWS, WIDTH], or [1, WIDTH] where it is one for all runs."""
+    cols = first + tl.arange(0, 4 * GROUPS)[None, :]
+    return cols - (start & 3)[:, None] if SHIFTED else cols
+
+
+@triton.jit
+def blocks(start, first, key, GROUPS: tl.constexpr):
+    """The four lanes of each block of the tile: uint32 [ROWS, GROUPS] each. start: index of the runs' first elements."""
+    counter = ((start + first) >> 2)[:, None] + tl.arange(0, GROUPS)[None, :]
+    b0, b1, b2, b3 = tl.randint4x(key, counter)  # Philox 4x32-10 of (counter, key), both of 64 bits
+    # Its dtype is not documented the same in all versions; the bits are.
+    return (
+        b0.to(tl.uint32, bitcast=True), b1.to(tl.uint32, bitcast=True),
+        b2.to(tl.uint32, bitcast=True), b3.to(tl.uint32, bitcast=True),
+    )  # fmt: skip
+
+
+@triton.jit
+def interleave(x0, x1, x2, x3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Lane by lane: [ROWS, GROUPS] each -> [ROWS, WIDTH]"""
+    return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(ROWS, 4 * GROUPS)
+
+
+@triton.jit
+def box_muller(b0, b1):
+    """Two standard normal float32 from two times 32 bits; see `philox.as_normal`.
+
+    In float64: the float32 functions of two devices differ by more than 2 ulp of the result, most where it is near 0.
+    Sine and cosine are written out, since the library's reduce angles of any size, and for that keep arrays in local
+    memory. Here the angle is below 2 pi. It is first rounded as torch rounds it, and an explicit fma keeps compilers
+    from fusing that rounding away.
+    """
+    radius = tl.sqrt(-2.0 * tl.log((b0.to(tl.float64) + 1.0) * 2.0**-32))
+    angle = b1.to(tl.float64) * TURN
+    quarters = tl.floor(angle * TWO_OVER_PI + 0.5)  # 0 to 4
+    x = tl.fma(quarters, tl.full(angle.shape, -QUARTER, tl.float64), angle)  # exact
+    x = x - quarters * QUARTER_REST  # |x| <= pi / 4
+    z = x * x
+    sine = x + x * z * (SIN1 + z * (SIN2 + z * (SIN3 + z * (SIN4 + z * (SIN5 + z * SIN6)))))
+    cosine = 1.0 - 0.5 * z + z * z * (COS1 + z * (COS2 + z * (COS3 + z * (COS4 + z * (COS5 + z * COS6)))))
+    quadrant = quarters.to(tl.int32) & 3
+    is_odd = (quadrant & 1) == 1
+    of_cosine = tl.where((quadrant == 1) | (quadrant == 2), -1.0, 1.0)
+    of_sine = tl.where(quadrant >= 2, -1.0, 1.0)
+    first = radius * of_cosine * tl.where(is_odd, sine, cosine)
+    second = radius * of_sine * tl.where(is_odd, cosine, sine)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+# What differs between ranks or calls without mattering to the generated code is not compiled in.
+UNSPECIALIZED = ["rows", "R1", "R2", "offset", "stride_0", "stride_1", "stride_2", "key"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def uniform(
+    out_ptr,
+    rows, R1, R2, N, offset, stride_0, stride_1, stride_2,
+    key,
+    SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Float32 in 0 <= u < 1, the upper 24 bits, rounded to the dtype of `out`, whose runs are contiguous."""
+    row, first = tile(N, SHIFTED, ROWS, GROUPS)
+    start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
+    b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
+    bits = interleave(b0, b1, b2, b3, ROWS, GROUPS)
+    number = (bits >> 8).to(tl.float32) * 2.0**-24
+    cols = columns(start, first, SHIFTED, GROUPS)
+    in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
+    tl.store(out_ptr + row[:, None] * N + cols, number.to(out_ptr.dtype.element_ty), mask=in_part)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def normal(
+    out_ptr,
+    rows, R1, R2, N, offset, stride_0, stride_1, stride_2,
+    key, std,
+    SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """std times a standard normal, in float32, rounded to the dtype of `out`, whose runs are contiguous."""
+    row, first = tile(N, SHIFTED, ROWS, GROUPS)
+    start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
+    b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
+    n0, n1 = box_muller(b0, b1)
+    n2, n3 = box_muller(b2, b3)
+    number = interleave(n0, n1, n2, n3, ROWS, GROUPS) * std
+    cols = columns(start, first, SHIFTED, GROUPS)
+    in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
+    tl.store(out_ptr + row[:, None] * N + cols, number.to(out_ptr.dtype.element_ty), mask=in_part)

@@ -1,0 +1,116 @@
+"""Launches the kernels: a part as rows of runs, and the tile that suits its runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..aot import Variant
+from . import kernel
+from .part import Ints, Part
+
+OUTER_DIMS = 3  # that a kernel unravels, beside the run
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The tile of a program: runs by blocks of four elements; and with how many warps."""
+
+    rows: int
+    groups: int
+    warps: int
+
+
+# A uniform takes 16 elements a thread, so four 16-byte stores of float32; a normal takes 8, as float64 needs twice the
+# registers. Both compile without spills for sm_80 to sm_100 and gfx942; their speed is not measured yet.
+UNIFORM = Launch(rows=1, groups=512, warps=4)
+NORMAL = Launch(rows=1, groups=256, warps=4)
+
+
+def fitted(most: Launch, length: int, shifted: bool) -> Launch:
+    """The launch for runs of `length`: short ones share a program of the size of `most`."""
+    blocks = max(1, -(-(length + 3 * shifted) // 4))
+    groups = min(most.groups, 1 << (blocks - 1).bit_length())  # a power of two
+    return Launch(most.groups // groups, groups, most.warps)
+
+
+def is_shifted(part: Part) -> bool:
+    """Whether a run of `part.runs()` may start within a block."""
+    return part.offset % 4 != 0 or any(stride % 4 for stride in part.strides[:-1])
+
+
+def grid(launch: Launch, rows: int, length: int, shifted: bool) -> tuple[int]:
+    """How many programs, in one dim: a grid's others hold 65535 alone."""
+    return (-(-rows // launch.rows) * -(-(length + 3 * shifted) // (4 * launch.groups)),)
+
+
+def padded(outer: Ints, fill: int) -> Ints:
+    """Sizes or strides of the outer dims as the kernels unravel them: three."""
+    return (fill,) * (OUTER_DIMS - len(outer)) + outer
+
+
+def uniform(out: Tensor, part: Part, key: int) -> None:
+    """Writes `philox.as_uniform` of the elements of `part` into `out`: contiguous, of its shape, in bf16, fp16, fp32."""
+    _fill(kernel.uniform, UNIFORM, out, part, signed(key))
+
+
+def normal(out: Tensor, part: Part, key: int, std: float) -> None:
+    """Writes std * `philox.as_normal` of the elements of `part` into `out`, as `uniform` does."""
+    _fill(kernel.normal, NORMAL, out, part, signed(key), std)
+
+
+def signed(key: int) -> int:
+    """The bits of a key as an int64: half of all keys would else be compiled apart, as uint64."""
+    return key - 2**64 if key >= 2**63 else key
+
+
+def _fill(function: Any, most: Launch, out: Tensor, part: Part, *arguments: float) -> None:
+    if out.numel() == 0:
+        return
+    runs = part.runs()
+    if len(runs.sizes) > OUTER_DIMS + 1:  # rare: five dims of which no two can be merged
+        for i in range(len(out)):
+            _fill(function, most, out[i], part.at(i), *arguments)
+        return
+    *outer, length = runs.sizes
+    rows, shifted = math.prod(outer), is_shifted(runs)
+    _, R1, R2 = padded(tuple(outer), 1)
+    launch = fitted(most, length, shifted)
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        function[grid(launch, rows, length, shifted)](
+            out,
+            rows, R1, R2, length, runs.offset, *padded(runs.strides[:-1], 0),
+            *arguments,
+            SHIFTED=shifted, ROWS=launch.rows, GROUPS=launch.groups, num_warps=launch.warps,
+        )  # fmt: skip
+
+
+PART_ARGUMENTS = {"rows": "i32", "R1": "i32", "R2": "i32", "N": "i32:16"}
+STRIDE_ARGUMENTS = {"offset": "i64", "stride_0": "i32", "stride_1": "i32", "stride_2": "i32", "key": "i64"}
+
+
+def _variants(dtype: str, *, shifted: bool, narrow: bool = False) -> tuple[Variant, Variant]:
+    """Both kernels for 16-byte aligned tensors of long runs, or of runs of one element: a column."""
+    name = f"{dtype}-{'column' if narrow else 'shifted' if shifted else 'aligned'}"
+    arguments = {"out_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **STRIDE_ARGUMENTS} | ({"N": "1"} if narrow else {})
+
+    def constexprs(most: Launch) -> dict[str, int]:
+        launch = fitted(most, 1, shifted) if narrow else most
+        return {"SHIFTED": int(shifted), "ROWS": launch.rows, "GROUPS": launch.groups}
+
+    return (
+        Variant(f"random.uniform/{name}", kernel.uniform, arguments, constexprs(UNIFORM), UNIFORM.warps),
+        Variant(f"random.normal/{name}", kernel.normal, arguments | {"std": "fp32"}, constexprs(NORMAL), NORMAL.warps),
+    )
+
+
+VARIANTS = (
+    *_variants("fp32", shifted=False),
+    *_variants("bf16", shifted=False),
+    *_variants("fp32", shifted=True),
+    *_variants("bf16", shifted=True, narrow=True),
+)

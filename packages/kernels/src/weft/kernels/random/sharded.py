@@ -1,0 +1,139 @@
+"""Uniform and normal numbers by (key, global element index), as plain tensors and as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, LayoutError
+from weft.reshard import layout_of
+from weft.reshard.dtensor import wrap
+from weft.reshard.groups import this_rank
+
+from ..backend import use_triton
+from . import philox
+from .part import Part
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def uniform(
+    shape: Sequence[int],
+    key: int,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Uniform numbers in 0 <= u < 1, multiples of 2**-24: a function of (key, row-major index in `shape`) alone.
+
+    shape: global. key: 64 bits, as weft.mesh.derive_key makes them.
+    layout: gives a DTensor that lies so, of which each rank draws its own part; without it the tensor is plain.
+    dtype: bfloat16, float16, float32 or float64. Numbers are drawn in float32 and rounded to it; in the first two the
+    highest round to 1.
+    The numbers are bitwise the same in every layout, on a CPU and on a GPU.
+    Communication: none, but for the mesh's process groups where they are new.
+    Raises ValueError for a shape, key or dtype that is none of these; LayoutError for a layout that does not fit the
+    shape or is Partial.
+    By Philox 4x32-10 (Salmon et al. 2011).
+    """
+    return _made("uniform", shape, key, layout, dtype, device, _fill_uniform)
+
+
+def normal(
+    shape: Sequence[int],
+    key: int,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Standard normal numbers: a function of (key, row-major index in `shape`) alone; the arguments are `uniform`'s.
+
+    The numbers are bitwise the same in every layout; on a CPU and on a GPU they agree to 2 ulp of float32.
+    Communication and errors: as of `uniform`. By Philox 4x32-10 (Salmon et al. 2011) and Box and Muller's transform.
+    """
+    return _made("normal", shape, key, layout, dtype, device, _fill_normal)
+
+
+def normal_(tensor: Tensor, key: int, *, std: float = 1.0) -> Tensor:
+    """Fills `tensor`, plain or a DTensor, with std times what `normal` draws for its shape and layout; returns it.
+
+    Each rank draws its own part, within a bounded scratch memory where that part is contiguous.
+    Communication: none. Raises ValueError for a key or dtype that `normal` does not take; LayoutError for a Partial.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
+    _check("normal_", tensor.shape, key, layout, tensor.dtype)
+    with torch.no_grad():
+        if local.is_contiguous():
+            _fill_normal(local, _part(tuple(tensor.shape), layout), key, std)
+        else:
+            dense = torch.empty_like(local, memory_format=torch.contiguous_format)
+            _fill_normal(dense, _part(tuple(tensor.shape), layout), key, std)
+            local.copy_(dense)
+    return tensor
+
+
+@lru_cache(maxsize=4096)
+def part_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Part:
+    """The elements of a tensor of global `shape` that `rank` holds."""
+    return Part.of(shape, layout.local_slices(shape, rank))
+
+
+def _made(
+    name: str,
+    shape: Sequence[int],
+    key: int,
+    layout: Layout | None,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    fill: Callable[[Tensor, Part, int], None],
+) -> Tensor:
+    _check(name, shape, key, layout, dtype)
+    sizes = tuple(shape)
+    part = _part(sizes, layout)
+    held = sizes if layout is None else layout.local_shape(sizes, this_rank())  # [0] outside the mesh
+    local = torch.empty(held, dtype=dtype, device=device)
+    fill(local, part, key)
+    return local if layout is None else wrap(local, layout, sizes)
+
+
+def _part(shape: tuple[int, ...], layout: Layout | None) -> Part:
+    return Part.of(shape) if layout is None else part_of(layout, shape, this_rank())
+
+
+def _check(name: str, shape: Sequence[int], key: int, layout: Layout | None, dtype: torch.dtype) -> None:
+    philox.check_key(key)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+        raise ValueError(f"{name}: the shape is {tuple(shape)}; its sizes must be ints >= 0")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: the dtype is {dtype}; choose one of {', '.join(map(str, DTYPES))}")
+    if layout is not None:
+        layout.check_shape(tuple(shape))
+        if layout.is_partial():
+            raise LayoutError(
+                f"{name}: the layout is ({layout}), but a drawn number is no sum of parts: draw it with Replicate() in "
+                f"place of Partial, and reshard() it"
+            )
+
+
+def _fill_uniform(local: Tensor, part: Part, key: int) -> None:
+    if use_triton(local):
+        from . import launch  # imports triton, which a CPU run may not have
+
+        launch.uniform(local, part, key)
+    else:
+        philox.fill(local, part, key, philox.as_uniform)
+
+
+def _fill_normal(local: Tensor, part: Part, key: int, std: float = 1.0) -> None:
+    if use_triton(local):
+        from . import launch
+
+        launch.normal(local, part, key, std)
+    else:
+        philox.fill(local, part, key, lambda block: philox.as_normal(block).mul_(std))
