@@ -109,7 +109,7 @@ def test_generate_goes_on_with_the_prompt(run: tuple[str, Path], tmp_path: Path)
     assert done.stdout.startswith("def ")
 
 
-def test_another_mesh_another_text_one_loss(tmp_path: Path) -> None:
+def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     for name in ("a", "b"):
@@ -117,7 +117,8 @@ def test_another_mesh_another_text_one_loss(tmp_path: Path) -> None:
     losses = []
     for mesh in (("1", "1"), ("1", "2"), ("2", "1")):
         arguments = ("--mesh.dp", mesh[0], "--mesh.tp", mesh[1], "--output", f"{mesh[0]}x{mesh[1]}")
-        done = weft("train", "--steps", "3", "--data.path", str(text), *SMALL, *arguments, cwd=tmp_path)
+        arguments += ("--model.dropout", "0.1", "--data.path", str(text))
+        done = weft("train", "--steps", "3", *SMALL, *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / f"{mesh[0]}x{mesh[1]}" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])

@@ -30,9 +30,7 @@ def bits(
     b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
     cols = columns(start, first, SHIFTED, GROUPS)
     in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
-    tl.store(
-        out_ptr + row[:, None] * N + cols, interleave(b0, b1, b2, b3, ROWS, GROUPS).to(tl.int64), mask=in_part
-    )
+    tl.store(out_ptr + row[:, None] * N + cols, interleave(b0, b1, b2, b3, ROWS, GROUPS).to(tl.int64), mask=in_part)
 
 
 @triton.jit

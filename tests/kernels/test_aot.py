@@ -55,6 +55,23 @@ def test_contiguous_logits_move_128_bits_at_a_time(reports, name, layout):
     assert accesses == rows + loops
 
 
+@pytest.mark.parametrize(
+    ("variant", "accesses"),
+    [
+        pytest.param("random.uniform/fp32-aligned", {"store 128": 4}, id="uniform-fp32"),
+        pytest.param("random.uniform/bf16-aligned", {"store 128": 2}, id="uniform-bf16"),
+        pytest.param("random.normal/fp32-aligned", {"store 128": 2}, id="normal-fp32"),
+        pytest.param("random.normal/bf16-aligned", {"store 128": 1}, id="normal-bf16"),
+        pytest.param("dropout.masked/bf16-contiguous", {"load 128": 2, "store 128": 2}, id="dropout-bf16"),
+        pytest.param("dropout.masked/fp16-contiguous", {"load 128": 2, "store 128": 2}, id="dropout-fp16"),
+        pytest.param("dropout.masked/fp32-contiguous", {"load 128": 4, "store 128": 4}, id="dropout-fp32"),
+        pytest.param("dropout.masked/bf16-strided", {"load 16": 16, "store 128": 2}, id="dropout-strided"),
+    ],
+)
+def test_random_numbers_and_dropout_move_128_bits_at_a_time(reports, variant, accesses):
+    assert reports[variant]["accesses"] == accesses  # 16 elements a thread, 8 of a normal; and no table of a library's
+
+
 def test_an_interpreted_kernel_is_refused(interpreted):
     from weft.kernels.aot import compile_variant, variants
 

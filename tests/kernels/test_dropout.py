@@ -170,7 +170,9 @@ def test_the_gradient_has_the_mask_of_the_output(dtype: torch.dtype, device: str
 
 
 def test_float64_gradcheck() -> None:
-    assert torch.autograd.gradcheck(lambda x: kernels.dropout(x, 0.4, KEY), normal((3, 5), torch.float64).requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: kernels.dropout(x, 0.4, KEY), normal((3, 5), torch.float64).requires_grad_()
+    )
 
 
 def test_nothing_is_saved(device: str) -> None:

@@ -20,6 +20,7 @@ from weft.models.train.observe import CollectiveCount
 from weft.reshard import distribute, layout_of, reshard, to_global
 from weft.reshard.dtensor import wrap
 
+from tests.support import philox
 from tests.support.collectives import Collectives
 from tests.support.shards import rebuild, split
 
@@ -66,6 +67,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
     return mixed.transpose(-3, -2).flatten(-2)
 
 
+def drop(x: Tensor) -> Tensor:
+    keep = philox.bits(torch.arange(x.numel()).reshape(x.shape), 7) >= 2**30
+    return x * keep / 0.75
+
+
 def torch_cross_entropy(logits: Tensor, target: Tensor, **options: object) -> Tensor:
     loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), **options)  # type: ignore[arg-type]
     return loss.view(target.shape) if options["reduction"] == "none" else loss
@@ -99,6 +105,7 @@ CASES = {
     ),
     "swiglu": Case(kernels.swiglu, lambda gate, up: F.silu(gate) * up, (normal(B, T), normal(B, T, seed=1))),
     "add": Case(kernels.add, operator.add, (normal(B, T, H), normal(B, T, H, seed=1))),
+    "dropout": Case(partial(kernels.dropout, p=0.25, key=7), drop, (normal(B, T, H),)),
     **{
         f"cross_entropy-{reduction}": Case(
             partial(kernels.cross_entropy, reduction=reduction),
@@ -210,6 +217,7 @@ TAKEN = {
     "attention": 3,  # R S0 S2
     "swiglu": 3,  # R S0 S1
     "add": 5,  # R S0 S1 S2 P
+    "dropout": 5,  # the same
     "cross_entropy-none": 4,  # R S0 S1 S2
     "cross_entropy-mean": 4,
     "cross_entropy-sum": 4,
@@ -500,6 +508,7 @@ OUTSIDE = {
     ),
     "swiglu": (kernels.swiglu, (normal(2, 4), normal(2, 4)), ("tp: S(1)",) * 2),
     "add": (kernels.add, (normal(2, 4), normal(2, 4)), ("tp: P(sum)",) * 2),
+    "dropout": (partial(kernels.dropout, p=0.25, key=7), (normal(2, 4),), ("tp: S(0)",)),
     "cross_entropy": (
         kernels.cross_entropy,
         (normal(4, 5).bfloat16(), torch.tensor([1, 4, -100, 0])),

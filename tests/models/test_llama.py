@@ -6,9 +6,13 @@ import dataclasses
 import pytest
 import torch
 from torch.nn import functional as F
-from weft.mesh import Layout, ProcessMesh
+from torch.utils.checkpoint import checkpoint
+from weft.kernels import dropout
+from weft.kernels.random import philox
+from weft.mesh import Layout, ProcessMesh, derive_key
 from weft.models.generation import generate
-from weft.models.initialization import element_index, initialize
+from weft.models.initialization import initialize
+from weft.models.layers import Dropout
 from weft.models.llama.config import Llama3RopeScaling, LlamaConfig
 from weft.models.llama.model import Llama, rotary_tables
 from weft.models.llama.weights import tensor_name, write_config
@@ -177,7 +181,7 @@ def test_initial_values_depend_on_seed_and_name_alone():
 def test_initial_values_do_not_depend_on_how_they_are_cut(monkeypatch):
     model, other = Llama(SMALL), Llama(SMALL)
     initialize(model, 3)
-    monkeypatch.setattr("weft.models.initialization._ELEMENTS_AT_ONCE", 50)
+    monkeypatch.setattr(philox, "_ELEMENTS_AT_ONCE", 52)
     initialize(other, 3)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -193,12 +197,6 @@ def test_initial_values_have_the_configs_spread():
     assert (model.norm.weight == 1).all()
     assert (model.layers[1].post_attention_layernorm.weight == 1).all()
     assert (model.layers[1].self_attn.q_proj.bias == 0).all()
-
-
-def test_element_index_of_a_part_is_that_part_of_the_whole():
-    whole = torch.arange(5 * 7 * 3).view(5, 7, 3)
-    for part in [(slice(0, 5), slice(0, 7), slice(0, 3)), (slice(2, 4), slice(6, 7), slice(1, 3)), (slice(5, 5),) * 3]:
-        assert torch.equal(element_index(whole.shape, part, torch.device("cpu")), whole[part])
 
 
 def test_initialize_names_a_parameter_without_storage():
@@ -231,6 +229,10 @@ def test_config_fills_in_what_follows():
         ({"norm_eps": -1e-6}, "norm_eps is -1e-06"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"rope_scaling": {"factor": 8}}, "rope_scaling is .*; give a Llama3RopeScaling"),
+        ({"dropout": 1.0}, "LlamaConfig: dropout is 1.0; it must be a number in 0 <= dropout < 1"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"dropout": float("nan")}, "dropout is nan"),
+        ({"dropout": True}, "dropout is True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -244,6 +246,97 @@ def test_rope_scaling_names_what_does_not_fit():
         dataclasses.replace(SCALING, high_freq_factor=1.0)
     with pytest.raises(ValueError, match="factor is 0"):
         dataclasses.replace(SCALING, factor=0)
+
+
+# Dropout
+
+
+DROPPING = dataclasses.replace(SMALL, dropout=0.25)
+
+
+def loss_and_gradients(model, run, key):
+    """Of the sum of squared logits; `run` takes a layer and its arguments."""
+    tokens = some_tokens(SMALL)
+    cos, sin = rotary_tables(SMALL, 64, tokens.device)
+    x = model.dropout(model.embed_tokens(tokens), key)
+    for layer in model.layers:
+        x = run(layer, x, cos[:33], sin[:33], key)
+    loss = model.lm_head(model.norm(x)).square().sum()
+    return loss, lambda: torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_a_dropout_layer_knows_its_name():
+    layers = {name: module for name, module in Llama(DROPPING).named_modules() if isinstance(module, Dropout)}
+    assert {name: module.name for name, module in layers.items()} == {name: name for name in layers}
+    assert list(layers) == [
+        "dropout",
+        "layers.0.self_attn_dropout",
+        "layers.0.mlp_dropout",
+        "layers.1.self_attn_dropout",
+        "layers.1.mlp_dropout",
+    ]
+
+
+def test_dropout_is_of_the_embedding_and_of_what_is_added_to_the_stream():
+    model, key = make(DROPPING), derive_key(5, "dropout", 2)
+    tokens = some_tokens(SMALL)
+    cos, sin = (table[:33] for table in rotary_tables(SMALL, 64, tokens.device))
+    x = dropout(model.embed_tokens(tokens), 0.25, derive_key(key, "dropout"))
+    for i, layer in enumerate(model.layers):
+        added = layer.self_attn(layer.input_layernorm(x), cos, sin)
+        x = x + dropout(added, 0.25, derive_key(key, f"layers.{i}.self_attn_dropout"))
+        added = layer.mlp(layer.post_attention_layernorm(x))
+        x = x + dropout(added, 0.25, derive_key(key, f"layers.{i}.mlp_dropout"))
+    assert torch.equal(model(tokens, dropout_key=key), model.lm_head(model.norm(x)))
+
+
+def test_dropout_differs_by_step_and_not_otherwise():
+    model, tokens = make(DROPPING), some_tokens(SMALL)
+    first, second = (model(tokens, dropout_key=derive_key(0, "dropout", step)) for step in (0, 1))
+    torch.manual_seed(9)
+    assert torch.equal(model(tokens, dropout_key=derive_key(0, "dropout", 0)), first)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, model.eval()(tokens))
+
+
+def test_without_dropout_a_key_changes_nothing():
+    model, other, tokens = make(SMALL), make(DROPPING).eval(), some_tokens(SMALL)
+    assert torch.equal(model(tokens, dropout_key=7), model(tokens))
+    assert torch.equal(other(tokens), model(tokens))
+    assert torch.equal(other(tokens, dropout_key=7), model(tokens))
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(RuntimeError, match=r"dropout drops elements with p=0.25 .*dropout_key=derive_key\(seed, "):
+        make(DROPPING)(some_tokens(SMALL))
+
+
+def again(layer, *arguments):
+    return checkpoint(layer, *arguments, use_reentrant=False)
+
+
+def test_recomputation_draws_the_same_masks():
+    model = make(DROPPING)
+    (loss, gradients), (other, recomputed) = (
+        loss_and_gradients(model, run, 11) for run in (lambda f, *a: f(*a), again)
+    )
+    assert torch.equal(loss, other)
+    for one, two in zip(gradients(), recomputed(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_recomputation_draws_the_same_masks_after_other_microbatches():
+    """As pipeline schedules run them: two forwards, then two backwards."""
+    model = make(DROPPING)
+    expected = [loss_and_gradients(model, lambda f, *a: f(*a), key)[1]() for key in (11, 12)]
+    backwards = [loss_and_gradients(model, again, key)[1] for key in (11, 12)]
+    for wanted, backward in zip(expected, backwards, strict=True):
+        for one, two in zip(wanted, backward(), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_dropout_is_not_written_for_hugging_face():
+    assert write_config(make(DROPPING)) == write_config(make(SMALL))
 
 
 # Generation

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from weft.kernels import add, cross_entropy
-from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
+from weft.mesh import Layout, LayoutError, ProcessMesh, Shard, derive_key
 from weft.models import (
     ColwiseParallel,
     Llama,
@@ -37,6 +37,7 @@ from tests.support.collectives import Collectives
 CONFIG = LlamaConfig(
     vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4, max_seq_len=32
 )
+KEY = derive_key(3, "dropout", 0)
 MESHES = [pytest.param(1, 1, id="1x1"), pytest.param(4, 1, id="4x1"), pytest.param(1, 4, id="1x4"), pytest.param(2, 2)]
 VARIANTS = [
     pytest.param({}, {}, id="plain"),
@@ -45,6 +46,8 @@ VARIANTS = [
     pytest.param({}, {"sequence": True}, id="sequence"),
     pytest.param({"tie_embeddings": True, "attention_bias": True}, {"sequence": True}, id="sequence-tied-biases"),
     pytest.param({}, {"loss_parallel": False}, id="whole-logits"),
+    pytest.param({"dropout": 0.2}, {}, id="dropout"),
+    pytest.param({"dropout": 0.2}, {"sequence": True}, id="sequence-dropout"),
 ]
 
 
@@ -83,7 +86,7 @@ def one_step(
     tokens, target = on(mesh, *batch())
     issued = {}
     with Collectives() as seen, CollectiveCount() as count:
-        loss = cross_entropy(model(tokens), target, denominator=float(target.numel()))
+        loss = cross_entropy(model(tokens, dropout_key=KEY), target, denominator=float(target.numel()))
         loss = reshard(loss) if isinstance(loss, DTensor) else loss
         issued["forward"] = count.take()
         loss.backward()
@@ -103,7 +106,7 @@ def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any]
     config = replace(CONFIG, **change)
     dense = make(config)
     tokens, target = batch()
-    loss = cross_entropy(dense(tokens), target)
+    loss = cross_entropy(dense(tokens, dropout_key=KEY), target)
     loss.backward()
     for found in pool.run(one_step, dp, tp, config, plan, ranks=4):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -275,12 +278,12 @@ def test_a_module_under_two_names_is_laid_out_once(pool) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def recomputed(sequence: bool) -> list[tuple[Tensor, dict[str, Tensor], list[str]]]:
+def recomputed(sequence: bool, dropout: float) -> list[tuple[Tensor, dict[str, Tensor], list[str]]]:
     """A model's loss, gradients and the kinds of its collectives, as it is and with every layer recomputed."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
     results = []
     for again in (False, True):
-        model = make(CONFIG)
+        model = make(replace(CONFIG, dropout=dropout))
         parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
         if again:
             for layer in model.layers:
@@ -288,16 +291,18 @@ def recomputed(sequence: bool) -> list[tuple[Tensor, dict[str, Tensor], list[str
         sync = GradientSync(model)
         tokens, target = on(mesh, *batch())
         with Collectives() as seen:
-            loss = reshard(cross_entropy(model(tokens), target, denominator=float(target.numel())))
+            logits = model(tokens, dropout_key=KEY)
+            loss = reshard(cross_entropy(logits, target, denominator=float(target.numel())))
             loss.backward()
             sync.wait()
         results.append((whole(loss), {n: whole(p.grad) for n, p in model.named_parameters()}, seen.kinds))
     return results
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_recompute_gives_the_same_bits_and_repeats_the_forward_alone(sequence: bool, pool) -> None:
-    for (loss, found, kinds), (loss_again, found_again, kinds_again) in pool.run(recomputed, sequence):
+def test_recompute_gives_the_same_bits_and_repeats_the_forward_alone(sequence: bool, dropout: float, pool) -> None:
+    for (loss, found, kinds), (loss_again, found_again, kinds_again) in pool.run(recomputed, sequence, dropout):
         assert torch.equal(loss, loss_again)
         for name, gradient in found.items():
             assert torch.equal(gradient, found_again[name]), name

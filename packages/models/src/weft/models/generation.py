@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.random import philox
+from weft.kernels import uniform
 from weft.mesh import Shard, derive_key
 from weft.reshard import layout_of, to_global
 from weft.reshard.dtensor import wrap
@@ -60,8 +60,8 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Te
     size = scaled.shape[-1] if top_k is None else min(top_k, scaled.shape[-1])
     values, candidates = scaled.topk(size, -1)  # [B, size], likeliest first
     cumulative = values.softmax(-1).cumsum(-1)
-    uniform = philox.uniform(torch.arange(len(logits), device=logits.device), key).double().unsqueeze(1)  # [B, 1]
-    place = torch.searchsorted(cumulative, uniform, right=True).clamp_(max=size - 1)
+    drawn = uniform((len(logits), 1), key, dtype=torch.float64, device=logits.device)
+    place = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=size - 1)
     return candidates.gather(1, place).squeeze(1)
 
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.random import philox
+from weft.kernels.random import normal_
 from weft.mesh import derive_key
 from weft.reshard import layout_of
-
-_ELEMENTS_AT_ONCE = 2**22  # bounds the scratch memory to a few tens of MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ Initial = Constant | Normal
 def initialize(model: nn.Module, seed: int) -> None:
     """Fills every parameter, in place, as `model.initial_value(name)` says.
 
-    Each rank draws its own part alone. The values do not depend on the mesh, the plan, or the order in which
-    parameters were made. A tied weight is drawn once, under its first name.
+    Each rank draws its own part alone, with a few MB of scratch memory. The values do not depend on the mesh, the plan,
+    or the order in which parameters were made. A tied weight is drawn once, under its first name.
     Raises ValueError for a parameter on the meta device.
     """
     with torch.no_grad():
@@ -47,20 +45,11 @@ def _fill(name: str, parameter: Tensor, initial: Initial, seed: int) -> None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.is_meta:
         raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) before initialize")
-    if local.numel() == 0:
-        return
     match initial:
         case Constant(value=value):
             local.fill_(value)
         case Normal(std=std):
-            key = derive_key(seed, "initialize", name)
-            first, *rest = local_slices(parameter)
-            rows = max(1, _ELEMENTS_AT_ONCE * len(local) // local.numel())
-            for done in range(0, len(local), rows):
-                start = first.start + done
-                part = (slice(start, min(start + rows, first.stop)), *rest)
-                index = element_index(parameter.shape, part, local.device)
-                local[done : done + rows] = philox.normal(index, key).mul_(std)
+            normal_(parameter, derive_key(seed, "initialize", name), std=std)
 
 
 def local_slices(parameter: Tensor) -> tuple[slice, ...]:
@@ -68,11 +57,3 @@ def local_slices(parameter: Tensor) -> tuple[slice, ...]:
     if isinstance(parameter, DTensor):
         return layout_of(parameter).local_slices(parameter.shape, torch.distributed.get_rank())
     return tuple(slice(0, size) for size in parameter.shape)
-
-
-def element_index(shape: torch.Size, slices: tuple[slice, ...], device: torch.device) -> Tensor:
-    """Row-major index in a tensor of `shape` of each element within `slices`: int64, of the part's shape."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, part in zip(shape, slices, strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(part.start, part.stop, device=device)
-    return index

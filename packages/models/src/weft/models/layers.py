@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from weft import kernels
+from weft.mesh import derive_key
 
 
 class Linear(nn.Linear):
@@ -43,3 +44,33 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability p while training, by (key, name, global element index); see `kernels.dropout`.
+
+    name: the module's own in the model, which tells its mask from those of other layers wherever it is run.
+    The key comes with each call, as the arguments of a layer do, and is kept nowhere: what recomputes the layer later,
+    when other microbatches have gone by, has the same arguments, and so the same mask.
+    """
+
+    def __init__(self, p: float, name: str) -> None:
+        super().__init__()
+        self.p, self.name = p, name
+
+    def forward(self, input: Tensor, key: int | None) -> Tensor:
+        """[...] -> [...]; the input itself where p is 0, and in eval mode.
+
+        key: of this step and microbatch. Raises RuntimeError where elements are to be dropped and it is None.
+        """
+        if self.p == 0 or not self.training:
+            return input
+        if key is None:
+            raise RuntimeError(
+                f"{self.name} drops elements with p={self.p} while training, but the model was given no key: call "
+                f'model(tokens, dropout_key=derive_key(seed, "dropout", step)), or model.eval() first'
+            )
+        return kernels.dropout(input, self.p, derive_key(key, self.name))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

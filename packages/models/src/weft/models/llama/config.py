@@ -63,6 +63,8 @@ class LlamaConfig:
     """Biases in the MLPs' projections."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    dropout: float = 0.0
+    """Probability of zeroing an element of the embedding's output, and of what a block adds to the residual stream."""
 
     def __post_init__(self) -> None:
         _sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_seq_len")
@@ -87,6 +89,8 @@ class LlamaConfig:
                 f"LlamaConfig: head_dim {self.head_dim} is odd, but rotary embedding turns pairs; make it even"
             )
         _positive(self, "rope_theta", "norm_eps", "initializer_range")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"LlamaConfig: dropout is {self.dropout!r}; it must be a number in 0 <= dropout < 1")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, Llama3RopeScaling):
             raise ValueError(f"LlamaConfig: rope_scaling is {self.rope_scaling!r}; give a Llama3RopeScaling, or None")
 

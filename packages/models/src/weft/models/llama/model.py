@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft import kernels
 
 from ..initialization import Constant, Initial, Normal
-from ..layers import Embedding, Linear, RMSNorm
+from ..layers import Dropout, Embedding, Linear, RMSNorm
 from ..parallel.plan import ParallelPlan
 from .config import LlamaConfig
 from .plan import PLAN
@@ -21,19 +21,21 @@ class Llama(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, V].
 
     The parameters are unset until `initialize` or a checkpoint fills them, and are named as in Hugging Face's Llama.
+    Where config.dropout is above 0 a call while training has a `dropout_key`, made of the seed and the step.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.dropout = Dropout(config.dropout, "dropout")
+        self.layers = nn.ModuleList(Layer(config, f"layers.{i}") for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, dropout_key: int | None = None) -> Tensor:
         T, limit = tokens.shape[-1], self.config.max_seq_len
         if limit < T:
             raise ValueError(
@@ -41,9 +43,9 @@ class Llama(nn.Module):
             )
         length = min(limit, 1 << max(0, T - 1).bit_length())  # a power of two: few lengths, so few tables are kept
         cos, sin = (table[:T] for table in rotary_tables(self.config, length, tokens.device))  # [T, D // 2]
-        x = self.embed_tokens(tokens)  # [B, T, H]
+        x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, dropout_key)
         logits: Tensor = self.lm_head(self.norm(x))  # [B, T, V]
         return logits
 
@@ -76,18 +78,23 @@ class Llama(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); with dropout on what is added, as in GPT-2.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    name: the block's own in the model.
+    """
+
+    def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
+        self.self_attn_dropout = Dropout(config.dropout, f"{name}.self_attn_dropout")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
+        self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_dropout")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = kernels.add(x, self.self_attn(self.input_layernorm(x), cos, sin))
-        return kernels.add(x, self.mlp(self.post_attention_layernorm(x)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dropout_key: int | None = None) -> Tensor:
+        x = kernels.add(x, self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin), dropout_key))
+        return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))
 
 
 class Attention(nn.Module):

@@ -73,7 +73,7 @@ class TrainConfig:
     sequence_parallel: bool = False
     """Shard activations on the tokens between the tensor-parallel layers."""
     seed: int = 0
-    """Of the initial weights, the order of the data and the sample."""
+    """Of the initial weights, the order of the data, dropout and the sample."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""
     log_every: int = 10

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
-from weft.mesh import Layout, ProcessMesh, Shard
+from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of, reshard
 from weft.reshard.dtensor import wrap
 
@@ -131,7 +131,8 @@ class _Trainer:
         return metrics
 
     def sample(self) -> str:
-        """A prompt and what the model puts after it; every rank takes part."""
+        """A prompt and what the model puts after it, without dropout; every rank takes part."""
+        self.model.eval()
         prompt = torch.tensor([encode(SAMPLE_PROMPT)], device=self._device)
         tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
@@ -141,7 +142,8 @@ class _Trainer:
         tokens, target = (part.to(self._device) for part in self._batches.batch(step, self._rows))
         if self.mesh.size > 1:
             tokens, target = (wrap(part, self._layout, self._shape) for part in (tokens, target))
-        loss = cross_entropy(self.model(tokens), target, denominator=float(math.prod(self._shape)))
+        logits = self.model(tokens, dropout_key=self._dropout_key(step))
+        loss = cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
         self._local_loss = loss.detach()
         return reshard(loss) if isinstance(loss, DTensor) else loss
 
@@ -152,7 +154,10 @@ class _Trainer:
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
         with torch.no_grad():
-            return float(cross_entropy(model(tokens), target))
+            return float(cross_entropy(model(tokens, dropout_key=self._dropout_key(0)), target))
+
+    def _dropout_key(self, step: int) -> int:
+        return derive_key(self._config.seed, "dropout", step)
 
     def _mark(self, count: CollectiveCount | None, phase: str) -> None:
         if count is not None:
