@@ -60,7 +60,7 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Te
     size = scaled.shape[-1] if top_k is None else min(top_k, scaled.shape[-1])
     values, candidates = scaled.topk(size, -1)  # [B, size], likeliest first
     cumulative = values.softmax(-1).cumsum(-1)
-    drawn = uniform((len(logits), 1), key, dtype=torch.float64, device=logits.device)
+    drawn = uniform((len(logits), 1), key, device=logits.device).double()
     place = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=size - 1)
     return candidates.gather(1, place).squeeze(1)
 

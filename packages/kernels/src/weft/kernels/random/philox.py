@@ -107,8 +107,6 @@ def _blocks(low: Tensor, high: Tensor, key: int) -> Tensor:
 
 
 def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of x * constant, both of 32 bits; by halves of the constant, as int64 holds 63 bits."""
-    lower = x * (constant & 0xFFFF)  # 48 bits
-    upper = (x * (constant >> 16)).add_(lower >> 16)  # 49 bits
-    low = (upper & 0xFFFF).bitwise_left_shift_(16).bitwise_or_(lower.bitwise_and_(0xFFFF))
-    return upper.bitwise_right_shift_(16), low
+    """Upper and lower 32 bits of x * constant, both of 32 bits; constant >= 2**31."""
+    product = x * (constant - 2**32)  # above -2**63, so exact; short of the wanted one by x * 2**32
+    return (product >> 32).add_(x), product.bitwise_and_(_LOW32)
