@@ -34,6 +34,22 @@ def bits(
 
 
 @triton.jit
+def tiles(out_ptr, N, SHIFTED: tl.constexpr, GROUPS: tl.constexpr):
+    """The first run and the first lane of each program's tile: int64 [programs, 2]."""
+    row, first = tile(N, SHIFTED, 1, GROUPS)
+    program = tl.program_id(0)
+    tl.store(out_ptr + 2 * program + tl.arange(0, 1), row)
+    tl.store(out_ptr + 2 * program + 1, first)
+
+
+@triton.jit
+def run_starts(row_ptr, out_ptr, R1, R2, stride_0, stride_1, stride_2, COUNT: tl.constexpr):
+    """The offset of each of COUNT runs, int64."""
+    i = tl.arange(0, COUNT)
+    tl.store(out_ptr + i, run_start(tl.load(row_ptr + i), R1, R2, stride_0, stride_1, stride_2))
+
+
+@triton.jit
 def pairs(bits_ptr, out_ptr, N, BLOCK: tl.constexpr):
     """Box and Muller's numbers of pairs of words: int64 [N, 2] -> float32 [N, 2]."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

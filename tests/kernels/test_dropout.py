@@ -270,24 +270,26 @@ def test_the_values_and_gradients_of_dtensors_are_those_of_one_process(pool: Any
             assert torch.equal(found[i][1], gradients[rank]), text
 
 
-def addend_masks(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Where a rank's addend of a Partial(sum) survives, and where its part of a Partial gradient does."""
+def addend_masks(shape: tuple[int, ...], op: str) -> tuple[Tensor, Tensor]:
+    """Where a rank's addend of a Partial survives, and where its part of a Partial(sum) gradient does."""
     import torch.distributed as dist
     from weft.reshard.dtensor import wrap
 
-    partial, whole = Layout(FOUR, "tp: P(sum)"), Layout(FOUR)
+    partial, whole = Layout(FOUR, f"tp: P({op})"), Layout(FOUR)
     mine = addends(torch.full(shape, 1000.0), "sum", 4)[dist.get_rank()]
     y = kernels.dropout(wrap(mine, partial, shape), 0.4, KEY)
     assert layout_of(y) == partial
     x = distribute(normal(shape), whole).requires_grad_()
-    kernels.dropout(x, 0.4, KEY).backward(wrap(mine, partial, shape))
-    assert layout_of(x.grad) == partial
+    sums = Layout(FOUR, "tp: P(sum)")
+    kernels.dropout(x, 0.4, KEY).backward(wrap(mine, sums, shape))
+    assert layout_of(x.grad) == sums
     return y.to_local(), x.grad.to_local()
 
 
-def test_every_addend_of_a_partial_has_the_one_mask(pool: Any) -> None:
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_every_addend_of_a_partial_has_the_one_mask(pool: Any, op: str) -> None:
     shape = (5, 7)
-    for rank, found in enumerate(pool.run(addend_masks, shape)):
+    for rank, found in enumerate(pool.run(addend_masks, shape, op)):
         mine = addends(torch.full(shape, 1000.0), "sum", 4)[rank]
         for tensor in found:
             assert torch.equal(tensor, expected(mine, 0.4))
@@ -299,10 +301,11 @@ def nonlinear() -> str:
     return str(caught.value)
 
 
-def test_a_partial_that_is_no_sum_is_refused(pool: Any) -> None:
+def test_a_partial_that_is_no_sum_or_average_is_refused(pool: Any) -> None:
     for message in pool.run(nonlinear):
         assert "dropout" in message
-        assert "reshard it to Replicate()" in message
+        assert "P(max)" in message
+        assert "reshard operand 0 to (tp: R)" in message
 
 
 def rules_kept() -> int:

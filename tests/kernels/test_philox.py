@@ -153,6 +153,36 @@ def test_pieces_join_without_a_seam_and_bound_the_scratch(name: str, monkeypatch
     assert max(sizes, default=0) <= at_once // 4 + 1
 
 
+ON_KERNELS = pytest.mark.parametrize(
+    "device", ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 2048, 2**31 - 1, 2**31, 2**40], ids=str)
+def test_tiles_cover_runs_of_any_length(length: int, shifted: bool, device: str) -> None:
+    from tests.kernels import philox_kernels
+
+    programs, width = 5, 2048
+    out = torch.empty(programs, 2, dtype=torch.int64, device=device)
+    philox_kernels.tiles[(programs,)](out, length, SHIFTED=shifted, GROUPS=width // 4)
+    across = -(-(length + 3 * shifted) // width)
+    assert out.tolist() == [[i // across, i % across * width] for i in range(programs)]
+
+
+@ON_KERNELS
+def test_runs_beyond_32_bits_are_unravelled(device: str) -> None:
+    from tests.kernels import philox_kernels
+
+    R1, R2, strides = 2**16, 2**16 + 1, (2**50, 2**31 + 7, 3)
+    rows = [0, 1, R2, R1 * R2 - 1, R1 * R2, 5 * R1 * R2 + 7 * R2 + 11, 2**40, 3]
+    out = torch.empty(len(rows), dtype=torch.int64, device=device)
+    philox_kernels.run_starts[(1,)](torch.tensor(rows, device=device), out, R1, R2, *strides, COUNT=len(rows))
+    places = [(row // R2 // R1, row // R2 % R1, row % R2) for row in rows]
+    assert out.tolist() == [sum(i * stride for i, stride in zip(place, strides, strict=True)) for place in places]
+
+
 # No more than a part needs
 
 

@@ -24,9 +24,9 @@ def dropout(x: Tensor, p: float, key: int) -> Tensor:
     i % 4 of block i // 4 of Philox 4x32-10 (Salmon et al. 2011) is below p * 2**32: bitwise the same mask in every
     layout, on a CPU and on a GPU, and again in backward, which draws it anew: no tensor is saved. No rank draws more than
     its own part.
-    Layouts: any, Partial(sum) included, for every addend gets the one mask; the output lies the same, and a Partial
-    gradient may flow. Communication: none.
-    Raises ValueError for p, a key or a dtype that is none of these.
+    Layouts: any, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
+    and a Partial(sum) gradient may flow. Communication: none.
+    Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
     """
     check_key(key)
     if not 0 <= p <= 1:

@@ -1,7 +1,7 @@
 """Philox 4x32-10 in Triton: `uniform` and `normal` write 4 bytes a float32 and read nothing. `philox` is the meaning.
 
 A program takes a tile, ROWS runs by WIDTH = 4 * GROUPS lanes: GROUPS blocks of each run, computed once for four elements.
-Run r of a part is run (r // (R1 * R2), r // R2 % R1, r % R2) of its outer dims, and has N elements. Where runs do not start
+Run r of a part is run (r // R2 // R1, r // R2 % R1, r % R2) of its outer dims, and has N elements. Where runs do not start
 at a block's first lane (SHIFTED), the tile begins up to 3 lanes before the run. Indices and offsets are 64-bit.
 """
 
@@ -30,14 +30,14 @@ TURN = tl.constexpr(6.283185307179586 * 2.0**-32)  # 32 bits to an angle, as the
 
 @triton.jit
 def run_start(row, R1, R2, stride_0, stride_1, stride_2):
-    """Offset of run `row`, int64, by the strides of the outer dims."""
-    return (row // (R1 * R2)) * stride_0 + (row // R2 % R1) * stride_1 + (row % R2) * stride_2
+    """Offset of run `row` (int64, as R1 * R2 passes 2**31) by the strides of the outer dims."""
+    return (row // R2 // R1) * stride_0 + (row // R2 % R1) * stride_1 + (row % R2) * stride_2
 
 
 @triton.jit
 def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """This program's runs, int64 [ROWS], and its first lane within a run, a multiple of 4."""
-    lanes = N + 3 if SHIFTED else N
+    lanes = tl.cast(N, tl.int64) + (3 if SHIFTED else 0)  # N may be 2**31 - 1
     across = tl.cdiv(lanes, 4 * GROUPS)
     program = tl.program_id(0).to(tl.int64)
     return program // across * ROWS + tl.arange(0, ROWS), program % across * (4 * GROUPS)
