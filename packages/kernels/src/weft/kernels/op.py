@@ -16,7 +16,8 @@ Tensors = tuple[Tensor | None, ...]
 class Op:
     """One operation of a model, on local tensors; `sharded.apply` runs it on plain tensors and on DTensors.
 
-    forward(*tensors, **options) -> (output, saved): `saved` are the tensors that backward needs.
+    forward(*tensors, **options) -> (output, saved): `saved` are the tensors that backward needs. An op of several outputs
+        returns a tuple of them, and its backward is given a tuple of gradients, None for those that are zero.
     backward(saved, grad, needed, **options) -> gradients: one per tensor of forward; None where `needed[i]` is false.
         It is linear in `grad`, so a Partial gradient may flow through it.
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
@@ -25,7 +26,7 @@ class Op:
     """
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensors]]
+    forward: Callable[..., tuple[Any, Tensors]]
     backward: Callable[..., Tensors]
     rule: Callable[..., Any]
     dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype

@@ -28,8 +28,11 @@ class Sharding:
 
     output: Layout
     shape: tuple[int, ...]  # of the global output
-    gradients: Callable[[Layout], tuple[Layout | None, ...]]  # from the layout in which the output's gradient arrives
+    gradients: Callable[..., tuple[Layout | None, ...]]  # from the layouts in which the outputs' gradients arrive
     local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}  # options of this rank's forward
+    more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = (
+        None  # layout and shape of further outputs; None: no tuple
+    )
 
 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -39,9 +42,20 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     options: hashable values.
     Raises LayoutError where the op's rule does not take the layouts.
     """
+    output: Tensor = _run(op, tensors, options)
+    return output
+
+
+def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+    """`apply` for an op of several outputs."""
+    outputs: tuple[Tensor, ...] = _run(op, tensors, options)
+    return outputs
+
+
+def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
-        return _Plain.apply(op, options, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
     whole = Layout(next(layout_of(tensor).mesh for tensor in tensors if isinstance(tensor, DTensor)))
     layouts = tuple(
         layout_of(tensor) if isinstance(tensor, DTensor) else None if tensor is None else whole for tensor in tensors
@@ -49,7 +63,7 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
     fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
     sharding = _sharding(op, layouts, shapes, fixed)
-    return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=65536)
@@ -73,15 +87,17 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
-        ctx.op, ctx.options = op, options
+        ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
+        ctx.set_materialize_grads(not ctx.many)
         ctx.save_for_backward(*saved)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensors:
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
+        grad = grads if ctx.many else grads[0]
         return None, None, *ctx.op.backward(ctx.saved_tensors, grad, ctx.needs_input_grad[2:], **ctx.options)
 
 
@@ -95,7 +111,7 @@ class _Sharded(torch.autograd.Function):
         layouts: tuple[Layout | None, ...],
         mesh: DeviceMesh,
         *tensors: Tensor | None,
-    ) -> DTensor:
+    ) -> Any:
         locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         ctx.inside = this_rank() in sharding.output.mesh
         ctx.shapes = [None if tensor is None else tensor.shape for tensor in tensors]
@@ -104,26 +120,32 @@ class _Sharded(torch.autograd.Function):
         if not ctx.inside:
             ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             like = next(t for t in locals_ if t is not None and t.is_floating_point())
-            return wrap(like.new_empty(0, dtype=op.dtype(like.dtype)), sharding.output, sharding.shape)
-        ctx.options = {**options, **sharding.local(this_rank(), mesh)}
-        output, saved = op.forward(*locals_, **ctx.options)
-        ctx.save_for_backward(*saved)
-        return wrap(output, sharding.output, sharding.shape)
+            output: Any = like.new_empty(0, dtype=op.dtype(like.dtype))
+            if sharding.more is not None:
+                output = (output, *(output.clone() for _ in sharding.more))
+        else:
+            ctx.options = {**options, **sharding.local(this_rank(), mesh)}
+            output, saved = op.forward(*locals_, **ctx.options)
+            ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(sharding.more is None)
+        if sharding.more is None:
+            return wrap(output, sharding.output, sharding.shape)
+        lying = ((sharding.output, sharding.shape), *sharding.more)
+        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(output, lying, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: DTensor) -> Tensors:
+    def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
         needed = ctx.needs_input_grad[5:]
-        layouts = ctx.sharding.gradients(layout_of(grad))
-        local = grad.to_local()
-        parts = (
-            ctx.op.backward(ctx.saved_tensors, local, needed, **ctx.options)
-            if ctx.inside
-            else [
-                local.new_empty(0, dtype=dtype) if need else None
-                for dtype, need in zip(ctx.dtypes, needed, strict=True)
-            ]
-        )
+        layouts = ctx.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
+        locals_ = tuple(None if grad is None else grad.to_local() for grad in grads)
+        if ctx.inside:
+            local = locals_[0] if ctx.sharding.more is None else locals_
+            parts = ctx.op.backward(ctx.saved_tensors, local, needed, **ctx.options)
+        else:
+            like = next(local for local in locals_ if local is not None)
+            dtypes = zip(ctx.dtypes, needed, strict=True)
+            parts = [like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes]
         gradients: list[Tensor | None] = []
         for part, layout, shape, plain in zip(parts, layouts, ctx.shapes, ctx.plain, strict=True):
             if part is None or layout is None:

@@ -2,160 +2,130 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import use_triton
+from ..op import Tensors
 from . import reference
-
-REDUCTIONS = ("mean", "sum", "none")
-LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-TARGET_DTYPES = (torch.int32, torch.int64)
+from .options import Options, check
+from .reference import Rows, Shard
 
 
 def forward(
     logits: Tensor,
     target: Tensor,
+    weight: Tensor | None = None,
+    denominator: Tensor | None = None,
     *,
-    ignore_index: int,
-    reduction: str,
-    denominator: float | None,
+    options: Options,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss, float32 (float64 for float64 logits), and what `backward` needs of it.
+) -> tuple[tuple[Tensor, ...], Tensors]:
+    """(loss,) or (loss, lse), float32 (float64 for float64 logits), and what `backward` needs.
 
     logits: [..., V], any strides: the classes vocab_start to vocab_start + V of vocab_size; a shard may be empty.
-    target: [...], class ids in all of the vocabulary, the same on every shard.
-    denominator: what "mean" divides by, in place of the count of tokens that are not ignored; 0 gives NaN, as in torch.
-    gather: this shard's statistics [N, 3] -> those of all shards [shards, N, 3]; the only communication.
+    target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
+    denominator: a scalar, what "mean" divides by in place of the weights of the tokens that are not ignored.
+    gather: this shard's statistics [N, 3 or 4] -> those of all shards [shards, N, 3 or 4]; the only communication.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
-    check(logits, target, ignore_index, reduction, denominator, vocab_start, vocab_size)
     if vocab_size is None:
-        vocab_size = vocab_start + logits.shape[-1]
-    statistics = _passes(logits).statistics(
-        logits, target, vocab_start=vocab_start, vocab_size=vocab_size, ignore_index=ignore_index
-    )  # [N, 3]
-    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)  # [shards, N, 3]
+        vocab_size = vocab_start + (logits.shape[-1] if logits.ndim else 0)
+    check(logits, target, weight, denominator, options, vocab_start, vocab_size)
+    shard = _shard(options, vocab_start, vocab_size)
+    statistics = _passes(logits).statistics(logits, target, _part(weight, logits, shard), shard)  # [N, 3 or 4]
+    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)  # [shards, N, 3 or 4]
     if gathered.ndim != 3 or gathered.shape[1:] != statistics.shape:
         raise ValueError(
             f"gather returned a tensor of shape {tuple(gathered.shape)} for statistics of shape "
             f"{tuple(statistics.shape)}; stack the shards' statistics in a new first dim"
         )
-    largest, log_sum, log_odds = reference.merge(gathered)  # [N] each
-    saved = (logits, target, largest, log_sum, -torch.sigmoid(log_odds))
-    loss = -F.logsigmoid(-log_odds).view(target.shape)
-    loss = loss.masked_fill(target == ignore_index, 0)
-    if reduction == "none":
-        return loss, saved
-    if reduction == "sum":
-        return loss.sum(), saved
-    return loss.sum() / _count(target, ignore_index, denominator), saved
+    largest, log_sum, log_odds = reference.merge(gathered[..., :3])  # [N] each
+    lse = largest + log_sum
+    classes = target.reshape(-1)
+    ignored = classes == options.ignore_index
+    weights = None if weight is None else weight.to(lse.dtype)
+    share = of_target(weights, classes, options.ignore_index, lse.dtype)  # [N]
+    loss = -F.logsigmoid(-log_odds) * share * (1 - options.label_smoothing)
+    if shard.sums:
+        whole = vocab_size if weights is None else weights.sum()
+        # Each over vocab_size before they are subtracted: both grow with it.
+        others = (whole * largest - gathered[..., 3].sum(0)) / vocab_size + (whole / vocab_size) * log_sum
+        loss = loss + options.label_smoothing * others
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
+    # Masked last: autograd forbids changing a view in place where it is an output.
+    loss, lse = (each.view(target.shape).masked_fill(ignored.view(target.shape), 0) for each in (loss, lse))
+    if options.reduction == "mean" and denominator is None:
+        denominator = share.sum()
+    if options.reduction != "none":
+        loss = loss.sum()
+    if denominator is not None:
+        loss = loss / denominator
+    saved = (logits, target, weight, denominator, largest, log_sum, log_odds)
+    return ((loss, lse) if options.return_lse else (loss,)), saved
 
 
 def backward(
-    saved: Sequence[Tensor],
-    grad: Tensor,
+    saved: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
     needed: Sequence[bool],
     *,
-    ignore_index: int,
-    reduction: str,
-    denominator: float | None,
+    options: Options,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor | None, None]:
-    """The gradient of this shard's logits, in their shape and dtype, and none for the target; no communication.
+) -> Tensors:
+    """The gradient of this shard's logits, in their shape and dtype, and none for the rest; no communication.
 
-    grad: of the loss's shape, any strides.
+    grads: of the loss, and where there is one of the lse; of their shapes, any strides. None for a gradient of zeros.
     """
     if not needed[0]:
-        return None, None
-    logits, target, largest, log_sum, true = saved
-    ignored = target.reshape(-1) == ignore_index  # [N]
-    if reduction == "mean":
-        grad = grad / _count(target, ignore_index, denominator)
-    scale = torch.where(ignored, 0, grad.reshape(-1).to(log_sum.dtype))  # [N]
-    dlogits = _passes(logits).gradient(logits, target, largest, log_sum, scale, scale * true, vocab_start=vocab_start)
-    return dlogits, None
+        return None, None, None, None
+    logits, target, weight, denominator, largest, log_sum, log_odds = saved
+    assert logits is not None and target is not None, "forward saves them"
+    assert largest is not None and log_sum is not None and log_odds is not None, "forward saves them"
+    if vocab_size is None:
+        vocab_size = vocab_start + logits.shape[-1]
+    shard = _shard(options, vocab_start, vocab_size)
+    classes = target.reshape(-1)
+    ignored = classes == options.ignore_index
+    weights = None if weight is None else weight.to(log_sum.dtype)
 
+    grad = torch.zeros_like(log_sum) if grads[0] is None else grads[0].to(log_sum.dtype)
+    if denominator is not None:
+        grad = grad / denominator
+    grad = torch.where(ignored, 0, grad.reshape(-1))  # [N]
+    # d loss / d logit of class c = factor * p_c - spread * weight_c, and for the true class - pull more.
+    share = of_target(weights, classes, options.ignore_index, grad.dtype)
+    pull = grad * share * (1 - options.label_smoothing)
+    even = torch.zeros_like(grad)  # what reaches all classes by their probability, besides the pull
+    spread = None
+    if shard.sums:
+        spread = grad * (options.label_smoothing / vocab_size)
+        even = even + spread * (vocab_size if weights is None else weights.sum())
+    if options.z_loss:
+        even = even + 2 * options.z_loss * torch.where(ignored, 0, largest + log_sum) * grad
+    if len(grads) > 1 and grads[1] is not None:
+        even = even + torch.where(ignored, 0, grads[1].reshape(-1).to(log_sum.dtype))
+    true = even * torch.sigmoid(-log_odds) - pull * torch.sigmoid(log_odds)
+    if spread is not None:
+        true = true - spread * share
+    true = torch.where(ignored, 0, true)
 
-def check(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    denominator: float | None = None,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-) -> None:
-    """Raises ValueError for what `forward` cannot take.
-
-    Target values are checked on the CPU only: elsewhere reading them would make the host wait for the device, and a
-    target that is no class gives a loss of NaN instead.
-    """
-    if logits.ndim < 1 or logits.dtype not in LOGITS_DTYPES:
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} and dtype {logits.dtype}; give [..., classes] in "
-            f"{', '.join(str(dtype) for dtype in LOGITS_DTYPES)}"
-        )
-    if target.dtype not in TARGET_DTYPES:
-        raise ValueError(
-            f"target has dtype {target.dtype}, not {' or '.join(str(dtype) for dtype in TARGET_DTYPES)}; "
-            "give class ids (probabilities over the classes are not supported)"
-        )
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits.shape)}; "
-            f"give one class id for each row: {tuple(logits.shape[:-1])}, classes being the last dim of logits"
-        )
-    if target.device != logits.device:
-        raise ValueError(f"target is on {target.device}, logits on {logits.device}; move one to the other")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(map(repr, REDUCTIONS))}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise ValueError(f"ignore_index is {ignore_index!r}; give an int, negative to ignore no class")
-    _check_denominator(denominator, reduction)
-    _check_shard(logits.shape[-1], vocab_start, vocab_size)
-    if target.device.type == "cpu":
-        _check_classes(target, ignore_index, vocab_start + logits.shape[-1] if vocab_size is None else vocab_size)
-
-
-def _check_denominator(denominator: float | None, reduction: str) -> None:
-    if denominator is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f"denominator={denominator} with reduction={reduction!r}; only 'mean' divides; leave it None")
-    if not (denominator >= 0 and math.isfinite(denominator)):
-        raise ValueError(f"denominator is {denominator}; give the count of tokens over all ranks")
-
-
-def _check_shard(V: int, vocab_start: int, vocab_size: int | None) -> None:
-    if vocab_start < 0:
-        raise ValueError(f"vocab_start is {vocab_start}; give the id of this shard's first class, 0 or more")
-    if vocab_size is not None and vocab_start + V > vocab_size:
-        raise ValueError(
-            f"logits hold classes {vocab_start} to {vocab_start + V} of a vocabulary of {vocab_size}; "
-            "give this shard's logits alone, not gathered ones, and the size of the whole vocabulary"
-        )
-
-
-def _check_classes(target: Tensor, ignore_index: int, vocab_size: int) -> None:
-    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
-    if not bool(wrong.any()):
-        return
-    index = tuple(wrong.nonzero()[0].tolist())
-    raise ValueError(
-        f"target{list(index) or ''} is {int(target[index])}, which is no class of {vocab_size} (0 to {vocab_size - 1})"
-        f"; correct it, or use ignore_index ({ignore_index}) for a token without a class"
-    )
+    rows = Rows(largest, log_sum, pull + even, true, spread)
+    out = logits if options.inplace_backward else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = _passes(logits).gradient(logits, target, _part(weight, logits, shard), rows, shard, out)
+    if options.inplace_backward:
+        torch.autograd.graph.increment_version(logits)  # whoever saved them is told, and a second backward
+        dlogits = dlogits.detach()
+    return dlogits, None, None, None
 
 
 class _Passes(Protocol):
@@ -173,5 +143,22 @@ def _passes(logits: Tensor) -> _Passes:
     return reference
 
 
-def _count(target: Tensor, ignore_index: int, denominator: float | None) -> Any:
-    return (target != ignore_index).sum() if denominator is None else denominator
+def _shard(options: Options, vocab_start: int, vocab_size: int) -> Shard:
+    cap = None if options.softcap is None else float(options.softcap)
+    sums = options.label_smoothing > 0
+    return Shard(vocab_start, vocab_size, options.ignore_index, float(options.logit_scale), cap, sums)
+
+
+def _part(weight: Tensor | None, logits: Tensor, shard: Shard) -> Tensor | None:
+    """The weights of this shard's classes, where the passes need them."""
+    return weight[shard.start : shard.start + logits.shape[-1]] if weight is not None and shard.sums else None
+
+
+def of_target(weights: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """The weight of each token's class, [N]; 0 at a token to ignore. A target that is no class has made the loss NaN."""
+    ignored = classes == ignore_index
+    if weights is None:
+        return (~ignored).to(dtype)
+    if len(weights) == 0:
+        return torch.zeros(len(classes), dtype=dtype, device=classes.device)
+    return weights[classes.long().clamp(0, len(weights) - 1)].to(dtype).masked_fill(ignored, 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..aot import Variant
 from . import kernel
+from .reference import Rows, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,66 +46,75 @@ def as_batches(logits: Tensor) -> Tensor:
     return logits.reshape(1, math.prod(leading), V)
 
 
-def statistics(logits: Tensor, target: Tensor, *, vocab_start: int, vocab_size: int, ignore_index: int) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
     """See `reference.statistics`."""
     x = as_batches(logits)  # [B, T, V]
     _, T, V = x.shape
     N = target.numel()
-    out = torch.empty(N, 3, dtype=torch.float32, device=logits.device)
+    out = torch.empty(N, shard.columns, dtype=torch.float32, device=logits.device)
     if N == 0:
         return out
     launch = config(V)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.statistics[(N,)](
-            x, target.reshape(N).contiguous(), out,
+            x, target.reshape(N).contiguous(), _float32(weight, out), out,
             V, T, *x.stride(),
-            vocab_start, vocab_size, ignore_index,
+            shard.start, shard.size, shard.ignore_index, shard.scale, shard.cap or 1.0,
+            SUM=shard.sums, WEIGHTED=weight is not None, CAP=shard.cap is not None,
             BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
-def gradient(
-    logits: Tensor, target: Tensor, largest: Tensor, log_sum: Tensor, scale: Tensor, true: Tensor, *, vocab_start: int
-) -> Tensor:
+def gradient(logits: Tensor, target: Tensor, weight: Tensor | None, rows: Rows, shard: Shard, out: Tensor) -> Tensor:
     """See `reference.gradient`."""
+    if out.numel() == 0:
+        return out
     x = as_batches(logits)  # [B, T, V]
     _, T, V = x.shape
     N = target.numel()
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if out.numel() == 0:
-        return out
     launch = config(V)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.gradient[(N,)](
-            x, target.reshape(N).contiguous(), largest, log_sum, scale, true, out,
+            x, target.reshape(N).contiguous(), _float32(weight, rows.factor),
+            rows.largest, rows.log_sum, rows.factor, rows.factor if rows.spread is None else rows.spread, rows.true, out,
             V, T, *x.stride(), V,
-            vocab_start,
+            shard.start, shard.scale, shard.cap or 1.0,
+            SUM=shard.sums, WEIGHTED=weight is not None, CAP=shard.cap is not None,
             BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
-def _variants(dtype: str, stride_xv: str) -> tuple[Variant, Variant]:
-    """Both kernels for long rows of `dtype`, 16-byte aligned; stride_xv is "1" where the classes are contiguous."""
-    name = f"{dtype}-{'contiguous' if stride_xv == '1' else 'strided'}"
+def _float32(weight: Tensor | None, other: Tensor) -> Tensor:
+    """The weights as the kernels read them; without any, a tensor that they do not read."""
+    return other if weight is None else weight.to(torch.float32).contiguous()
+
+
+def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, Variant]:
+    """Both kernels for long rows of `dtype`, 16-byte aligned; stride_xv is "1" where the classes are contiguous.
+
+    switches: the constexprs that are on.
+    """
+    name = "-".join((dtype, "contiguous" if stride_xv == "1" else "strided", *map(str.lower, switches)))
     logits = {"V": "i32:16", "T": "i32", "stride_xb": "i32:16", "stride_xt": "i32:16", "stride_xv": stride_xv}
-    constexprs = {"BLOCK_V": LONG_ROW.block_v}
+    read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "weight_ptr": "*fp32:16"}
+    rows = {f"{row}_ptr": "*fp32:16" for row in ("largest", "log_sum", "factor", "spread", "true")}
+    bend = {"scale": "fp32", "cap": "fp32"}
+    constexprs = {"SUM": 0, "WEIGHTED": 0, "CAP": 0, **switches, "BLOCK_V": LONG_ROW.block_v}
     return (
         Variant(
             f"cross_entropy.statistics/{name}",
             kernel.statistics,
-            {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "statistics_ptr": "*fp32:16", **logits}
-            | {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32"},
+            {**read, "statistics_ptr": "*fp32:16", **logits}
+            | {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32", **bend},
             constexprs,
             LONG_ROW.warps,
         ),
         Variant(
             f"cross_entropy.gradient/{name}",
             kernel.gradient,
-            {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
-            | {f"{row}_ptr": "*fp32:16" for row in ("largest", "log_sum", "scale", "true")}
-            | {"dx_ptr": f"*{dtype}:16", **logits, "stride_dn": "i32:16", "vocab_start": "i32"},
+            {**read, **rows, "dx_ptr": f"*{dtype}:16", **logits, "stride_dn": "i32:16", "vocab_start": "i32", **bend},
             constexprs,
             LONG_ROW.warps,
         ),
@@ -112,8 +122,12 @@ def _variants(dtype: str, stride_xv: str) -> tuple[Variant, Variant]:
 
 
 VARIANTS = (
-    *_variants("bf16", stride_xv="1"),
-    *_variants("fp16", stride_xv="1"),
-    *_variants("fp32", stride_xv="1"),
+    *_variants("bf16"),
+    *_variants("fp16"),
+    *_variants("fp32"),
     *_variants("bf16", stride_xv="i64"),
+    *_variants("bf16", SUM=1),
+    *_variants("bf16", SUM=1, WEIGHTED=1),
+    *_variants("bf16", CAP=1),
+    *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1),
 )

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, LayoutError, Partial, Shard
+from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of, reshard
 from weft.reshard.collectives import all_gather_single
 from weft.reshard.dtensor import wrap
 from weft.reshard.groups import axis_group
 
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, independent
+from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function
+from .options import Options
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -27,41 +28,72 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
-    denominator: float | None = None,
-) -> Tensor:
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    denominator: float | Tensor | None = None,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
+) -> Any:
     """Cross-entropy of `logits` against class ids, with the meaning of `torch.nn.functional.cross_entropy`.
 
     logits: [..., V], the classes last. target: [...] of int32 or int64. Returns float32 (float64 for float64 logits):
-    [...] for "none", a scalar otherwise. denominator: what "mean" divides by, in place of the count of tokens that
-    are not ignored; give the global count where tokens are sharded, and nothing needs to be counted.
+    [...] for "none", a scalar otherwise; with return_lse a pair, the second [...], differentiable, 0 where ignored.
+    weight: [V], of each class. label_smoothing: the share of the target that is spread over all classes.
+    logit_scale, softcap: a logit x counts as cap * tanh(scale * x / cap), without a cap as scale * x.
+    z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5).
+    denominator: what "mean" divides by, in place of the weights of the tokens that are not ignored; give the global count
+    where tokens are sharded, and nothing needs to be counted.
+    inplace_backward: the gradient takes the memory of the logits, which must be contiguous and no leaf; whoever saved them
+    for another backward, and a second backward, get autograd's error.
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
-    the target is shard the loss ("none") or leave it Partial(sum).
-    Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward,
-    none in backward; for "mean" without a denominator, one all-reduce of a number over the axes that shard the tokens.
-    Raises ValueError for shapes, dtypes and targets that do not fit; LayoutError for layouts that do not.
+    the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
+    Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward (16
+    with label smoothing), none in backward; for "mean" without a denominator, one all-reduce of a number over the axes
+    that shard the tokens. The host waits for no device.
+    Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
     if logits.ndim < 1 or target.shape != logits.shape[:-1]:
         raise ValueError(
             f"cross_entropy takes logits [..., V] and target [...], got {tuple(logits.shape)} and {tuple(target.shape)}"
         )
-    if reduction == "mean" and denominator is None and isinstance(target, DTensor):
-        denominator = _count(target, ignore_index)
-    return apply(CROSS_ENTROPY, logits, target, ignore_index=ignore_index, reduction=reduction, denominator=denominator)
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward would overwrite logits that are a leaf; use it on the output of an op")
+    options = Options(
+        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+        logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
+    )  # fmt: skip
+    if denominator is None and reduction == "mean" and isinstance(target, DTensor):
+        denominator = _count(target, weight, ignore_index)
+    outputs = apply_many(CROSS_ENTROPY, logits, target, weight, as_denominator(denominator, logits), options=options)
+    return outputs if return_lse else outputs[0]
 
 
-def _count(target: DTensor, ignore_index: int) -> float:
-    """Tokens of the global target that are not ignored."""
+def as_denominator(denominator: float | Tensor | None, logits: Tensor) -> Tensor | None:
+    """A number as a tensor on the logits' device, which no host has to wait for."""
+    if denominator is None or isinstance(denominator, Tensor):
+        return denominator
+    return torch.full((), denominator, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+
+
+def _count(target: DTensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The weights of all tokens of the global target that are not ignored: their number, where there are none."""
     layout = layout_of(target)
-    local = (target.to_local() != ignore_index).sum()
+    local = target.to_local()
+    local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    count = function.of_target(local_weight, local.reshape(-1), ignore_index, torch.float32).sum()
     over_tokens = layout.replace(**{axis: Partial("sum") for axes in layout.shard_order.values() for axis in axes})
-    return float(reshard(wrap(local, over_tokens, ())).to_local())
+    return reshard(wrap(count, over_tokens, ())).to_local()
 
 
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    logits, target = layouts
-    shape, _ = shapes
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
+    logits, target, weight, _ = layouts
+    shape, _, _, _ = shapes
+    options: Options = given["options"]
     assert logits is not None and target is not None and shape, "both are given"
     vocab_dim = len(shape) - 1
     vocab_axes = logits.shard_order.get(vocab_dim, ())
@@ -72,8 +104,10 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         raise LayoutError(
             f"cross_entropy has logits ({logits}) and a target ({target}); reshard the target to ({tokens})"
         )
+    if weight is not None:
+        infer.whole("cross_entropy", "the weight", weight, 0)
     output = tokens
-    if options["reduction"] != "none":
+    if options.reduction != "none":
         output = Layout(
             logits.mesh,
             {
@@ -81,6 +115,16 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
                 for axis, placement in zip(tokens.mesh.axis_names, tokens.placements, strict=True)
             },
         )
+    of_loss, of_lse = independent(output, (logits, target)), independent(tokens, (logits, target))
+
+    def gradients(loss: Layout | None, lse: Layout | None = None) -> tuple[Layout | None, ...]:
+        found = [rule(grad)[0] for rule, grad in ((of_loss, loss), (of_lse, lse)) if grad is not None]
+        if found[0] != found[-1]:
+            raise LayoutError(
+                f"the gradients of loss ({loss}) and lse ({lse}) bring the logits' gradient as ({found[0]}) and "
+                f"({found[-1]}), which do not add; reshard one of the outputs before it is used"
+            )
+        return found[0], None, None, None
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {
@@ -89,11 +133,13 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             "gather": partial(_gather, [axis_group(mesh, axis) for axis in reversed(vocab_axes)]),
         }
 
-    return Sharding(output, shape[:-1] if options["reduction"] == "none" else (), independent(output, layouts), local)
+    loss_shape = shape[:-1] if options.reduction == "none" else ()
+    more = ((tokens, shape[:-1]),) if options.return_lse else ()
+    return Sharding(output, loss_shape, gradients, local, more)
 
 
 def _gather(groups: list[dist.ProcessGroup], statistics: Tensor) -> Tensor:
-    """[N, 3] of this rank -> [shards, N, 3]: one all-gather for each axis that shards the vocabulary, minor first."""
+    """[N, C] of this rank -> [shards, N, C]: one all-gather for each axis that shards the vocabulary, minor first."""
     gathered = statistics.unsqueeze(0)
     for group in groups:
         size = dist.get_world_size(group)

@@ -1,0 +1,113 @@
+"""What a caller may ask of cross-entropy, as a value, and what cannot be asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("mean", "sum", "none")
+LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TARGET_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """See `weft.kernels.cross_entropy`. ValueError for a value that means nothing."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    inplace_backward: bool = False
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is {self.reduction!r}; choose one of {', '.join(map(repr, REDUCTIONS))}")
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise ValueError(f"ignore_index is {self.ignore_index!r}; give an int, negative to ignore no class")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing is {self.label_smoothing!r}; give a share of the target, 0 to 1")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss is {self.z_loss!r}; give a finite factor, 0 or more")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap is {self.softcap!r}; give a finite bound above 0, or None for no bound")
+        if not math.isfinite(self.logit_scale):
+            raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
+
+
+def check(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    options: Options,
+    vocab_start: int,
+    vocab_size: int,
+) -> None:
+    """Raises ValueError for tensors that cross-entropy cannot take.
+
+    Target values are checked on the CPU only: elsewhere reading them would make the host wait for the device, and a
+    target that is no class gives a loss of NaN instead.
+    """
+    if logits.ndim < 1 or logits.dtype not in LOGITS_DTYPES:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} and dtype {logits.dtype}; give [..., classes] in "
+            f"{', '.join(str(dtype) for dtype in LOGITS_DTYPES)}"
+        )
+    if options.inplace_backward and not logits.is_contiguous():
+        raise ValueError(
+            f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory is "
+            f"shared or has gaps; give contiguous logits, or leave inplace_backward off"
+        )
+    if target.dtype not in TARGET_DTYPES:
+        raise ValueError(
+            f"target has dtype {target.dtype}, not {' or '.join(str(dtype) for dtype in TARGET_DTYPES)}; "
+            "give class ids (probabilities over the classes are not supported)"
+        )
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits.shape)}; "
+            f"give one class id for each row: {tuple(logits.shape[:-1])}, classes being the last dim of logits"
+        )
+    if weight is not None and (weight.shape != (vocab_size,) or not weight.is_floating_point()):
+        raise ValueError(
+            f"weight of shape {tuple(weight.shape)} and dtype {weight.dtype}; give one float for each of the {vocab_size} "
+            f"classes"
+        )
+    for name, tensor in (("target", target), ("weight", weight), ("denominator", denominator)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}; move one to the other")
+    if denominator is not None and options.reduction != "mean":
+        raise ValueError(f"a denominator with reduction={options.reduction!r}; only 'mean' divides; leave it None")
+    _check_shard(logits.shape[-1], vocab_start, vocab_size)
+    if target.device.type == "cpu":
+        _check_values(target, denominator, options.ignore_index, vocab_size)
+
+
+def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:
+    if vocab_start < 0:
+        raise ValueError(f"vocab_start is {vocab_start}; give the id of this shard's first class, 0 or more")
+    if vocab_start + V > vocab_size:
+        raise ValueError(
+            f"logits hold classes {vocab_start} to {vocab_start + V} of a vocabulary of {vocab_size}; "
+            "give this shard's logits alone, not gathered ones, and the size of the whole vocabulary"
+        )
+
+
+def _check_values(target: Tensor, denominator: Tensor | None, ignore_index: int, vocab_size: int) -> None:
+    if denominator is not None and not 0 <= float(denominator) < math.inf:
+        raise ValueError(f"denominator is {float(denominator)}; give the count of tokens over all ranks")
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    if not bool(wrong.any()):
+        return
+    index = tuple(wrong.nonzero()[0].tolist())
+    raise ValueError(
+        f"target{list(index) or ''} is {int(target[index])}, which is no class of {vocab_size} (0 to {vocab_size - 1})"
+        f"; correct it, or use ignore_index ({ignore_index}) for a token without a class"
+    )

@@ -1,0 +1,154 @@
+"""What cross-entropy saves, moves and refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from weft.kernels import cross_entropy
+from weft.kernels.cross_entropy import function, reference
+from weft.kernels.cross_entropy.options import Options
+from weft.kernels.cross_entropy.reference import Shard
+from weft.kernels.traffic import Traffic, counted_traffic
+
+from tests.kernels.cross_entropy.cases import loss_and_gradient, make, shard_by_shard
+
+
+@pytest.mark.parametrize("sizes", [[31], [16, 15]], ids=["whole", "sharded"])
+@pytest.mark.parametrize("wrong", [-1, 31, 2**40])
+def test_a_target_that_is_no_class(device, wrong, sizes):
+    logits, target, upstream = make(6, 31, device, reduction="none")
+    logits, target, upstream = logits.view(2, 3, 31), target.view(2, 3), upstream.view(2, 3)
+    target[1, 2] = wrong
+    if device == "cpu":
+        with pytest.raises(ValueError, match=rf"target\[1, 2\] is {wrong}, which is no class of 31 \(0 to 30\)"):
+            shard_by_shard(logits, target, upstream, sizes, reduction="none")
+        return
+    for loss, gradient in shard_by_shard(logits, target, upstream, sizes, reduction="none"):
+        assert loss.isnan().flatten().tolist() == [False] * 5 + [True]
+        assert gradient.isnan().any(-1).flatten().tolist() == [False] * 5 + [True]
+
+
+def test_the_passes_mark_a_target_that_is_no_class_with_nan(device):
+    passes = function._passes(torch.empty(0, device=device))
+    logits, target, _ = make(4, 31, device)
+    target[:3] = torch.tensor([-1, 31, -100])
+    found = passes.statistics(logits, target, None, Shard(0, 31, -100))
+    assert found[:, 1].isnan().tolist() == [True, True, False, False]
+    assert found[2].tolist() == [-torch.inf, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"target": torch.zeros(4)}, "target has dtype torch.float32", id="float-target"),
+        pytest.param({"target": torch.zeros(3).long()}, r"target of shape \(3,\) .*\(4,\)", id="short-target"),
+        pytest.param({"target": torch.zeros(4, 5).long()}, r"target of shape \(4, 5\)", id="one-hot-target"),
+        pytest.param({"logits": torch.zeros(4, 5).long()}, "dtype torch.int64", id="int-logits"),
+        pytest.param({"logits": torch.tensor(1.0)}, r"logits of shape \(\)", id="scalar-logits"),
+        pytest.param({"logits": torch.zeros(4, 5, device="meta")}, "target is on cpu, logits on meta", id="devices"),
+        pytest.param({"weight": torch.ones(4)}, r"weight of shape \(4,\) .* each of the 5 classes", id="short-weight"),
+        pytest.param({"weight": torch.ones(5).long()}, "weight of .* torch.int64; give one float", id="int-weight"),
+        pytest.param({"denominator": torch.tensor(-2.0)}, "denominator is -2.0", id="negative-denominator"),
+        pytest.param({"denominator": torch.tensor(torch.nan)}, "denominator is nan", id="nan-denominator"),
+        pytest.param({"vocab_start": -1}, "vocab_start is -1", id="negative-start"),
+        pytest.param({"vocab_start": 1, "vocab_size": 5}, "classes 1 to 6 of a vocabulary of 5", id="past-the-end"),
+    ],
+)
+def test_what_cannot_be_taken_is_said_before_anything_runs(change, message):
+    arguments = {"logits": torch.zeros(4, 5), "target": torch.zeros(4).long(), "options": Options()} | change
+    gathers: list[Tensor] = []
+    with pytest.raises(ValueError, match=message):
+        function.forward(arguments.pop("logits"), arguments.pop("target"), **arguments, gather=gathers.append)
+    assert gathers == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"reduction": "avg"}, "'avg'; choose one of 'mean', 'sum', 'none'", id="reduction"),
+        pytest.param({"ignore_index": None}, "ignore_index is None", id="ignore-index"),
+        pytest.param(
+            {"label_smoothing": 1.5}, "label_smoothing is 1.5; give a share of the target, 0 to 1", id="smoothing"
+        ),
+        pytest.param({"z_loss": -1.0}, "z_loss is -1.0; give a finite factor, 0 or more", id="z-loss"),
+        pytest.param({"softcap": 0.0}, "softcap is 0.0; give a finite bound above 0, or None", id="softcap"),
+        pytest.param({"logit_scale": float("inf")}, "logit_scale is inf; give a finite factor", id="scale"),
+        pytest.param({"denominator": 4, "reduction": "sum"}, "only 'mean' divides", id="denominator-of-a-sum"),
+        pytest.param({"inplace_backward": True}, "would overwrite logits that are a leaf", id="leaf"),
+    ],
+)
+def test_options_that_mean_nothing(change, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(torch.zeros(4, 5, requires_grad=True), torch.zeros(4).long(), **change)
+
+
+def test_a_gather_of_the_wrong_shape(device):
+    logits, target, _ = make(4, 5, device)
+    with pytest.raises(ValueError, match=r"gather returned a tensor of shape \(8, 3\) for .* \(4, 3\)"):
+        function.forward(logits, target, options=Options(), gather=lambda s: s.repeat(2, 1))
+
+
+def test_no_gradient_is_made_where_none_is_needed(device):
+    logits, target, upstream = make(4, 5, device)
+    _, saved = function.forward(logits, target, options=Options())
+    assert function.backward(saved, (upstream,), (False,) * 4, options=Options()) == (None,) * 4
+
+
+def test_only_the_logits_themselves_are_saved(device):
+    logits, target, _ = make(6, 257, device, torch.bfloat16)
+    _, saved = function.forward(logits, target, options=Options(label_smoothing=0.1, z_loss=0.1))
+    assert saved[0] is logits
+    assert saved[1] is target
+    assert all(tensor.numel() <= 6 for tensor in saved[2:] if tensor is not None)
+
+
+def test_merge_is_exact_about_minus_infinity():
+    shard = torch.tensor([[2.0, 3.0, 1.5]])
+    empty = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    alone = reference.merge(shard.unsqueeze(0))
+    for statistics in ((shard, empty), (empty, shard), (empty, shard, empty)):
+        assert all(map(torch.equal, reference.merge(torch.stack(statistics)), alone))
+    only_the_target = torch.tensor([[-torch.inf, 0.0, 1.5]])
+    assert [float(x) for x in reference.merge(only_the_target.unsqueeze(0))] == [1.5, 0, -torch.inf]
+
+
+@pytest.mark.parametrize("chunk", [1, 31, 100])
+def test_the_reference_is_the_same_in_any_chunks(monkeypatch, chunk):
+    logits, target, upstream = make(7, 31, "cpu", torch.bfloat16)
+    whole = loss_and_gradient(logits, target, upstream)
+    monkeypatch.setattr(reference, "CHUNK", chunk)
+    assert all(map(torch.equal, loss_and_gradient(logits, target, upstream), whole))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "z_loss": 1e-4}, {"label_smoothing": 0.1}], ids=str)
+def test_six_bytes_a_bf16_logit(interpreted, options):
+    """2 read forward; 2 read and 2 written backward; nothing read of an ignored row but its target and its factors."""
+    N, V, ignored = 5, 5000, 2
+    logits, target, upstream = make(N, V, "cpu", torch.bfloat16)
+    target[:ignored] = -100
+    asked, smoothed = Options(**options), 4 * bool(options.get("label_smoothing"))  # one float32 more of each row
+
+    with counted_traffic() as forward:
+        _, saved = function.forward(logits, target, options=asked)
+    assert forward == Traffic(loaded=(N - ignored) * (V * 2 + 2) + N * 8, stored=N * (12 + smoothed))
+    with counted_traffic() as backward:
+        function.backward(saved, (upstream,), (True, False, False, False), options=asked)
+    assert backward == Traffic(loaded=(N - ignored) * (V * 2 + 8 + 2 * 4) + N * (8 + smoothed), stored=N * V * 2)
+
+
+def test_a_cpu_run_needs_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from weft.kernels import cross_entropy\n"
+        "loss = cross_entropy(torch.zeros(2, 8, requires_grad=True), torch.tensor([1, 2]))\n"
+        "loss.backward()\n"
+        "print(round(float(loss), 4))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "2.0794\n"

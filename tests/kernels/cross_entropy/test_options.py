@@ -1,0 +1,185 @@
+"""Weights, smoothing, z-loss, soft caps, scales, the lse and gradients in place: each as torch means it, on every path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from weft.kernels import cross_entropy
+
+from tests.kernels.cross_entropy.cases import (
+    BLOCK,
+    DTYPES,
+    IGNORE_NUMPY,
+    SPLITS,
+    assert_as_good_as_eager,
+    check_against,
+    loss_and_gradient,
+    make,
+    shard_by_shard,
+    torch_loss_and_gradient,
+)
+
+ASKED: list[Any] = [
+    pytest.param({"label_smoothing": 0.1}, id="smoothing"),
+    pytest.param({"label_smoothing": 1.0}, id="nothing-but-smoothing"),
+    pytest.param({"weight": True}, id="weight"),
+    pytest.param({"weight": True, "label_smoothing": 0.2}, id="weight-smoothing"),
+    pytest.param({"z_loss": 1e-2}, id="z-loss"),
+    pytest.param({"softcap": 5.0}, id="softcap"),
+    pytest.param({"logit_scale": -0.3}, id="scale"),
+    pytest.param(
+        {"weight": True, "label_smoothing": 0.2, "z_loss": 0.03, "softcap": 7.0, "logit_scale": 1.3}, id="all"
+    ),
+]
+
+
+def given(options: dict[str, Any], V: int, device: str) -> dict[str, Any]:
+    """The options, with random weights of the classes, one of them 0, where there shall be some."""
+    if "weight" not in options:
+        return options
+    weight = torch.rand(V, generator=torch.Generator().manual_seed(9)) + 0.1
+    weight[V // 2] = 0
+    return options | {"weight": weight.to(device)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", ASKED)
+def test_every_option_is_as_in_float64(device, options, dtype, reduction):
+    logits, target, upstream = make(7, 257, device, dtype, reduction)
+    target[2] = -100
+    assert_as_good_as_eager(logits, target, upstream, reduction=reduction, **given(options, 257, device))
+
+
+@pytest.mark.parametrize("options", ASKED)
+def test_more_classes_than_a_block(device, options):
+    logits, target, upstream = make(2, BLOCK + 9, device, reduction="none")
+    target[0] = BLOCK + 5
+    assert_as_good_as_eager(logits, target, upstream, reduction="none", **given(options, BLOCK + 9, device))
+
+
+@pytest.mark.parametrize("options", ASKED)
+@pytest.mark.parametrize("sizes", SPLITS)
+def test_no_vocabulary_split_changes_the_loss(device, sizes, options):
+    """Megatron's smoothing was wrong under vocabulary sharding."""
+    logits, target, upstream = make(9, 31, device, reduction="none")
+    target[:4] = torch.tensor([0, 15, 16, 30])
+    options = given(options, 31, device)
+    results = shard_by_shard(logits, target, upstream, sizes, reduction="none", **options)
+    assert all(torch.equal(loss, results[0][0]) for loss, _ in results)
+    gradient = torch.cat([part for _, part in results], -1)
+    check_against((results[0][0], gradient), logits, target, upstream, reduction="none", **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", ASKED)
+def test_gradcheck_of_loss_and_lse(options, reduction):
+    logits, target, _ = make(4, 6, "cpu", torch.float64)
+    target[1] = -100
+    options = given(options, 6, "cpu")
+    if "weight" in options:
+        options["weight"] = options["weight"].double()
+    assert torch.autograd.gradcheck(
+        lambda x: cross_entropy(x, target, reduction=reduction, return_lse=True, **options), logits.requires_grad_()
+    )
+
+
+def test_the_lse_alone_has_a_gradient(device):
+    logits, target, upstream = make(5, 31, device, reduction="none")
+    target[3] = -100
+    logits.requires_grad_()
+    _, lse = cross_entropy(logits, target, return_lse=True)
+    (gradient,) = torch.autograd.grad(lse, logits, upstream)
+    truth = logits.detach().double().logsumexp(-1).masked_fill(target == -100, 0)
+    expected = logits.detach().double().softmax(-1) * torch.where(target == -100, 0, upstream)[:, None]
+    torch.testing.assert_close(lse.detach().double(), truth, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_z_loss_moves_the_lse_towards_0(device):
+    logits, target, _ = make(5, 31, device)
+    plain, lse = cross_entropy(logits, target, reduction="none", return_lse=True)
+    with_z = cross_entropy(logits, target, reduction="none", z_loss=0.5)
+    torch.testing.assert_close(with_z, plain + 0.5 * lse.square())
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"weight": True, "label_smoothing": 0.1}], ids=str)
+def test_no_gap_of_200_is_lost_to_smoothing(device, options):
+    logits, target, upstream = make(4, 31, device, reduction="none")
+    logits[:, 3] += 200
+    target[:2] = torch.tensor([3, 5])
+    assert_as_good_as_eager(logits, target, upstream, reduction="none", **given(options, 31, device))
+
+
+@IGNORE_NUMPY
+@pytest.mark.parametrize("options", ASKED)
+def test_minus_infinity_is_as_in_torch(device, options):
+    logits, target, upstream = make(3, 31, device, reduction="none")
+    logits[0, 4] = logits[1, 10:20] = -torch.inf
+    target[:2] = torch.tensor([7, 12])
+    options = given(options, 31, device)
+    loss, _ = loss_and_gradient(logits, target, upstream, reduction="none", **options)
+    truth, _ = torch_loss_and_gradient(logits.double(), target, upstream, reduction="none", **options)
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_weight_of_0_gives_its_tokens_no_gradient(device):
+    logits, target, upstream = make(4, 31, device, reduction="none")
+    target[:] = 15
+    loss, gradient = loss_and_gradient(
+        logits, target, upstream, reduction="none", **given({"weight": True}, 31, device)
+    )
+    assert (loss == 0).all()
+    assert (gradient == 0).all()
+
+
+# In place
+
+
+def in_place(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return cross_entropy(logits, target, inplace_backward=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, *ASKED[3:4], *ASKED[-1:]])
+def test_in_place_it_is_the_same_gradient_in_the_memory_of_the_logits(device, options, dtype):
+    leaf, target, upstream = make(7, 257, device, dtype, "none")
+    leaf.requires_grad_()
+    options = given(options, 257, device) | {"reduction": "none"}
+    logits = leaf.clone()
+    where = logits.data_ptr()
+    arrived: list[Tensor] = []
+    logits.register_hook(arrived.append)
+    in_place(logits, target, **options).backward(upstream)
+    assert arrived[0].data_ptr() == where
+    (expected,) = torch.autograd.grad(cross_entropy(leaf, target, **options), leaf, upstream)
+    assert torch.equal(leaf.grad, expected)
+
+
+def test_in_place_a_second_use_is_an_error(device):
+    """Never a wrong number: two losses of the same logits, a second backward, an op that saved them."""
+    leaf, target, _ = make(7, 31, device)
+    leaf.requires_grad_()
+    for use in (in_place, cross_entropy, lambda logits, target: logits.square().sum()):
+        logits = leaf.clone()
+        first, second = in_place(logits, target), use(logits, target)
+        first.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+    logits = leaf.clone()
+    loss = in_place(logits, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.T.contiguous().T, lambda x: x[:, :1].expand(-1, 31)], ids=["strided", "expanded"]
+)
+def test_in_place_needs_memory_of_its_own(device, change):
+    logits, target, _ = make(7, 31, device)
+    with pytest.raises(ValueError, match="inplace_backward with logits of shape .* give contiguous logits"):
+        in_place(change(logits), target)

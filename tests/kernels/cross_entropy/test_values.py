@@ -1,0 +1,145 @@
+"""Cross-entropy of local tensors, on every path, against torch's in float64 on the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from weft.kernels import cross_entropy
+
+from tests.kernels.cross_entropy.cases import (
+    BLOCK,
+    DTYPES,
+    assert_as_good_as_eager,
+    loss_and_gradient,
+    make,
+    torch_loss_and_gradient,
+)
+
+SHAPES = [
+    pytest.param(0, 31, id="no-tokens"),
+    pytest.param(1, 1, id="one-logit"),
+    pytest.param(7, 1, id="one-class"),
+    pytest.param(1, 5, id="one-token"),
+    pytest.param(7, 31, id="7x31"),
+    pytest.param(7, 257, id="7x257"),
+    pytest.param(3, 1000, id="3x1000"),
+    pytest.param(2, BLOCK, id="a-block"),
+    pytest.param(2, BLOCK + 1, id="a-block-and-one"),
+    pytest.param(2, 65537, id="2x65537"),
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "V"), SHAPES)
+def test_matches_float64(device, N, V, dtype, reduction):
+    logits, target, upstream = make(N, V, device, dtype, reduction)
+    assert_as_good_as_eager(logits, target, upstream, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float64_gradcheck(reduction):
+    logits, target, _ = make(4, 6, "cpu", torch.float64)
+    logits[0, 2] = -torch.inf
+    target[0], target[1] = 1, -100
+    logits.requires_grad_()
+    denominator = 2.5 if reduction == "mean" else None
+    assert torch.autograd.gradcheck(
+        lambda x: cross_entropy(x, target, reduction=reduction, denominator=denominator), logits
+    )
+
+
+@pytest.mark.parametrize("target_dtype", [torch.int32, torch.int64])
+def test_int32_and_int64_targets(device, target_dtype):
+    logits, target, upstream = make(7, 31, device)
+    assert_as_good_as_eager(logits, target.to(target_dtype), upstream)
+
+
+def strided(kind: str, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
+
+    return {
+        "one-row-alone": lambda: normal(37),
+        "batched": lambda: normal(3, 4, 37),
+        "transposed": lambda: normal(37, 6).mT,
+        "transposed-batch": lambda: normal(4, 3, 37).transpose(0, 1),
+        "classes-first": lambda: normal(2, 37, 5).mT,
+        "padded": lambda: normal(6, 48)[:, :37],
+        "offset": lambda: normal(6, 48)[:, 5:42],
+        "every-other-class": lambda: normal(6, 74)[:, ::2],
+        "shifted": lambda: normal(3, 5, 37)[:, :-1],
+        "shifted-from": lambda: normal(3, 5, 37)[:, 1:],
+        "one-row-expanded": lambda: normal(1, 37).expand(6, 37),
+        "no-two-strides": lambda: normal(2, 3, 4, 37).permute(2, 0, 1, 3)[:3, :, ::2],
+    }[kind]()
+
+
+STRIDED = [
+    "one-row-alone",
+    "batched",
+    "transposed",
+    "transposed-batch",
+    "classes-first",
+    "padded",
+    "offset",
+    "every-other-class",
+    "shifted",
+    "shifted-from",
+    "one-row-expanded",
+    "no-two-strides",
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", STRIDED)
+def test_any_leading_dims_and_strides(device, kind, reduction):
+    logits = strided(kind, device)
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randint(37, logits.shape[:-1], generator=generator).to(device)
+    upstream = torch.randn(target.shape if reduction == "none" else (), generator=generator).to(device)
+    assert_as_good_as_eager(logits, target, upstream, reduction=reduction)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRIDED if kind != "no-two-strides"])
+def test_the_kernels_read_strided_logits_where_they_lie(interpreted, kind):
+    from weft.kernels.cross_entropy.launch import as_batches
+
+    logits = strided(kind, "cpu")
+    assert as_batches(logits).data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 5, 30])
+def test_ignored_rows(device, ignore_index, reduction):
+    logits, target, upstream = make(9, 31, device, torch.bfloat16, reduction)
+    target[[0, 4, 8]] = ignore_index
+    assert_as_good_as_eager(logits, target, upstream, reduction=reduction, ignore_index=ignore_index)
+    loss, gradient = loss_and_gradient(logits, target, upstream, reduction=reduction, ignore_index=ignore_index)
+    assert (gradient[target == ignore_index] == 0).all()
+    if reduction == "none":
+        assert (loss[target == ignore_index] == 0).all()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_an_ignored_row_may_hold_anything(device, poison):
+    logits, target, upstream = make(4, 31, device, reduction="none")
+    logits[2] = poison
+    target[2] = -100
+    loss, gradient = loss_and_gradient(logits, target, upstream, reduction="none")
+    assert loss[2] == 0
+    assert (gradient[2] == 0).all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("denominator", [3, 12.5])
+def test_denominator_divides_the_mean(device, denominator):
+    logits, target, upstream = make(7, 31, device)
+    target[3] = -100
+    loss, gradient = loss_and_gradient(logits, target, upstream, denominator=denominator)
+    total, total_gradient = torch_loss_and_gradient(logits.double(), target, upstream.double(), reduction="sum")
+    torch.testing.assert_close(loss.double(), total / denominator, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.double(), total_gradient / denominator, rtol=1e-5, atol=1e-7)
