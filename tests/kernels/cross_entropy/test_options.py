@@ -181,5 +181,5 @@ def test_in_place_a_second_use_is_an_error(device):
 )
 def test_in_place_needs_memory_of_its_own(device, change):
     logits, target, _ = make(7, 31, device)
-    with pytest.raises(ValueError, match="inplace_backward with logits of shape .* give contiguous logits"):
+    with pytest.raises(ValueError, match=r"inplace_backward with logits of shape .* give contiguous logits"):
         in_place(change(logits), target)

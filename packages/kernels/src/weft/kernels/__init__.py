@@ -1,7 +1,7 @@
 """Ops for large models, on plain tensors and on DTensors by their layout."""
 
 from .attention import attention
-from .cross_entropy.sharded import cross_entropy
+from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
@@ -23,4 +23,5 @@ __all__ = [
     "rope",
     "swiglu",
     "uniform",
+    "vocab_parallel_cross_entropy",
 ]

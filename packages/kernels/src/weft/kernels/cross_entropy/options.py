@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from torch import Tensor
 REDUCTIONS = ("mean", "sum", "none")
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TARGET_DTYPES = (torch.int32, torch.int64)
+
+
+class Asked(TypedDict, total=False):
+    """The options of cross-entropy as arguments."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    inplace_backward: bool
+    return_lse: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +102,12 @@ def check(
     _check_shard(logits.shape[-1], vocab_start, vocab_size)
     if target.device.type == "cpu":
         _check_values(target, denominator, options.ignore_index, vocab_size)
+
+
+def check_not_leaf(logits: Tensor, options: Options) -> None:
+    """Raises ValueError for a gradient in the memory of a parameter."""
+    if options.inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward would overwrite logits that are a leaf; use it on the output of an op")
 
 
 def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from weft.reshard.groups import axis_group
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function
-from .options import Options
+from .options import Asked, Options, check, check_not_leaf
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -61,16 +62,56 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy takes logits [..., V] and target [...], got {tuple(logits.shape)} and {tuple(target.shape)}"
         )
-    if inplace_backward and logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace_backward would overwrite logits that are a leaf; use it on the output of an op")
     options = Options(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
+    check_not_leaf(logits, options)
     if denominator is None and reduction == "mean" and isinstance(target, DTensor):
-        denominator = _count(target, weight, ignore_index)
+        denominator = _count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
     outputs = apply_many(CROSS_ENTROPY, logits, target, weight, as_denominator(denominator, logits), options=options)
     return outputs if return_lse else outputs[0]
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    **options: Unpack[Asked],
+) -> Any:
+    """`cross_entropy` of local tensors, for programs that hold process groups and no layouts.
+
+    logits: [..., V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between ranks and be 0.
+    target, weight: as there, of all classes and the same on every rank. options: as there; a mean counts these tokens.
+    Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
+    Communication: one all-gather over `group`, of 12 bytes per token and rank (16 with label smoothing) and as many once;
+    none in backward.
+    Raises ValueError as `cross_entropy` does; on every rank of the group where one cannot go on, or where the ranks' classes
+    are not each of the vocabulary once: gathered logits, for one. On a GPU the classes are compared when a group and sizes are
+    first met, and the loss is NaN where they do not fit later: the host waits for no device.
+    """
+    if isinstance(logits, DTensor) or isinstance(target, DTensor):
+        raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
+    asked, scalar = Options(**options), as_denominator(denominator, logits)
+    gather = partial(_gather_of_all, group, vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
+    try:
+        check_not_leaf(logits, asked)
+        check(logits, target, weight, scalar, asked, vocab_start, vocab_size)
+    except ValueError as error:
+        columns = 4 if asked.label_smoothing else 3
+        gather(torch.zeros(target.numel(), columns, device=target.device), failed=error)  # the others learn of it, too
+    outputs = apply_many(
+        CROSS_ENTROPY, logits, target, weight, scalar,
+        options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
+    )  # fmt: skip
+    return outputs if asked.return_lse else outputs[0]
 
 
 def as_denominator(denominator: float | Tensor | None, logits: Tensor) -> Tensor | None:
@@ -80,12 +121,12 @@ def as_denominator(denominator: float | Tensor | None, logits: Tensor) -> Tensor
     return torch.full((), denominator, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
-def _count(target: DTensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def _count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weights of all tokens of the global target that are not ignored: their number, where there are none."""
     layout = layout_of(target)
     local = target.to_local()
     local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
-    count = function.of_target(local_weight, local.reshape(-1), ignore_index, torch.float32).sum()
+    count = function.of_target(local_weight, local.reshape(-1), ignore_index, dtype).sum()
     over_tokens = layout.replace(**{axis: Partial("sum") for axes in layout.shard_order.values() for axis in axes})
     return reshard(wrap(count, over_tokens, ())).to_local()
 
@@ -142,12 +183,60 @@ def _gather(groups: list[dist.ProcessGroup], statistics: Tensor) -> Tensor:
     """[N, C] of this rank -> [shards, N, C]: one all-gather for each axis that shards the vocabulary, minor first."""
     gathered = statistics.unsqueeze(0)
     for group in groups:
-        size = dist.get_world_size(group)
-        if size > 1:
-            everyone = gathered.new_empty((size * gathered.shape[0], *gathered.shape[1:]))
-            all_gather_single(everyone, gathered.contiguous(), group)
-            gathered = everyone
+        gathered = gather_along(group, gathered)
     return gathered
+
+
+def _gather_of_all(
+    group: dist.ProcessGroup,
+    start: int,
+    size: int,
+    vocab_size: int,
+    statistics: Tensor,
+    failed: ValueError | None = None,
+) -> Tensor:
+    """[N, C] of this rank -> [ranks, N, C]; with them goes which classes each rank has, and whether it can go on."""
+    place = statistics.new_zeros(1, statistics.shape[1])
+    place[0, 0], place[0, 1], place[0, 2] = start, size, 0 if failed is None else 1
+    everyone = gather_along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 1, C]
+    if failed is not None:
+        raise failed
+    gathered, places = everyone[:, :-1], everyone[:, -1, :3]
+    met = (group, start, size, vocab_size)
+    if not statistics.is_cuda or (met not in _MET and not torch.cuda.is_current_stream_capturing()):
+        _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+        _MET[met] = None
+    fits = (places[:, 1].sum() == vocab_size) & (places[:, 2] == 0).all()
+    return torch.where(fits, gathered, torch.nan) if statistics.is_cuda else gathered
+
+
+_MET: MutableMapping[tuple[Any, ...], None] = {}  # what was checked on the host, once, where a device computes
+
+
+def _check_places(ranks: list[int], places: list[list[float]], vocab_size: int) -> None:
+    failed = [rank for rank, (_, _, flag) in zip(ranks, places, strict=True) if flag]
+    if failed:
+        raise ValueError(f"cross-entropy cannot go on: see the error of rank {', '.join(map(str, failed))}")
+    found = sorted(
+        (int(start), int(start + size), rank) for rank, (start, size, _) in zip(ranks, places, strict=True) if size
+    )
+    stops = [0, *(stop for _, stop, _ in found)]
+    if stops[-1] != vocab_size or any(begin != stop for (begin, _, _), stop in zip(found, stops, strict=False)):
+        held = ", ".join(f"{begin} to {stop} on rank {rank}" for begin, stop, rank in found)
+        raise ValueError(
+            f"the ranks hold the classes {held}, which are not each of a vocabulary of {vocab_size} once; give each rank its "
+            f"own logits, not gathered ones, and vocab_start and vocab_size to fit"
+        )
+
+
+def gather_along(group: dist.ProcessGroup, part: Tensor) -> Tensor:
+    """[K, ...] of each rank -> [ranks * K, ...], in the order of the ranks."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return part
+    everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
+    all_gather_single(everyone, part.contiguous(), group)
+    return everyone
 
 
 CROSS_ENTROPY = Op(
