@@ -68,9 +68,9 @@ def reductions_of_a_partial():
     reduced = to_global(reshard(x, placements="tp: S(0)"))
     assert reduced.max() == whole.max()
     assert reduced.norm() == whole.norm()
-    with pytest.raises(LayoutError, match="max over .* would not reduce to the result; reshard"):
+    with pytest.raises(LayoutError, match=r"max over .* would not reduce to the result; reshard"):
         infer.reduction("max", layout_of(x), (5, 3))
-    with pytest.raises(LayoutError, match="norm: .* would not reduce to the result; reshard"):
+    with pytest.raises(LayoutError, match=r"norm: .* would not reduce to the result; reshard"):
         infer.whole("norm", "x", layout_of(x), (0, 1))
 
 
