@@ -1,9 +1,11 @@
 """Layouts: which part each rank holds (torch.chunk, nested), how they print, parse and compare, what bad input says."""
 
+import enum
 import itertools
 import math
 import pickle
 
+import numpy
 import pytest
 import torch
 import torch.distributed.tensor as torch_tensor
@@ -56,7 +58,7 @@ def test_the_parts_of_all_ranks_tile_the_tensor(data):
     """Each element is held once for every coordinate along the axes that do not shard; text parses back."""
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     ranks = data.draw(st.permutations(range(math.prod(sizes) + 2)))[: math.prod(sizes)]
-    mesh = ProcessMesh(torch.tensor(ranks).reshape(sizes), "abcd"[: len(sizes)])
+    mesh = ProcessMesh(torch.tensor(ranks).reshape(sizes), list("abcd")[: len(sizes)])
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     placement = st.sampled_from([*map(Shard, range(len(shape))), Replicate(), Partial("avg")])
     placements = {axis: data.draw(placement) for axis in data.draw(st.permutations(mesh.axis_names))}
@@ -194,3 +196,66 @@ def test_a_bad_layout_says_what_is_wrong(call, message):
 def test_bad_placement_text_says_what_is_wrong(text):
     with pytest.raises(ValueError, match=r"is not a placement|has no op 'mean'"):
         Layout(GRID, text)
+
+
+class TestPlainArguments:
+    """numpy's and torch's ints are taken, other things refused, and neither is remembered for the other."""
+
+    def test_what_equals_an_int_is_not_kept_in_its_place(self):
+        mesh = ProcessMesh.grid(dp=3, tp=5)
+        layout = Layout(mesh, "tp: S(0)")
+        for bad in (7.0, "7", None, [7], True):
+            with pytest.raises(ValueError, match="no int"):
+                mesh.coordinate(bad)
+            with pytest.raises(ValueError, match="no int"):
+                layout.local_slices((7,), bad)
+        for shape in ((7.0,), ("7",), (True,)):
+            with pytest.raises(ValueError, match="no int"):
+                layout.local_shape(shape, 0)
+        coordinate = mesh.coordinate(numpy.int64(7))
+        assert [type(index) for index in coordinate.values()] == [int, int]
+        assert mesh.rank_at(**mesh.coordinate(7)) == 7
+        assert layout.local_shape((numpy.int64(7),), torch.tensor(1)) == layout.local_shape((7,), 1) == (2,)
+        assert numpy.int64(7) in mesh
+        assert "7" not in mesh
+
+    @pytest.mark.parametrize("shape, message", [((-4,), "below 0"), (6, "no sequence of sizes"), (None, "no sequence")])
+    def test_a_bad_shape(self, shape, message):
+        with pytest.raises(ValueError, match=message):
+            Layout(LINE, "tp: S(0)").local_shape(shape, 0)
+
+    def test_members_of_enums_are_their_values(self):
+        class Axis(str, enum.Enum):  # noqa: UP042 - it prints as no name
+            DP = "dp"
+            TP = "tp"
+
+        class Size(enum.IntEnum):
+            TWO = 2
+
+        mesh = ProcessMesh([[0, 1], [Size.TWO, 3]], list(Axis))
+        grid = ProcessMesh.grid(dp=2, tp=2)
+        assert (mesh, mesh.digest, repr(mesh)) == (grid, grid.digest, repr(grid))
+        assert str(Layout(mesh, {Axis.TP: "S(0)"})) == "dp: R, tp: S(0)"
+        assert Layout(mesh, "tp: S(0)") == Layout.from_spec(grid, [Axis.TP])
+
+    @pytest.mark.parametrize(
+        "call, message",
+        [
+            pytest.param(
+                lambda: Layout(GRID, {Shard(0), Replicate()}), "give a mapping of axes, a sequence or text", id="set"
+            ),
+            pytest.param(lambda: Layout(GRID, None), "placements are None", id="none"),
+            pytest.param(lambda: Layout.from_spec(GRID, [0]), "has 0 for dim 0; give the name of an axis", id="spec"),
+            pytest.param(lambda: Layout.from_spec(GRID, ["dp: R, tp"]), "no axis 'dp: R, tp'", id="text-in-a-name"),
+        ],
+    )
+    def test_no_placements(self, call, message):
+        with pytest.raises(LayoutError, match=message):
+            call()
+
+
+def test_the_shard_order_cannot_be_changed():
+    layout = Layout(GRID, "dp: S(0)")
+    with pytest.raises(TypeError):
+        layout.shard_order[1] = ("tp",)
+    assert not hasattr(layout.shard_order, "clear")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.mesh import ProcessMesh
+from weft.mesh import Layout, ProcessMesh
 
 MESHES = [
     pytest.param(ProcessMesh([5], ["dp"]), id="one-rank"),
@@ -142,6 +142,15 @@ def test_flatten_and_unflatten_are_inverse():
     assert mesh.flatten(["dp"], into="data") == mesh.rename(dp="data")
 
 
+def test_axes_may_be_called_as_arguments_are():
+    mesh = ProcessMesh([[0, 1], [2, 3]], ["self", "name"])
+    assert mesh == ProcessMesh.grid(self=2, name=2)
+    assert mesh.rank_at(**mesh.coordinate(2)) == 2
+    assert mesh.submesh(2, "self").ranks == (0, 2)
+    assert mesh.unflatten("self", cls=1, name_=2).axis_size("name_", "name") == 4
+    assert Layout(mesh).replace(self="S(0)").explain()
+
+
 def test_rename_swaps_names_in_one_call():
     assert ProcessMesh.grid(dp=2, tp=3).rename(dp="tp", tp="dp") == ProcessMesh.grid(tp=2, dp=3)
 
@@ -228,6 +237,8 @@ def test_a_mesh_of_131_072_ranks_holds_nothing_for_each_rank():
     assert mesh.submesh(12_345, "dp") == ProcessMesh(range(12_345 % 128 + 8192, 16_384, 128), ["dp"])
     assert 131_072 not in mesh
     assert len(repr(turned)) < 100
+    assert len(repr(ProcessMesh.grid(tp=10**7))) < 100
+    assert Layout(ProcessMesh.grid(tp=10**7), "tp: S(0)").largest_local_shape((10**7,)) == (1,)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000  # bytes; the ranks alone would be 4 MB
@@ -240,7 +251,13 @@ def test_a_mesh_of_131_072_ranks_holds_nothing_for_each_rank():
         pytest.param([0, -1], ["dp"], "rank -1 is not an int >= 0", id="negative"),
         pytest.param([0, 1.0], ["dp"], "rank 1.0 is not an int >= 0", id="float"),
         pytest.param([0, True], ["dp"], "rank True is not an int >= 0", id="bool"),
-        pytest.param([0, "1"], ["dp"], "rank '1' is not an int >= 0", id="text"),
+        pytest.param([0, "1"], ["dp"], "ranks are '1'; give nested lists of ints", id="text"),
+        pytest.param([0, None], ["dp"], "ranks are None; give nested lists of ints", id="none"),
+        pytest.param({0, 1}, ["dp"], r"ranks are \{0, 1\}; give nested lists", id="set"),
+        pytest.param(iter([0, 1]), ["dp"], "ranks are <list_iterator", id="iterator"),
+        pytest.param([0, 1], "dp", "axis_names is 'dp'; give a sequence of names", id="names-in-one-text"),
+        pytest.param([0, 1], None, "axis_names is None; give a sequence of names", id="no-names"),
+        pytest.param([0, 1], ["first_rank"], "is an argument of ProcessMesh.grid", id="first-rank"),
         pytest.param(
             [[0, 1], [2]], ["dp", "tp"], r"ragged: part 0 has shape \(2,\), part 1 has shape \(1,\)", id="ragged"
         ),
@@ -279,6 +296,12 @@ GRID = ProcessMesh.grid(dp=2, tp=3)
         pytest.param(lambda: GRID.rank_at(dp=-1, tp=0), "index -1 is outside axis 'dp'", id="rank-at-negative"),
         pytest.param(lambda: GRID.select(tp=3), "index 3 is outside axis 'tp'", id="select"),
         pytest.param(lambda: GRID.select(pp=0), "no axis 'pp'", id="select-unknown"),
+        pytest.param(lambda: GRID.select(tp=1.0), "index along axis 'tp' is 1.0, which is no int", id="select-float"),
+        pytest.param(lambda: GRID.select(tp=slice(0, 2.0)), "has a bound that is no int", id="select-float-bound"),
+        pytest.param(
+            lambda: GRID.submesh(0), r"submesh\(\) must name one axis or more of dp, tp", id="submesh-of-none"
+        ),
+        pytest.param(lambda: GRID.groups("tp", "tp"), r"must name .* each once", id="groups-twice"),
         pytest.param(lambda: GRID.select(dp=0, tp=0), "drops every axis; use rank_at", id="select-everything"),
         pytest.param(lambda: GRID.select(dp=slice(2, 2)), "of axis 'dp' of size 2 holds no rank", id="select-nothing"),
         pytest.param(lambda: GRID.get_mesh_with_dim("pp"), "no axis 'pp'", id="with-dim-unknown"),

@@ -29,7 +29,7 @@ def taken_or_mixed(*arguments: object) -> None:
     try:
         infer.gradient(*arguments)
     except LayoutError as error:
-        assert "Partial by sum and by avg" in str(error)
+        assert "would be Partial by sum and, on axis" in str(error)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -79,3 +79,46 @@ def test_a_partial_gradient_of_a_sharded_output_is_refused():
     ) as refused:
         infer.gradient(sharded, Layout(LINE, "tp: P"), sharded, (sharded,))
     assert refused.value.nearest == (sharded,)
+
+
+@pytest.mark.parametrize(
+    "output, operands",
+    [
+        pytest.param("tp: P(avg)", ["tp: S(0)"], id="an-average-over-the-axis"),
+        pytest.param("tp: P(max)", ["tp: S(0)"], id="max"),
+        pytest.param("tp: P(max)", ["tp: P(max)", ""], id="concat-of-max"),
+        pytest.param("tp: P(product)", ["tp: P(product)", "tp: P(product)"], id="product"),
+    ],
+)
+def test_no_gradient_is_given_where_ranks_have_shares(output, operands):
+    layouts = [Layout(LINE, text) for text in operands]
+    with pytest.raises(LayoutError, match=r"reshard the operands to Replicate\(\) on 'tp' before it"):
+        infer.gradient(Layout(LINE, output), Layout(LINE), layouts[0], layouts)
+
+
+def test_an_operand_is_one_of_the_operands():
+    with pytest.raises(ValueError, match="is none of the operands"):
+        infer.gradient(Layout(LINE), Layout(LINE), Layout(LINE, "tp: S(0)"), [Layout(LINE)])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_gradients_of_a_sum_are_right(mesh):
+    """2 x - 3 y, elementwise: each operand's gradient on the parts, against the whole one."""
+    g = whole_of("mk", 2)
+    taken = 0
+    for a, b in itertools.product(layouts(mesh, 2), repeat=2):
+        try:
+            result = infer.elementwise("it", True, a, b)
+        except LayoutError:
+            continue
+        for grad in every_layout(mesh, 2):
+            try:
+                of_x, of_y = (infer.gradient(result, grad, operand, (a, b)) for operand in (a, b))
+            except LayoutError:
+                continue
+            taken += 1
+            parts = split(g, grad)
+            for factor, layout in ((2, of_x), (-3, of_y)):
+                local = {rank: factor * part for rank, part in parts.items()}
+                assert torch.equal(rebuild(local, layout, g.shape), factor * g), tuple(map(str, (a, b, grad, layout)))
+    assert taken >= 4**mesh.ndim

@@ -38,13 +38,13 @@ def line(layout=""):
     [
         pytest.param(
             einsum("mk,kn->mn", "tp: S(1)", ""),
-            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: it shards index 'k' of some alone; "
+            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: it shards dim 1 of operand 0 \('mk'\), but not dim 0 of operand 1 \('kn'\); "
             r"reshard operand 1 \('kn'\) to \(dp: R, tp: S\(0\)\)$",
             id="contracted-in-one",
         ),
         pytest.param(
             einsum("mk,kn->mn", "tp: S(0)", "tp: S(1)"),
-            r"it shards the indices \['m', 'n'\], and may shard one; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
+            r"it shards dim 0 of operand 0 \('mk'\) and dim 1 of operand 1 \('kn'\), which do not go together; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
             id="two-indices",
         ),
         pytest.param(
@@ -59,7 +59,7 @@ def line(layout=""):
         ),
         pytest.param(
             einsum("mk,kn->mn", "dp: S(1), tp: S(1)", "tp: S(0), dp: S(0)"),
-            r"index 'k' is cut in the orders \('dp', 'tp'\) and \('tp', 'dp'\); "
+            r"dim 0 of operand 1 \('kn'\) is cut in the order \('tp', 'dp'\), another operand in \('dp', 'tp'\); "
             r"reshard operand 1 \('kn'\) to \(dp: S\(0\), tp: S\(0\)\)$",
             id="orders",
         ),
@@ -68,7 +68,11 @@ def line(layout=""):
             r"the output would be P\(sum\) on axis 'tp' and another on others; reshard",
             id="two-reductions",
         ),
-        pytest.param(einsum("kk->k", "tp: S(0)"), "it shards index 'k', which 'kk' has twice", id="diagonal"),
+        pytest.param(
+            einsum("kk->k", "tp: S(0)"),
+            r"it shards dim 0 of operand 0 \('kk'\), which is the same index as another dim of it",
+            id="diagonal",
+        ),
         pytest.param(einsum("mk,kn->mn", ""), "has 2 operands, got 1", id="too-few"),
         pytest.param(einsum("mk,kn", "", ""), "name each index by a letter", id="no-output"),
         pytest.param(einsum("...k,kn->...n", "", ""), "name each index by a letter", id="ellipsis"),
@@ -77,7 +81,7 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.elementwise("add", True, line(), line("tp: S(0)")),
-            r"add: on axis 'tp' operands are R, S\(0\): it shards index 'a' of some alone; reshard operand 0 to \(tp: S\(0\)\)$",
+            r"add: on axis 'tp' operands are R, S\(0\): it shards dim 0 of operand 1, but not dim 0 of operand 0; reshard operand 0 to \(tp: S\(0\)\)$",
             id="add-alike",
         ),
         pytest.param(
@@ -110,8 +114,7 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.embedding(line("tp: S(0)"), line("tp: S(0)"), 2),
-            r"embedding: on axis 'tp' operands are S\(0\), S\(0\): it shards the indices \['a', 'c'\].* reshard the table to "
-            r"\(tp: R\)|reshard the tokens to \(tp: R\)$",
+            r"it shards dim 0 of the tokens and dim 0 of the table, which do not go together; reshard the table to \(tp: R\)$",
             id="embedding",
         ),
         pytest.param(
@@ -141,17 +144,42 @@ def test_a_refusal_says_why_and_what_to_reshard(call, message):
             lambda: infer.reduction("norm", line(), (4,)), "no reduction 'norm'; use one of sum, avg", id="op"
         ),
         pytest.param(
-            lambda: infer.reduction("sum", line(), (4,), (1,)), r"dim 1 is none of .* \(4,\); give 0 to 0", id="dim"
+            lambda: infer.reduction("sum", line(), (4,), (1,)),
+            r"sum: dim 1 is none of the tensor's; there are 1",
+            id="dim",
         ),
         pytest.param(lambda: infer.reduction("sum", line("tp: S(1)"), (4,)), "dim 1", id="sharded-dim"),
-        pytest.param(
-            lambda: infer.transpose(line(), (0, 0)), r"\(0, 0\) are no permutation; name each of 0 to 1", id="dims"
-        ),
+        pytest.param(lambda: infer.transpose(line(), (0, 0)), r"transpose: dims \(0, 0\) name one twice", id="dims"),
         pytest.param(lambda: infer.reshape(line(), (4,), (5,)), "4 elements are not 5", id="elements"),
         pytest.param(
-            lambda: infer.gather(line(), line(), 2, 2), "dim 2 of tensors of 2 dims; give 0 to 1", id="gather"
+            lambda: infer.gather(line(), line(), 2, 2),
+            "gather: dim 2 is none of the tensor's; there are 2",
+            id="gather",
         ),
-        pytest.param(lambda: infer.transpose(line(), tuple(range(53))), "53 dims are more than the 52", id="many-dims"),
+        pytest.param(
+            lambda: infer.whole("softmax", "x", line("tp: S(1)"), -2), "dim -2 is none of", id="whole-negative"
+        ),
+        pytest.param(lambda: infer.split(line(), -1), "split: dim -1 is none of", id="split-negative"),
+        pytest.param(lambda: infer.concat(-1, line(), line()), "concat: dim -1 is none of", id="concat-negative"),
+        pytest.param(
+            lambda: infer.reduction("sum", line(), [4], 0.5), "sum: a dim is 0.5, which is no int", id="float-dim"
+        ),
+        pytest.param(lambda: infer.reshape(line(), (4,), (-1, -4)), "below 0", id="negative-size"),
+        pytest.param(lambda: infer.embedding(line(), line(), -1), "below 0", id="embedding"),
+        pytest.param(lambda: infer.elementwise("add", True), "no operands", id="none"),
+        pytest.param(lambda: infer.concat(0), "no operands", id="concat-none"),
+        pytest.param(
+            lambda: infer.elementwise("add", True, line(), line(), shapes=[(4,)]), "1 shapes for 2 layouts", id="shapes"
+        ),
+        pytest.param(
+            lambda: infer.elementwise("add", True, line(), line(), shapes=[(3,), (4,)]),
+            "cannot be broadcast",
+            id="broadcast",
+        ),
+        pytest.param(
+            einsum("mk->mz", ""), "the output 'mz' must have indices of the operands, each once", id="new-index"
+        ),
+        pytest.param(einsum("mk->mm", ""), "the output 'mm' must have indices", id="index-twice"),
     ],
 )
 def test_a_bad_call_says_what_is_wrong(call, message):
@@ -178,5 +206,22 @@ class TestPytorch163193:
 
 
 def test_torchtitan_2106_a_bias_is_no_addend_of_each_rank():
-    with pytest.raises(LayoutError, match=r"reshard operand 0 to \(tp: S\(0\)\)$"):
+    with pytest.raises(LayoutError, match=r"reshard operand 1 to \(tp: P\(sum\)\)$"):
         infer.elementwise("bias", True, line("tp: P"), line(), shapes=((8, 4), (4,)))
+
+
+def test_lists_and_many_operands_are_taken():
+    assert infer.reduction("sum", line("tp: S(0)"), [4, 5], [0]) == line("tp: P")
+    assert infer.transpose(line("tp: S(0)"), [1, 0]) == line("tp: S(1)")
+    assert infer.reshape(line("tp: S(0)"), [4, 6], [24]) == line("tp: S(0)")
+    assert infer.whole("norm", "x", line("tp: S(0)"), [1, 2]) == line("tp: S(0)")
+    many = [line("tp: S(0)")] * 60
+    assert infer.elementwise("add", True, *many, shapes=[(8, 4, 4, 4)] * 60) == line("tp: S(0)")
+    with pytest.raises(LayoutError, match=r"reshard operand 0 to .* and 56 more$"):
+        infer.concat(0, *many)
+
+
+def test_meshes_that_print_alike_are_told_apart():
+    first, second = (ProcessMesh([0, 5, *range(10, 28), last], ["tp"]) for last in (30, 31))
+    with pytest.raises(LayoutError, match=f"{first.digest[:8]} and .* {second.digest[:8]};"):
+        infer.concat(0, Layout(first), Layout(second))

@@ -1,12 +1,17 @@
 """Every rule of layout inference, proved by brute force: it takes what is right, and refuses what is wrong."""
 
+import contextlib
+import itertools
 import math
 
 import pytest
 import torch
-from weft.mesh import Layout, Partial, ProcessMesh, infer
+from hypothesis import given
+from hypothesis import strategies as st
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard, infer
 
 from tests.support.inference import Trial, prove, trials
+from tests.support.shards import every_layout, split
 
 LINE, GRID = ProcessMesh.grid(tp=2), ProcessMesh.grid(dp=2, tp=2)
 MESHES = [
@@ -199,3 +204,89 @@ def test_split(mesh, start):
     prove(
         lambda layout: infer.split(layout, 1), trials(lambda x: x.narrow(1, start, 2), *sets((5, 4))), mesh, **few(mesh)
     )
+
+
+@given(st.data())
+def test_reshape_of_any_shape_on_any_mesh(data):
+    """What is taken is right on every rank: the rule looks at some ranks alone."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    mesh = ProcessMesh.grid(**dict(zip("abc", sizes, strict=False)))
+    factors = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    shape, new = (tuple(map(math.prod, groups(factors, data))) for _ in range(2))
+    axes = data.draw(st.permutations(mesh.axis_names))
+    placements = st.sampled_from([*map(Shard, range(len(shape))), Replicate()])
+    layout = Layout.in_order(mesh, {axis: data.draw(placements) for axis in axes})
+    try:
+        answer = infer.reshape(layout, shape, new)
+    except LayoutError as error:
+        (near,) = error.nearest
+        infer.reshape(near, shape, new)
+        return
+    whole = torch.arange(math.prod(shape))
+    for rank in mesh.ranks:
+        before, after = (
+            whole.reshape(shape)[layout.local_slices(shape, rank)],
+            whole.reshape(new)[answer.local_slices(new, rank)],
+        )
+        assert torch.equal(before.flatten(), after.flatten()), (str(layout), shape, new, str(answer))
+
+
+def groups(factors: list[int], data: st.DataObject) -> list[list[int]]:
+    """The factors, neighbours put together."""
+    ends = sorted(data.draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {len(factors)})
+    return [factors[start:end] for start, end in itertools.pairwise([0, *ends])]
+
+
+RULES = [
+    *(
+        pytest.param(shape, lambda layout, shape=shape, new=new: infer.reshape(layout, shape, new), id=f"{shape}-{new}")
+        for shape, new in [
+            ((16,), (2, 8)),
+            ((4, 6), (24,)),
+            ((5, 4), (20,)),
+            ((2, 3, 1), (3, 2, 1)),
+            ((6, 4), (3, 2, 4)),
+        ]
+    ),
+    *(
+        pytest.param(
+            shape, lambda layout, shape=shape, op=op: infer.reduction(op, layout, shape, (0,)), id=f"{op}-{shape}"
+        )
+        for op, shape in [("avg", (6,)), ("avg", (12, 12)), ("avg", (5, 1)), ("max", (2,)), ("max", (3, 5))]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "mesh", [GRID, ProcessMesh.grid(dp=2, tp=3), ProcessMesh.grid(dp=2, tp=4)], ids=["2x2", "2x3", "2x4"]
+)
+@pytest.mark.parametrize("shape, rule", RULES)
+def test_no_layout_is_nearer_than_the_nearest(mesh, shape, rule):
+    """By elements that the busiest rank needs and lacks, counted on the whole tensor; of the layouts, in all orders, in which
+    replicated axes stay so and no dim of one element is sharded.
+    """
+    every = every_layout(mesh, len(shape), partials=())
+    where = torch.arange(math.prod(shape)).reshape(shape)
+    held = {
+        layout: {rank: set(part.flatten().tolist()) for rank, part in split(where, layout).items()} for layout in every
+    }
+    taken = []
+    for layout in every:
+        with contextlib.suppress(LayoutError):
+            rule(layout)
+            taken.append(layout)
+    for layout in set(every) - set(taken):
+        if any(shape[dim] == 1 for dim in layout.shard_order):
+            continue
+        lacks = {
+            other: max(len(held[other][rank] - held[layout][rank]) for rank in mesh.ranks)
+            for other in taken
+            if all(layout[axis] != Replicate() or other[axis] == Replicate() for axis in mesh.axis_names)
+            and all(shape[dim] > 1 for dim in other.shard_order)
+        }
+        with pytest.raises(LayoutError) as refused:
+            rule(layout)
+        (near,) = refused.value.nearest
+        assert lacks[near] == min(lacks.values()), (
+            f"({layout}) is nearer to ({min(lacks, key=lacks.get)}) than to ({near})"
+        )

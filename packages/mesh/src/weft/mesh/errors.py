@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 class LayoutError(ValueError):
     """A tensor's layout does not fit what is asked of it; the message names the reshard that would.
 
-    nearest: from layout inference, the layouts that the operands need for it, each where its operand stands; else empty.
+    nearest: where layout inference refuses, layouts that the operands could have instead, each where its operand stands;
+        empty where there are none, and in other errors.
     """
 
     def __init__(self, message: str, nearest: tuple[Layout, ...] = ()) -> None:

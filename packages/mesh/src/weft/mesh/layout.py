@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
+from .arguments import as_int, as_shape
 from .errors import LayoutError
 from .extents import chunk
 from .picture import coloured, draw
@@ -28,36 +30,46 @@ class Layout:
     __slots__ = ("__dict__", "mesh", "placements", "shard_order")
     mesh: ProcessMesh
     placements: tuple[Placement, ...]
-    shard_order: dict[int, tuple[str, ...]]
+    shard_order: Mapping[int, tuple[str, ...]]
 
     def __init__(self, mesh: ProcessMesh | Any, placements: Mapping[str, Any] | Sequence[Any] | str = ()) -> None:
         mesh = as_mesh(mesh)
-        names = list(mesh.axis_names)
         if isinstance(placements, str):
-            written = _parse(placements)
-            names = [*written, *(name for name in names if name not in written)]
-            placements = written
+            placements, names = _parse(placements), None
+        else:
+            names = mesh.axis_names
         if not isinstance(placements, Mapping):
+            if not isinstance(placements, Sequence):
+                raise LayoutError(f"placements are {placements!r}; give a mapping of axes, a sequence or text")
             if placements and len(placements) != mesh.ndim:
                 raise LayoutError(f"{len(placements)} placements for the {mesh.ndim} axes of {mesh}; give one per axis")
             placements = dict(zip(mesh.axis_names, placements, strict=False))
+        self._set(mesh, placements, names)
+
+    def _set(self, mesh: ProcessMesh, placements: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+        """names: the axes, major first where several shard one dim; by default as `placements` lists them."""
         for name in placements:
             if name not in mesh.axis_names:
                 raise LayoutError(f"the mesh has no axis {name!r}; its axes are {', '.join(mesh.axis_names)}")
-        by_name = {name: as_placement(placements.get(name, Replicate())) for name in names}
+        listed = dict.fromkeys((*placements, *mesh.axis_names) if names is None else names)
+        by_name = {str.__str__(name): as_placement(placements.get(name, Replicate())) for name in listed}
         order: dict[int, list[str]] = {}
         for name, placement in by_name.items():
             if isinstance(placement, Shard):
                 order.setdefault(placement.dim, []).append(name)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", tuple(by_name[name] for name in mesh.axis_names))
-        object.__setattr__(self, "shard_order", {dim: tuple(order[dim]) for dim in sorted(order)})
+        object.__setattr__(self, "shard_order", MappingProxyType({dim: tuple(order[dim]) for dim in sorted(order)}))
 
     @classmethod
     def from_spec(cls, mesh: ProcessMesh, spec: Spec) -> Layout:
         """The layout with, per dim, the axes that shard it, major first: `[("tp", "dp"), None]`."""
         written: dict[str, Placement] = {}
         for dim, axes in enumerate(spec):
+            if not isinstance(axes, str | Sequence | None):
+                raise LayoutError(
+                    f"spec {list(spec)} has {axes!r} for dim {dim}; give the name of an axis, several, or None"
+                )
             for name in (axes,) if isinstance(axes, str) else axes or ():
                 if name in written:
                     raise LayoutError(f"spec {list(spec)} uses axis {name!r} twice; an axis shards one dim")
@@ -67,7 +79,9 @@ class Layout:
     @classmethod
     def in_order(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Layout:
         """The layout with the axes as `placements` lists them: where several shard one dim, the first is the major one."""
-        return cls(mesh, ", ".join(f"{name}: {placement}" for name, placement in placements.items()))
+        layout = cls.__new__(cls)
+        layout._set(as_mesh(mesh), placements)
+        return layout
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Layout is immutable; cannot set {name!r}")
@@ -110,7 +124,7 @@ class Layout:
         """Per dim, the axes that shard it, major first; as long as the last sharded dim needs."""
         return tuple(self.shard_order.get(dim, ()) for dim in range(max(self.shard_order, default=-1) + 1))
 
-    def replace(self, **placements: Placement | str) -> Layout:
+    def replace(self, /, **placements: Placement | str) -> Layout:
         """This layout with other placements on the named axes; those that newly shard a dim are its minor ones, in order."""
         wanted = {name: as_placement(placement) for name, placement in placements.items()}
         changed = {name: placement for name, placement in wanted.items() if placement != self[name]}
@@ -150,13 +164,12 @@ class Layout:
 
         A rank outside the mesh holds nothing: empty slices.
         """
-        return _local_slices(self, tuple(global_shape), rank)
+        return _local_slices(self, as_shape(global_shape), as_int("a rank", rank))
 
     def local_shape(self, global_shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Shape of the local part; a rank outside the mesh holds an empty part of shape (0,)."""
-        if rank not in self.mesh:
-            return (0,)
-        return tuple(part.stop - part.start for part in self.local_slices(global_shape, rank))
+        slices = self.local_slices(global_shape, rank)
+        return tuple(part.stop - part.start for part in slices) if rank in self.mesh else (0,)
 
     def largest_local_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the local part of the mesh's first rank, which no other's exceeds in any dim."""

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import as_int
+
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 
@@ -16,8 +18,10 @@ class Shard:
     dim: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:
-            raise ValueError(f"Shard needs a dim >= 0, got {self.dim!r}; count negative dims from the front")
+        dim = as_int("the dim of Shard", self.dim)
+        if dim < 0:
+            raise ValueError(f"Shard needs a dim >= 0, got {dim}; count negative dims from the front")
+        object.__setattr__(self, "dim", dim)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -47,7 +51,7 @@ class Partial:
 
 Placement = Shard | Replicate | Partial
 
-_TEXT = re.compile(r"R|S\((\d+)\)|P(?:\((\w+)\))?")
+_TEXT = re.compile(r"R|S\((\d+)\)|P(?:\((\w+)\))?", re.ASCII)
 
 
 def parse_placement(text: str) -> Placement:

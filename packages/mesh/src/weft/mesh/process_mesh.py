@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice, product
 from typing import Any
 
+from .arguments import as_int, as_name
 from .ranks import Ranks
 
 Index = int | slice
@@ -28,9 +29,7 @@ class ProcessMesh:
     def __init__(self, ranks: Sequence[Any], axis_names: Sequence[str]) -> None:
         shape, flat = _flatten(ranks)
         names = _checked_names(shape, axis_names)
-        for rank in flat:
-            if not _is_int(rank) or rank < 0:
-                raise ValueError(f"rank {rank!r} is not an int >= 0")
+        flat = [_as_rank(rank) for rank in flat]
         if len(set(flat)) != len(flat):
             seen: set[int] = set()
             repeated = next(rank for rank in flat if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
@@ -38,14 +37,10 @@ class ProcessMesh:
         self._set(names, Ranks.listed(shape, flat))
 
     @classmethod
-    def grid(cls, *, first_rank: int = 0, **sizes: int) -> ProcessMesh:
+    def grid(cls, /, *, first_rank: int = 0, **sizes: int) -> ProcessMesh:
         """The mesh of consecutive ranks: `ProcessMesh.grid(dp=2, tp=4)` holds ranks 0 to 7."""
-        for name, size in sizes.items():
-            _check_size(name, size)
-        if not _is_int(first_rank) or first_rank < 0:
-            raise ValueError(f"rank {first_rank!r} is not an int >= 0")
-        shape = tuple(sizes.values())
-        return cls._make(_checked_names(shape, tuple(sizes)), Ranks.consecutive(shape, first_rank))
+        shape = tuple(_as_size(name, size) for name, size in sizes.items())
+        return cls._make(_checked_names(shape, tuple(sizes)), Ranks.consecutive(shape, _as_rank(first_rank)))
 
     @classmethod
     def _make(cls, axis_names: tuple[str, ...], ranks: Ranks) -> ProcessMesh:
@@ -108,11 +103,14 @@ class ProcessMesh:
         return iter(self._ranks)
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and _index(self, rank) is not None
+        try:
+            return _index(self, as_int("a rank", rank)) is not None
+        except ValueError:
+            return False
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
-        first = next(iter(self))
+        first = self._ranks.at([0] * self.ndim)
         if self._ranks == Ranks.consecutive(self.shape, first):
             return f"ProcessMesh.grid({sizes}{f', first_rank={first}' if first else ''})"
         shown = ", ".join(map(str, islice(self, 2 if self.size > 16 else 16)))
@@ -131,34 +129,30 @@ class ProcessMesh:
 
     def coordinate(self, rank: int) -> dict[str, int] | None:
         """Index of `rank` along each axis; None for a rank outside the mesh."""
-        index = _index(self, rank)
+        index = _index(self, as_int("a rank", rank))
         return None if index is None else dict(zip(self.axis_names, index, strict=True))
 
-    def rank_at(self, **index: int) -> int:
+    def rank_at(self, /, **index: int) -> int:
         """The rank at one index per axis: `mesh.rank_at(dp=0, tp=1)`."""
         if set(index) != set(self.axis_names):
             raise ValueError(f"rank_at got {sorted(index)}; give one index for each of {', '.join(self.axis_names)}")
         return self._ranks.at([self._checked(name, index[name]) for name in self.axis_names])
 
     def _checked(self, name: str, index: int) -> int:
-        size = self.axis_size(name)
-        if not _is_int(index) or not 0 <= index < size:
-            raise ValueError(f"index {index!r} is outside axis {name!r} of size {size}; use 0 to {size - 1}")
+        size, index = self.axis_size(name), as_int(f"the index along axis {name!r}", index)
+        if not 0 <= index < size:
+            raise ValueError(f"index {index} is outside axis {name!r} of size {size}; use 0 to {size - 1}")
         return index
 
     # Meshes made from it
 
-    def select(self, **index: Index) -> ProcessMesh:
+    def select(self, /, **index: Index) -> ProcessMesh:
         """The part at `index`: an int drops its axis, a slice keeps it."""
         picks: list[range | int] = [range(size) for size in self.shape]
         for name, at in index.items():
             axis = self.axis(name)
             if isinstance(at, slice):
-                picks[axis] = pick = range(self.shape[axis])[at]
-                if not pick:
-                    raise ValueError(
-                        f"{at} of axis {name!r} of size {self.shape[axis]} holds no rank; give start < stop <= {self.shape[axis]}"
-                    )
+                picks[axis] = _picked(name, self.shape[axis], at)
             else:
                 picks[axis] = self._checked(name, at)
         names = tuple(name for name, pick in zip(self.axis_names, picks, strict=True) if isinstance(pick, range))
@@ -177,18 +171,22 @@ class ProcessMesh:
         coordinate = self.coordinate(rank)
         if coordinate is None:
             raise ValueError(f"rank {rank} is not in {self}")
-        for name in names:
-            self.axis(name)
+        self._check_axes("submesh", names)
         part = self.select(**{name: at for name, at in coordinate.items() if name not in names})
         return part.permute(*names)
 
     def groups(self, *names: str) -> tuple[ProcessMesh, ...]:
         """Every sub-mesh along `names`, in row-major order of the other axes."""
-        for name in names:
-            self.axis(name)
+        self._check_axes("groups", names)
         others = [name for name in self.axis_names if name not in names]
         indices = product(*(range(self.axis_size(name)) for name in others))
         return tuple(self.select(**dict(zip(others, at, strict=True))).permute(*names) for at in indices)
+
+    def _check_axes(self, call: str, names: Sequence[str]) -> None:
+        if not names or len({self.axis(name) for name in names}) != len(names):
+            raise ValueError(
+                f"{call}{tuple(names)} must name one axis or more of {', '.join(self.axis_names)}, each once"
+            )
 
     def permute(self, *names: str) -> ProcessMesh:
         """The same ranks with the axes in the order `names`."""
@@ -197,7 +195,7 @@ class ProcessMesh:
             raise ValueError(f"permute{names} must name each of {', '.join(self.axis_names)} once")
         return self if axes == list(range(self.ndim)) else self._make(names, self._ranks.permute(axes))
 
-    def rename(self, **names: str) -> ProcessMesh:
+    def rename(self, /, **names: str) -> ProcessMesh:
         """The same mesh with axes renamed: `mesh.rename(dp="data")`."""
         for name in names:
             self.axis(name)
@@ -214,11 +212,10 @@ class ProcessMesh:
         flat = (*self.axis_names[:first], into, *self.axis_names[end:])
         return self._make(_checked_names(ranks.shape, flat), ranks)
 
-    def unflatten(self, name: str, **sizes: int) -> ProcessMesh:
+    def unflatten(self, name: str, /, **sizes: int) -> ProcessMesh:
         """Axis `name` cut into the axes `sizes`, major first: `mesh.unflatten("dp", replica=2, shard=4)`."""
         at = self.axis(name)
-        for part, size in sizes.items():
-            _check_size(part, size)
+        sizes = {part: _as_size(part, size) for part, size in sizes.items()}
         if not sizes or math.prod(sizes.values()) != self.shape[at]:
             raise ValueError(f"axis {name!r} of size {self.shape[at]} cannot be unflattened into sizes {sizes}")
         ranks = self._ranks.split(at, tuple(sizes.values()))
@@ -245,13 +242,13 @@ def _index(mesh: ProcessMesh, rank: int) -> tuple[int, ...] | None:
     return mesh._ranks.find(rank)
 
 
-def _checked_names(shape: tuple[int, ...], axis_names: Sequence[str]) -> tuple[str, ...]:
+def _checked_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
+    if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
+        raise ValueError(f"axis_names is {axis_names!r}; give a sequence of names, one for each level of ranks")
     names = tuple(axis_names)
     if len(shape) != len(names):
         raise ValueError(f"{len(names)} axis names {names} for ranks of shape {shape}; give one per level")
-    for name in names:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"axis name {name!r} is not an identifier; name axes like 'dp' or 'tp'")
+    names = tuple(map(as_name, names))
     if len(set(names)) != len(names):
         raise ValueError(f"axis names {names} repeat a name; each axis needs its own")
     if not shape or 0 in shape:
@@ -259,19 +256,43 @@ def _checked_names(shape: tuple[int, ...], axis_names: Sequence[str]) -> tuple[s
     return names
 
 
-def _check_size(name: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
+def _as_rank(value: Any) -> int:
+    try:
+        rank = as_int("rank", value)
+        if rank >= 0:
+            return rank
+    except ValueError:
+        pass
+    raise ValueError(f"rank {value!r} is not an int >= 0; name processes as torch.distributed does, from 0 on")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _as_size(name: str, value: Any) -> int:
+    try:
+        size = as_int("size", value)
+        if size >= 1:
+            return size
+    except ValueError:
+        pass
+    raise ValueError(f"axis {name!r} has size {value!r}; a size is an int >= 1")
+
+
+def _picked(name: str, size: int, at: slice) -> range:
+    try:
+        pick = range(size)[at]
+    except TypeError:
+        raise ValueError(f"{at} of axis {name!r} has a bound that is no int") from None
+    if not pick:
+        raise ValueError(f"{at} of axis {name!r} of size {size} holds no rank; its indices are 0 to {size - 1}")
+    return pick
 
 
 def _flatten(ranks: Any) -> tuple[tuple[int, ...], list[Any]]:
+    """The shape of nested sequences, and what is in them."""
     if hasattr(ranks, "tolist"):
         ranks = ranks.tolist()
-    if not isinstance(ranks, Sequence) or isinstance(ranks, str):
+    if isinstance(ranks, set | frozenset | dict | str | bytes | Iterator) or ranks is None:
+        raise ValueError(f"ranks are {ranks!r}; give nested lists of ints, or an array of them")
+    if not isinstance(ranks, Sequence):
         return (), [ranks]
     parts = [_flatten(part) for part in ranks]
     if not parts:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
+
+from .arguments import as_int
 
 
 def derive_key(seed: int, *path: str | int) -> int:
@@ -10,9 +13,13 @@ def derive_key(seed: int, *path: str | int) -> int:
 
     A function of its arguments alone: no rank, mesh or order of creation enters it.
     """
-    for part in (seed, *path):
-        if not isinstance(part, str | int) or isinstance(part, bool):
-            raise ValueError(f"a key is derived from names and ints, not from {part!r} of {type(part).__name__}")
-    kinds = ("str" if isinstance(part, str) else "int" for part in (seed, *path))  # numpy's are the same keys
-    text = "/".join(f"{kind}:{len(str(part))}:{part}" for kind, part in zip(kinds, (seed, *path), strict=True))
+    parts = [str.__str__(part) if isinstance(part, str) else _as_int(part) for part in (seed, *path)]
+    text = "/".join(f"{type(part).__name__}:{len(str(part))}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _as_int(part: Any) -> int:
+    try:
+        return as_int("a part of a key", part)
+    except ValueError:
+        raise ValueError(f"a key is derived from names and ints, not from {part!r} of {type(part).__name__}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, product
+from itertools import pairwise
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,17 @@ class Ranks:
         regular = cls._regular(shape, ranks[0], strides)
         if _reads_back(shape, strides) and tuple(regular) == tuple(ranks):
             return regular
+        steps = tuple(step if size > 1 else 0 for size, step in zip(shape, steps, strict=True))
         return cls(shape, 0, steps, tuple(ranks), {rank: place for place, rank in enumerate(ranks)})
 
     @classmethod
     def _regular(cls, shape: tuple[int, ...], first: int, strides: Sequence[int]) -> Ranks:
         return cls(shape, first, tuple(s if size > 1 else 0 for size, s in zip(shape, strides, strict=True)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.table is not None:
+            return Ranks.listed, (self.shape, self.table)
+        return Ranks, (self.shape, self.first, self.strides)
 
     def __iter__(self) -> Iterator[int]:
         if self.table is not None:
@@ -122,6 +129,11 @@ def _reads_back(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _numbers(shape: Sequence[int], first: int, strides: Sequence[int]) -> Iterator[int]:
-    """`first + sum(index * stride)` for each index, in row-major order."""
-    *outer, inner = (range(0, size * s, s) if s else (0,) for size, s in zip(shape, strides, strict=True))
-    return chain.from_iterable([start + step for step in inner] for start in map(sum, product((first,), *outer)))
+    """`first + sum(index * stride)` for each index, in row-major order; one at a time, as few may be asked for."""
+    size, stride = shape[0], strides[0]
+    along = range(first, first + size * stride, stride) if stride else (first,)
+    if len(shape) == 1:
+        yield from along
+        return
+    for start in along:
+        yield from _numbers(shape[1:], start, strides[1:])

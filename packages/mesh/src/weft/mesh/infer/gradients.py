@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import LayoutError
@@ -10,21 +11,34 @@ from ..placement import Partial, Placement, Replicate, Shard
 from .terms import one_mesh
 
 
-@lru_cache(maxsize=65536)
-def gradient(output: Layout, grad: Layout, operand: Layout, operands: tuple[Layout, ...]) -> Layout:
+def gradient(output: Layout, grad: Layout, operand: Layout, operands: Sequence[Layout]) -> Layout:
     """Layout of an operand's gradient, computed on local parts from a gradient that lies as `grad`.
 
-    The gradient is that of the whole value, so of a Partial one it is replicated. On each axis, a gradient that is
-    Partial(sum) stays so; a sharded operand's lies as the operand; a replicated operand's is Partial where another
-    operand is not replicated, as each rank sees what its own part of that one brings.
+    For operations that are linear in what is Partial(avg), as `einsum` and linear `elementwise` ones are. The gradient is
+    that of the whole value, so of a Partial one it is replicated. On each axis, a gradient that is Partial(sum) stays so; a
+    sharded operand's lies as the operand; a replicated operand's is Partial where another operand is not replicated, as
+    each rank sees what its own part of that one brings.
     Raises LayoutError for a gradient that lies otherwise than the output, or is Partial where the operands are not whole;
-    and for one that would be Partial by two reductions.
+    for one that would be Partial by two reductions; for an output that is Partial by min, max or product, or an average
+    that the operation itself took; ValueError for an operand that is none of `operands`.
     """
+    if operand not in operands:
+        raise ValueError(f"operand ({operand}) is none of the operands {', '.join(f'({each})' for each in operands)}")
+    return _gradient(output, grad, operand, tuple(operands))
+
+
+@lru_cache(maxsize=65536)
+def _gradient(output: Layout, grad: Layout, operand: Layout, operands: tuple[Layout, ...]) -> Layout:
     mesh = one_mesh((output, grad, *operands))
     needed: dict[str, Placement] = {}
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
         got, out, own = grad[axis], output[axis], operand[axis]
+        if isinstance(out, Partial) and out.op != "sum" and not (out.op == "avg" and _any(operands, axis, out)):
+            raise LayoutError(
+                f"the output is {out} on axis {axis!r}, by an operation that gives every rank's part another share of the "
+                f"gradient; reshard the operands to Replicate() on {axis!r} before it"
+            )
         replicated = all(isinstance(other[axis], Replicate) for other in operands)
         passes = replicated and got == Partial("sum")
         needed[axis] = got if passes else Replicate() if isinstance(out, Partial) else out
@@ -41,9 +55,14 @@ def gradient(output: Layout, grad: Layout, operand: Layout, operands: tuple[Layo
             f"that its gradient comes as ({wanted})",
             (wanted,),
         )
-    if {Partial("sum"), Partial("avg")} <= set(placements.values()):
+    averaged = [axis for axis, placement in placements.items() if placement == Partial("avg")]
+    if averaged and Partial("sum") in placements.values():
         raise LayoutError(
-            f"the gradient of an operand ({operand}) would be Partial by sum and by avg, whose order would matter; reshard "
-            f"the operand that is P(avg) to Replicate() before it is used"
+            f"the gradient of an operand ({operand}) would be Partial by sum and, on axis {averaged[0]!r}, by avg; reshard "
+            f"the other operand, which is P(avg), to Replicate() on {averaged[0]!r} before it is used"
         )
     return operand.replace(**placements)
+
+
+def _any(operands: tuple[Layout, ...], axis: str, placement: Placement) -> bool:
+    return any(each[axis] == placement for each in operands)

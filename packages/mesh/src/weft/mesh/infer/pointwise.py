@@ -5,35 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from ..arguments import as_shape
 from ..layout import Layout
 from ..placement import Placement
-from .terms import Operation, Placements, infer, letters, never, one_reduction
+from .terms import Operation, Placements, checked_dims, infer, letters, never, one_reduction
 
 
-@lru_cache(maxsize=65536)
-def elementwise(name: str, linear: bool, *layouts: Layout, shapes: tuple[tuple[int, ...], ...] | None = None) -> Layout:
+def elementwise(name: str, linear: bool, *layouts: Layout, shapes: Sequence[Sequence[int]] | None = None) -> Layout:
     """Layout of an elementwise operation: all operands lie alike.
 
     linear: in all operands together, as an addition is, so that Partial(sum) passes where all are, and Partial(avg),
         of which a replicated operand is one too. For a product, in each operand alone, see `einsum`.
     shapes: of the operands, where they are broadcast as torch does; otherwise they have one shape.
-    Raises LayoutError for operands that lie otherwise, and for Partial ones that do not pass.
+    Raises LayoutError for operands that lie otherwise, and for Partial ones that do not pass; ValueError for shapes that
+    do not go together.
     """
+    return _elementwise(name, linear, layouts, None if shapes is None else tuple(map(as_shape, shapes)))
+
+
+@lru_cache(maxsize=65536)
+def _elementwise(
+    name: str, linear: bool, layouts: tuple[Layout, ...], shapes: tuple[tuple[int, ...], ...] | None
+) -> Layout:
     whole = ""
     if shapes is None:
-        dims = max((dim + 1 for layout in layouts for dim in layout.shard_order), default=0)
-        terms, output = (letters(dims),) * len(layouts), letters(dims)
+        output = letters(max((dim + 1 for layout in layouts for dim in layout.shard_order), default=0))
+        terms: tuple[str, ...] = (output,) * len(layouts)
     else:
-        dims = max(map(len, shapes))
-        output, new = letters(dims), iter(letters(dims * (1 + len(shapes)))[dims:])
-        sizes = [max((s[dim - dims] for s in shapes if dims - dim <= len(s)), default=1) for dim in range(dims)]
-        terms = tuple(
-            "".join(
-                next(new) if size == 1 != sizes[dim] else output[dim]
-                for dim, size in enumerate(shape, dims - len(shape))
-            )
-            for shape in shapes
-        )
+        if len(shapes) != len(layouts):
+            raise ValueError(f"{name}: {len(shapes)} shapes for {len(layouts)} layouts; give one for each operand")
+        terms, output = _broadcast(name, shapes)
         whole = "".join(sorted(set("".join(terms)) - set(output)))
     return infer(
         Operation(
@@ -44,25 +45,49 @@ def elementwise(name: str, linear: bool, *layouts: Layout, shapes: tuple[tuple[i
     )  # fmt: skip
 
 
+def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], str]:
+    """The operands' indices and the output's; a dim that is broadcast has one of its own."""
+    dims = max(map(len, shapes), default=0)
+    output = letters(dims)
+    padded = [(1,) * (dims - len(shape)) + shape for shape in shapes]
+    sizes = []
+    for column in zip(*padded, strict=True):
+        wide = set(column) - {1}
+        if len(wide) > 1:
+            raise ValueError(f"{name}: shapes {', '.join(map(str, shapes))} cannot be broadcast together")
+        sizes.append(wide.pop() if wide else 1)
+    new = iter(letters(dims * (1 + len(shapes)))[dims:])
+    return tuple(
+        "".join(
+            next(new) if size == 1 != whole else index
+            for size, whole, index in list(zip(shape, sizes, output, strict=True))[dims - len(given) :]
+        )
+        for shape, given in zip(padded, shapes, strict=True)
+    ), output
+
+
 def _linear(placements: Placements) -> Placement | None:
     partial = one_reduction(placements)
     return partial if partial is not None and partial.op in ("sum", "avg") else None
 
 
-@lru_cache(maxsize=65536)
 def whole(name: str, what: str, layout: Layout, dims: int | Sequence[int]) -> Layout:
     """Layout of an operation that needs `dims` of its operand whole and keeps its shape, as softmax, norms and sorts do.
 
-    what: the operand, in the message. dims: one, or a tuple.
-    Raises LayoutError where one of them is sharded, or the layout is Partial.
+    what: the operand, in the message. dims: one or several, counted from the front.
+    Raises LayoutError where one of them is sharded, or the layout is Partial; ValueError for a dim below 0.
     """
-    chosen = (dims,) if isinstance(dims, int) else tuple(dims)
-    term = letters(1 + max((*chosen, *layout.shard_order), default=0))
+    return _whole(name, what, layout, checked_dims(name, dims))
+
+
+@lru_cache(maxsize=65536)
+def _whole(name: str, what: str, layout: Layout, dims: tuple[int, ...]) -> Layout:
+    term = letters(1 + max((*dims, *layout.shard_order), default=0))
     return infer(
         Operation(
             name, (term,), term, never, operands=(what,),
-            whole="".join(term[dim] for dim in chosen),
-            why_whole=f"{name} needs dim {', '.join(map(str, chosen))} of {what} whole",
+            whole="".join(term[dim] for dim in dims),
+            why_whole=f"{name} needs dim {', '.join(map(str, dims))} of {what} whole",
         ),
         (layout,),
     )  # fmt: skip

@@ -23,6 +23,8 @@ def einsum(equation: str, *layouts: Layout) -> Layout:
     terms = tuple(inputs.split(","))
     if not arrow or not all(index.isalpha() or index == "," for index in inputs + output):
         raise LayoutError(f"einsum {equation!r}: name each index by a letter, the output's too: 'mk,kn->mn'")
+    if "," in output or len(set(output)) != len(output) or not set(output) <= set(inputs):
+        raise LayoutError(f"einsum {equation!r}: the output {output!r} must have indices of the operands, each once")
     if len(terms) != len(layouts):
         raise LayoutError(f"einsum {equation!r} has {len(terms)} operands, got {len(layouts)} layouts")
     contracts = not set(inputs) - {","} <= set(output)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
+from ..arguments import as_shape
+from ..errors import LayoutError
 from ..layout import Layout
 from ..placement import Partial, Placement
-from .terms import Operation, Placements, infer, letters
+from .nearest import nearest
+from .terms import Operation, Placements, checked_dims, judge, letters
 
 PASSING = {"sum": ("sum", "avg"), "avg": ("sum", "avg"), "min": ("min",), "max": ("max",), "product": ("product",)}
 
 
-@lru_cache(maxsize=65536)
 def reduction(
-    op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...] | None = None, *, keepdim: bool = False
+    op: str, layout: Layout, shape: Sequence[int], dims: int | Sequence[int] | None = None, *, keepdim: bool = False
 ) -> Layout:
     """Layout of the sum, avg, min, max or product over `dims`, of all elements where none are given.
 
@@ -24,33 +27,43 @@ def reduction(
     """
     if op not in PASSING:
         raise ValueError(f"no reduction {op!r}; use one of {', '.join(PASSING)}, or `whole` for another")
-    reduced = tuple(range(len(shape))) if dims is None else dims
-    for dim in reduced:
-        if not 0 <= dim < len(shape):
-            raise ValueError(f"dim {dim} is none of a tensor of shape {shape}; give 0 to {len(shape) - 1}")
+    sizes = as_shape(shape)
+    every = range(len(sizes)) if dims is None else dims
+    return _reduction(op, layout, sizes, checked_dims(op, every, len(sizes)), keepdim)
+
+
+@lru_cache(maxsize=65536)
+def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...], keepdim: bool) -> Layout:
     layout.check_shape(shape)
     term = letters(len(shape))
-    output = "".join("." if dim in reduced else term[dim] for dim in range(len(shape)))
-    last = layout.local_shape(
-        shape, layout.mesh.rank_at(**{axis: layout.mesh.axis_size(axis) - 1 for axis in layout.mesh.axis_names})
-    )
-    misfits, why = [], ""
-    if op == "avg":
-        misfits = [dim for dim in reduced if shape[dim] % layout.parts(dim)]
-        why = "averages of parts that differ in size differ in weight"
-    elif op in ("min", "max"):
-        misfits = [dim for dim in reduced if not last[dim]]
-        why = f"a rank without elements has no {op}"
+    output = "".join("." if dim in dims else term[dim] for dim in range(len(shape)) if keepdim or dim not in dims)
+    name = f"{op} over dims {dims} of {shape}"
 
     def partial(placements: Placements) -> Placement | None:
         (placement,) = placements
-        return placement if isinstance(placement, Partial) and (placement.op in PASSING[op] or not reduced) else None
+        return placement if isinstance(placement, Partial) and (placement.op in PASSING[op] or not dims) else None
 
-    return infer(
-        Operation(
-            f"{op} over dims {reduced} of {shape}", (term,), output if keepdim else output.replace(".", ""), partial,
-            contracted=Partial(op), whole="".join(term[dim] for dim in misfits), why_whole=why, operands=("it",),
-            depends="".join(term[dim] for dim in reduced) if op in ("avg", "min", "max") else "",
-        ),
-        (layout,),
-    )  # fmt: skip
+    def judged(given: Layout) -> Layout | str:
+        misfits, why = _misfits(op, given, shape, dims)
+        whole = "".join(term[dim] for dim in misfits)
+        operation = Operation(name, (term,), output, partial, Partial(op), whole, why, operands=("it",))
+        return judge(operation, (given,))
+
+    answer = judged(layout)
+    if isinstance(answer, Layout):
+        return answer
+    near = nearest(layout, shape, lambda given: isinstance(judged(given), Layout))
+    raise LayoutError(f"{name}: {answer}; reshard it to ({near})", (near,))
+
+
+def _misfits(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[list[int], str]:
+    """The dims that the layout must not shard as it does, and why."""
+    if op == "avg":
+        uneven = [dim for dim in dims if shape[dim] % layout.parts(dim)]
+        return uneven, "averages of parts that differ in size differ in weight"
+    if op in ("min", "max"):
+        mesh = layout.mesh
+        last = mesh.rank_at(**{axis: size - 1 for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)})
+        held = layout.local_shape(shape, last)  # the last part of each dim is its smallest
+        return [dim for dim in dims if not held[dim]], f"a rank without elements has no {op}"
+    return [], ""

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from ..arguments import as_shape
 from ..layout import Layout
 from ..placement import Partial, Placement, Replicate
-from .terms import Operation, Placements, infer, letters, one_reduction
+from .terms import Operation, Placements, checked_dims, infer, letters, one_reduction
 
 
-@lru_cache(maxsize=65536)
 def embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
     """Layout of the rows of `weight` [V, H] that `tokens`, of `tokens_ndim` dims, name.
 
     An axis that shards V leaves the output Partial(sum): each rank gives zeros for the tokens that are not its own. So
     the tokens must be whole there. Raises LayoutError for other layouts, and for tokens that are Partial.
     """
+    return _embedding(tokens, weight, *as_shape((tokens_ndim,)))
+
+
+@lru_cache(maxsize=65536)
+def _embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
     term = letters(tokens_ndim + 2)
     lead, vocabulary, width = term[:tokens_ndim], *term[tokens_ndim:]
     return infer(
@@ -28,16 +33,19 @@ def embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)
 def gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
     """Layout of `torch.take_along_dim(input, index, dim)`, of tensors of `ndim` dims that differ in size along `dim` alone.
 
     An axis that shards `dim` of the input leaves the output Partial(sum): each rank gives zeros for the indices outside
     its part. One that shards another dim shards it in both.
-    Raises LayoutError for other layouts, and for indices that are Partial.
+    Raises LayoutError for other layouts, and for indices that are Partial; ValueError for a dim that does not exist.
     """
-    if not 0 <= dim < ndim:
-        raise ValueError(f"gather has dim {dim} of tensors of {ndim} dims; give 0 to {ndim - 1}")
+    (dim,) = checked_dims("gather", dim, ndim)
+    return _gather(input, index, dim, ndim)
+
+
+@lru_cache(maxsize=65536)
+def _gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
     term, picked = letters(ndim + 1)[:-1], letters(ndim + 1)[-1]
     return infer(
         Operation(
@@ -48,13 +56,17 @@ def gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)
 def concat(dim: int, *layouts: Layout) -> Layout:
     """Layout of tensors of one layout put side by side along `dim`, which must be whole.
 
     Partial passes where all are Partial by one reduction; a replicated one is its own avg, min and max.
-    Raises LayoutError for other layouts.
+    Raises LayoutError for other layouts; ValueError for a dim below 0.
     """
+    return _concat(*checked_dims("concat", dim), layouts)
+
+
+@lru_cache(maxsize=65536)
+def _concat(dim: int, layouts: tuple[Layout, ...]) -> Layout:
     term = letters(1 + max((dim, *(sharded for layout in layouts for sharded in layout.shard_order))))
     why = f"the parts of dim {dim} together are no part of the whole dim"
     return infer(
@@ -62,12 +74,16 @@ def concat(dim: int, *layouts: Layout) -> Layout:
     )
 
 
-@lru_cache(maxsize=65536)
 def split(layout: Layout, dim: int) -> Layout:
     """Layout of each piece of a tensor cut along `dim`, which must be whole; so of a slice along it.
 
-    Raises LayoutError where the dim is sharded.
+    Raises LayoutError where the dim is sharded; ValueError for a dim below 0.
     """
+    return _split(layout, *checked_dims("split", dim))
+
+
+@lru_cache(maxsize=65536)
+def _split(layout: Layout, dim: int) -> Layout:
     term = letters(1 + max((dim, *layout.shard_order)))
     why = f"a piece of dim {dim} lies on some of its ranks alone"
     return infer(

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from string import ascii_letters
 
+from ..arguments import as_int
 from ..errors import LayoutError
 from ..layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard
 from ..process_mesh import ProcessMesh
 
 Placements = tuple[Placement, ...]  # of all operands on one axis
+SHOWN = 4  # of the operands to reshard, in a message
 IDEMPOTENT = ("avg", "min", "max")  # of one value and itself these give that value
 
 
@@ -27,7 +28,7 @@ class Operation:
     terms: for each operand, a letter for each dim. output: the same for the output, with "." for a new dim.
     partial: the output's placement on an axis where the operands are Partial or replicated; None where it is wrong.
     contracted: what is left where an axis shards an index that the output lacks.
-    whole: indices that no axis may shard, and why. depends: those of which some axes may, so no remedy tries another.
+    whole: indices that no axis may shard, and why.
     """
 
     name: str
@@ -37,7 +38,6 @@ class Operation:
     contracted: Partial | None = None
     whole: str = ""
     why_whole: str = ""
-    depends: str = ""
     operands: tuple[str, ...] = ()
 
     def operand(self, position: int) -> str:
@@ -50,48 +50,80 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
 
     Raises LayoutError where the local parts do not fit together, or would not give the output's.
     """
+    answer = judge(operation, layouts)
+    if isinstance(answer, Layout):
+        return answer
+    wanted = _nearest(operation, layouts)
+    changes = [
+        f"{operation.operand(position)} to ({after})"
+        for position, (before, after) in enumerate(zip(layouts, wanted, strict=True))
+        if before != after
+    ]
+    if len(changes) > SHOWN:
+        changes[SHOWN:] = [f"{len(changes) - SHOWN} more"]
+    raise LayoutError(f"{operation.name}: {answer}; reshard {' and '.join(changes)}", tuple(wanted))
+
+
+def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
+    """The output's layout, or why there is none. Raises LayoutError for a dim that an operand does not have."""
     mesh = one_mesh(layouts)
     for position, (term, layout) in enumerate(zip(operation.terms, layouts, strict=True)):
         for dim, axes in layout.shard_order.items():
             if dim >= len(term):
                 raise LayoutError(
                     f"{operation.name}: axis {axes[0]!r} shards dim {dim} of {operation.operand(position)}, which has "
-                    f"{len(term)} dims"
+                    f"{len(term)} dims; reshard it to Replicate() on {axes[0]!r}"
                 )
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
         placement = _on_axis(operation, tuple(layout[axis] for layout in layouts))
         if isinstance(placement, str):
-            raise _refusal(operation, layouts, f"on axis {axis!r} {placement}")
+            return f"on axis {axis!r} {placement}"
         if not _goes_with(placement, placements.values()):
-            raise _refusal(
-                operation, layouts, f"the output would be {placement} on axis {axis!r} and another on others"
-            )
+            return f"the output would be {placement} on axis {axis!r} and another on others"
         placements[axis] = placement
     orders: dict[str, tuple[str, ...]] = {}  # of each index, the axes that shard it, major first
-    for term, layout in zip(operation.terms, layouts, strict=True):
+    for position, (term, layout) in enumerate(zip(operation.terms, layouts, strict=True)):
         for dim, axes in layout.shard_order.items():
             order = orders.setdefault(term[dim], axes)
             if order != axes:
-                raise _refusal(operation, layouts, f"index {term[dim]!r} is cut in the orders {order} and {axes}")
+                return (
+                    f"dim {dim} of {operation.operand(position)} is cut in the order {axes}, another operand in {order}"
+                )
     majors_first = {axis: placements[axis] for axes in orders.values() for axis in axes}
     return Layout.in_order(mesh, majors_first | placements)
 
 
 def one_mesh(layouts: Sequence[Layout]) -> ProcessMesh:
-    """The mesh of all layouts; LayoutError where there are two."""
+    """The mesh of all layouts; LayoutError where there are two, or no layouts."""
+    if not layouts:
+        raise LayoutError("no operands: give the layout of each")
     first = layouts[0].mesh
     for layout in layouts:
         if layout.mesh != first:
-            raise LayoutError(f"operands lie on different meshes: {first} and {layout.mesh}; reshard one to the other")
+            told = str(first) != str(layout.mesh)
+            names = (first, layout.mesh) if told else (f"{mesh} {mesh.digest[:8]}" for mesh in (first, layout.mesh))
+            raise LayoutError(
+                f"operands lie on different meshes: {' and '.join(map(str, names))}; reshard one to the other"
+            )
     return first
 
 
 def letters(count: int) -> str:
-    """An index for each of `count` dims."""
-    if count > len(ascii_letters):
-        raise ValueError(f"{count} dims are more than the {len(ascii_letters)} that layout inference takes")
-    return ascii_letters[:count]
+    """An index for each of `count` dims; beyond the alphabet, signs that no one sees."""
+    return "".join(chr(ord("a") + i) if i < 26 else chr(0x100 + i) for i in range(count))
+
+
+def checked_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) -> tuple[int, ...]:
+    """Dims as a tuple. ValueError for one that is below 0 or, where `ndim` is known, that there is not, or stands twice."""
+    chosen = tuple(as_int(f"{name}: a dim", dim) for dim in (dims if isinstance(dims, Iterable) else (dims,)))
+    for dim in chosen:
+        if dim < 0 or (ndim is not None and dim >= ndim):
+            there_are = "" if ndim is None else f"; there are {ndim}"
+            raise ValueError(f"{name}: dim {dim} is none of the tensor's{there_are}; count from the front, from 0 on")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"{name}: dims {chosen} name one twice; name each once")
+    return chosen
 
 
 def one_reduction(placements: Placements) -> Partial | None:
@@ -119,14 +151,17 @@ def _on_axis(operation: Operation, placements: Placements) -> Placement | str:
         return result or f"{shown}: what the ranks compute would not reduce to the result"
     if not indices:
         return Replicate()
+    where = " and ".join(
+        f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard)
+    )
     if len(indices) > 1:
-        return f"{shown}: it shards the indices {sorted(indices)}, and may shard one"
+        return f"{shown}: it shards {where}, which do not go together"
     (index,) = indices
-    for term, placement in zip(operation.terms, placements, strict=True):
+    for position, (term, placement) in enumerate(zip(operation.terms, placements, strict=True)):
         if term.count(index) > 1:
-            return f"{shown}: it shards index {index!r}, which {term!r} has twice"
+            return f"{shown}: it shards {where}, which is the same index as another dim of it"
         if index in term and not isinstance(placement, Shard):
-            return f"{shown}: it shards index {index!r} of some alone"
+            return f"{shown}: it shards {where}, but not dim {term.index(index)} of {operation.operand(position)}"
     if index in operation.whole:
         return f"{shown}: {operation.why_whole}"
     if index in operation.output:
@@ -139,18 +174,8 @@ def _goes_with(placement: Placement, others: Iterable[Placement]) -> bool:
     return not isinstance(placement, Partial) or all(o == placement for o in others if isinstance(o, Partial))
 
 
-def _refusal(operation: Operation, layouts: Sequence[Layout], why: str) -> LayoutError:
-    wanted = _nearest(operation, layouts)
-    changes = [
-        f"{operation.operand(position)} to ({after})"
-        for position, (before, after) in enumerate(zip(layouts, wanted, strict=True))
-        if before != after
-    ]
-    return LayoutError(f"{operation.name}: {why}; reshard {' and '.join(changes)}", tuple(wanted))
-
-
 def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
-    """Layouts that the operation takes, for which the fewest bytes move if all operands are of one size."""
+    """Layouts that the operation takes; an axis at a time, those for which the fewest bytes move if all operands are of one size."""
     mesh = layouts[0].mesh
     chosen: dict[str, Placements] = {}
     output: list[Placement] = []
@@ -175,15 +200,17 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _choices(operation: Operation, given: Placements) -> list[Placements]:
-    """What an axis could do: shard one index; keep what is Partial, or one of it, and replicate the rest."""
+    """What an axis could do: shard one index; keep what is Partial, or one of it, or let all be so; replicate the rest."""
     whole: Placements = tuple(Replicate() for _ in given)
     choices = [given]
-    for index in dict.fromkeys("".join(operation.terms).translate(dict.fromkeys(map(ord, operation.depends)))):
+    for index in dict.fromkeys("".join(operation.terms)):
         choices.append(tuple(Shard(term.index(index)) if index in term else Replicate() for term in operation.terms))
     choices.append(tuple(p if isinstance(p, Partial) else Replicate() for p in given))
     for position, placement in enumerate(given):
         if isinstance(placement, Partial):
             choices.append((*whole[:position], placement, *whole[position + 1 :]))
+    partials = dict.fromkeys(p for p in given if isinstance(p, Partial))
+    choices += [tuple(Replicate() if isinstance(p, Partial) and p != op else op for p in given) for op in partials]
     return [*choices, whole]
 
 

@@ -7,35 +7,44 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
+from ..arguments import as_shape
 from ..errors import LayoutError
+from ..extents import largest_part
 from ..layout import Layout
 from ..placement import Placement, Replicate, Shard
-from .terms import Operation, infer, letters, one_reduction
+from .nearest import nearest
+from .terms import Operation, checked_dims, infer, letters, one_reduction
 
 Slab = tuple[tuple[int, int, int], ...]  # for each dim its size, and the start and stop of what is held
 
 
-@lru_cache(maxsize=65536)
-def transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
+def transpose(layout: Layout, dims: Sequence[int]) -> Layout:
     """Layout of `tensor.permute(dims)`: dim i of the output is dim dims[i] of the input.
 
     Raises LayoutError for a layout of more dims; ValueError for dims that are no permutation.
     """
-    if sorted(dims) != list(range(len(dims))):
-        raise ValueError(f"dims {dims} are no permutation; name each of 0 to {len(dims) - 1} once")
+    return _transpose(layout, checked_dims("transpose", dims, len(tuple(dims))))
+
+
+@lru_cache(maxsize=65536)
+def _transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
     term = letters(len(dims))
     output = "".join(term[dim] for dim in dims)
     return infer(Operation(f"transpose to dims {dims}", (term,), output, one_reduction, operands=("it",)), (layout,))
 
 
-@lru_cache(maxsize=65536)
-def reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout:
+def reshape(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> Layout:
     """Layout of a tensor of `shape` given `new_shape`, as `view` and `flatten` do, by reshaping each local part.
 
     It is the layout in which every rank holds the elements that it held; Partial passes by any reduction.
     Raises LayoutError where there is none: a part would begin or end in the middle of a row, or lie in pieces.
     Raises ValueError for two shapes of different size.
     """
+    return _reshape(layout, as_shape(shape), as_shape(new_shape))
+
+
+@lru_cache(maxsize=65536)
+def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout:
     layout.check_shape(shape)
     if math.prod(shape) != math.prod(new_shape):
         raise ValueError(
@@ -43,49 +52,71 @@ def reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) 
         )
     found = _reshaped(layout, shape, new_shape)
     if found is None:
-        nearest = next(near for near in _nearest(layout, len(shape)) if _reshaped(near, shape, new_shape))
+        near = nearest(layout, shape, lambda given: _reshaped(given, shape, new_shape) is not None)
         raise LayoutError(
             f"reshape from {shape} to {new_shape}: no layout of the new shape gives each rank of ({layout}) the elements "
-            f"that it holds; reshard it to ({nearest})",
-            (nearest,),
+            f"that it holds; reshard it to ({near})",
+            (near,),
         )
     return found
 
 
 def _reshaped(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
-    sharding = _sharding(layout)
+    """The layout of the new shape in which every rank holds what it held.
+
+    Found axis by axis, in the order of the elements: where it is right for some axes it is right for the first of them
+    alone, the others replicated, for then each rank holds the union of what these would have.
+    """
+    sharding = [axis for axes in layout.shard_order.values() for axis in axes]
+
+    def whole_but(chosen: dict[str, Placement]) -> dict[str, Placement]:
+        """The layout with `chosen` for some axes, and those that shard otherwise replicated."""
+        others = (axis for axis in layout.mesh.axis_names if axis not in chosen)
+        return chosen | {axis: Replicate() if axis in sharding else layout[axis] for axis in others}
+
+    found: list[dict[str, Placement]] = [{}]
     options: list[Placement] = [*map(Shard, range(len(new_shape))), Replicate()]
-    for placements in product(options, repeat=len(sharding)):
-        others = {axis: layout[axis] for axis in layout.mesh.axis_names if axis not in sharding}
-        after = Layout.in_order(layout.mesh, dict(zip(sharding, placements, strict=True)) | others)
-        if all(
-            _held(layout, shape, rank) == _held(after, new_shape, rank)
-            for rank in _ranks_to_ask(layout, shape, after, new_shape)
-        ):
-            return after
-    return None
+    for count in range(1, len(sharding) + 1):
+        before = Layout.in_order(layout.mesh, whole_but({axis: layout[axis] for axis in sharding[:count]}))
+        wider = [{**chosen, sharding[count - 1]: placement} for chosen in found for placement in options]
+        found = []
+        for chosen in wider:
+            after = Layout.in_order(layout.mesh, whole_but(chosen))
+            ranks = _ranks_to_ask(sharding[:count], before, shape, after, new_shape)
+            if all(_held(before, shape, rank) == _held(after, new_shape, rank) for rank in ranks):
+                found.append(chosen)
+    return Layout.in_order(layout.mesh, whole_but(found[0])) if found else None
 
 
-def _sharding(layout: Layout) -> list[str]:
-    """The axes that shard a dim, in the order of the elements: those of the first dim first, the major one before."""
-    return [axis for axes in layout.shard_order.values() for axis in axes]
-
-
-def _ranks_to_ask(layout: Layout, shape: Sequence[int], after: Layout, new_shape: Sequence[int]) -> Iterator[int]:
+def _ranks_to_ask(
+    axes: Sequence[str], layout: Layout, shape: tuple[int, ...], after: Layout, new_shape: tuple[int, ...]
+) -> Iterator[int]:
     """Ranks that tell whether two layouts give every rank the same elements.
 
-    Where all parts are equal, a step along an axis moves them by so many elements, wherever it is taken: one is enough.
+    Where a part begins is a multiple of its index, until the dim ends. So two layouts that agree at the first two indices
+    of an axis, where either comes to the end of a dim, and at the last one, agree everywhere.
     """
     mesh = layout.mesh
-    even = not any(
-        size % each.parts(dim)
-        for each, sizes in ((layout, shape), (after, new_shape))
-        for dim, size in enumerate(sizes)
-    )
-    sharding = _sharding(layout)
-    ends = {axis: min(2, mesh.axis_size(axis)) if even else mesh.axis_size(axis) for axis in sharding}
-    for index in product(*(range(ends.get(axis, 1)) for axis in mesh.axis_names)):
+    asked = {axis: _ends(layout, shape, axis) | _ends(after, new_shape, axis) for axis in axes}
+    for index in product(*(sorted(asked.get(axis, {0})) for axis in mesh.axis_names)):
         yield mesh.rank_at(**dict(zip(mesh.axis_names, index, strict=True)))
+
+
+def _ends(layout: Layout, shape: tuple[int, ...], axis: str) -> set[int]:
+    """The first indices of an axis, the last, and those about which a part of what it cuts is short or empty."""
+    size = layout.mesh.axis_size(axis)
+    found = {0, 1, size - 1}
+    placement = layout[axis]
+    if isinstance(placement, Shard):
+        extents = {shape[placement.dim]}  # of what the axis cuts: the parts of the axes before it
+        for outer in layout.shard_order[placement.dim]:
+            parts = layout.mesh.axis_size(outer)
+            steps = {extent: largest_part(extent, parts) for extent in extents if extent}
+            if outer == axis:
+                found |= {extent // step + near for extent, step in steps.items() for near in (-1, 0, 1)}
+                break
+            extents = {part for extent, step in steps.items() for part in (step, extent % step)}
+    return {index for index in found if 0 <= index < size}
 
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:
@@ -109,16 +140,3 @@ def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:
             continue
         slab[-1:] = [(before * size, start, stop)]
     return tuple(slab)
-
-
-def _nearest(layout: Layout, ndim: int) -> Iterator[Layout]:
-    """Layouts whose axes shard other dims, or fewer; first those for which the fewest bytes move."""
-    axes = _sharding(layout)
-    options: list[Placement] = [*map(Shard, range(ndim)), Replicate()]
-
-    def gathered_and_changed(placements: Sequence[Placement]) -> tuple[int, int]:
-        changed = sum(layout[axis] != placement for axis, placement in zip(axes, placements, strict=True))
-        return placements.count(Replicate()), changed
-
-    for placements in sorted(product(options, repeat=len(axes)), key=gathered_and_changed):
-        yield layout.replace(**dict(zip(axes, placements, strict=True)))
