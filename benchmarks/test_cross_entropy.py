@@ -1,0 +1,98 @@
+"""What cross-entropy moves, counted: bytes of device memory a logit, collectives, bytes gathered; and what it errs.
+
+Counted in Triton's interpreter on a CPU, exactly, on the kernels that a GPU runs; no time is measured here. Where Liger is
+installed its kernel is counted on the same logits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+ROWS, CLASSES, SHARDS = 4, 16384, 4
+CASES: dict[str, dict[str, Any]] = {
+    "cross_entropy": {},
+    "with label smoothing": {"label_smoothing": 0.1},
+    "with z-loss and softcap": {"z_loss": 1e-4, "softcap": 30.0},
+}
+PROGRAM = """
+import json, sys
+import torch
+from benchmarks import test_cross_entropy as here
+print(json.dumps(here.counted()))
+"""
+
+
+def counted() -> dict[str, dict[str, float]]:
+    """Of each case: bytes a logit, forward and backward, whole and as one shard of the vocabulary; and the errors."""
+    import torch
+    from weft.kernels.cross_entropy import function
+    from weft.kernels.cross_entropy.options import Options
+    from weft.kernels.traffic import counted_traffic
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (10 * torch.randn(ROWS, CLASSES, generator=generator)).bfloat16()
+    target = torch.randint(CLASSES, (ROWS,), generator=generator)
+    upstream = torch.randn(ROWS, generator=generator)
+    found = {}
+    for name, asked in CASES.items():
+        options, part = Options(reduction="none", **asked), CLASSES // SHARDS
+        for shards in (1, SHARDS):
+            local = logits if shards == 1 else logits[:, :part].contiguous()
+            with counted_traffic() as forward:
+                _, saved = function.forward(local, target, options=options, vocab_size=CLASSES)
+            with counted_traffic() as backward:
+                function.backward(saved, (upstream,), (True, False, False, False), options=options, vocab_size=CLASSES)
+            moved = [each.loaded + each.stored for each in (forward, backward)]
+            found[f"Weft, {name}" + (", vocab-parallel" if shards > 1 else "")] = {
+                "forward": moved[0] / local.numel(),
+                "backward": moved[1] / local.numel(),
+                "gathered": forward.stored / ROWS if shards > 1 else 0,  # all that forward's kernel stores
+            }
+    if importlib.util.find_spec("liger_kernel"):
+        found |= _liger(logits, target)
+    return found
+
+
+def _liger(logits: Any, target: Any) -> dict[str, dict[str, float]]:
+    import torch
+    from liger_kernel.ops.cross_entropy import cross_entropy_backward, cross_entropy_forward
+    from weft.kernels.traffic import counted_traffic
+
+    mine = logits.clone().requires_grad_()
+    with counted_traffic() as forward:
+        cross_entropy_forward(mine, target, None, -100, 0.0, 0.0, "mean", None, False)
+    with counted_traffic() as backward:
+        cross_entropy_backward(mine.detach(), torch.tensor(0.5))
+    moved = [(each.loaded + each.stored) / logits.numel() for each in (forward, backward)]
+    return {
+        "Liger, where the upstream gradient is 1": {"forward": moved[0], "backward": 0, "gathered": 0},
+        "Liger, where it is another number": {"forward": moved[0], "backward": moved[1], "gathered": 0},
+    }
+
+
+def test_cross_entropy_traffic() -> None:
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    print(f"\nbytes of device memory a bf16 logit, {ROWS} x {CLASSES}, counted in the interpreter")
+    print(f"{'':46}{'forward':>9}{'backward':>10}{'both':>8}   gathered a token and rank")
+    for name, row in found.items():
+        both = row["forward"] + row["backward"]
+        print(f"{name:46}{row['forward']:9.2f}{row['backward']:10.2f}{both:8.2f}   {row['gathered']:.0f} bytes")
+    if not any(name.startswith("Liger") for name in found):
+        print("Liger                                         not installed: pip install liger-kernel")
+    for name, row in found.items():
+        if name.startswith("Weft"):
+            assert row["forward"] + row["backward"] < 6.05
+            assert row["gathered"] <= 20
