@@ -46,8 +46,8 @@ def prove(
 ) -> int:
     """How many combinations of layouts the rule takes; AssertionError for one that it takes or refuses wrongly.
 
-    rule: from the operands' layouts. What it answers must be right in every trial; where it refuses, every answer must be
-    wrong in one. reshaped: parts count as of the shape that a layout asks for, if they have as many elements.
+    rule: from the operands' layouts. What it answers must be right in every trial; where it refuses, every answer, Partial
+    by `partials` too, must be wrong in one. reshaped: parts count as of the shape that a layout asks for, if they have as many elements.
     """
     shape = tried[0].whole.shape
     every = [_layouts(mesh, operand.ndim, partials) for operand in tried[0].operands]
@@ -69,7 +69,7 @@ def prove(
             answer = rule(*chosen)
         except LayoutError as error:
             _check_remedy(rule, chosen, error)
-            for layout, shapes in _outputs(mesh, tuple(shape)).items():
+            for layout, shapes in _outputs(mesh, tuple(shape), tuple(partials)).items():
                 wrong = any(
                     _why_wrong(output, layout, shapes, t.whole, reshaped)
                     for t, output in zip(tried, outputs, strict=True)
@@ -112,9 +112,11 @@ def _layouts(mesh: ProcessMesh, ndim: int, partials: Sequence[Partial]) -> list[
 
 
 @functools.lru_cache(maxsize=64)
-def _outputs(mesh: ProcessMesh, shape: tuple[int, ...]) -> dict[Layout, dict[int, torch.Size]]:
+def _outputs(
+    mesh: ProcessMesh, shape: tuple[int, ...], partials: tuple[Partial, ...]
+) -> dict[Layout, dict[int, torch.Size]]:
     """Every layout that the output could have, with the shapes of its parts."""
-    every = _layouts(mesh, len(shape), PARTIALS)
+    every = _layouts(mesh, len(shape), partials)
     return {layout: {rank: part.shape for rank, part in split(torch.zeros(shape), layout).items()} for layout in every}
 
 

@@ -45,8 +45,9 @@ def given(options: dict[str, Any], V: int, device: str) -> dict[str, Any]:
     return options | {"weight": weight.to(device)}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "reduction"), [(torch.bfloat16, "mean"), (torch.float16, "sum"), (torch.float32, "none")], ids=str
+)
 @pytest.mark.parametrize("options", ASKED)
 def test_every_option_is_as_in_float64(device, options, dtype, reduction):
     logits, target, upstream = make(7, 257, device, dtype, reduction)
@@ -74,7 +75,7 @@ def test_no_vocabulary_split_changes_the_loss(device, sizes, options):
     check_against((results[0][0], gradient), logits, target, upstream, reduction="none", **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("options", ASKED)
 def test_gradcheck_of_loss_and_lse(options, reduction):
     logits, target, _ = make(4, 6, "cpu", torch.float64)

@@ -29,9 +29,9 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def few(mesh: ProcessMesh) -> dict[str, object]:
+def few(mesh: ProcessMesh, *ops: str) -> dict[str, object]:
     """On two axes, whose rules are one axis's twice, fewer reductions."""
-    return {} if mesh.ndim == 1 else {"partials": [Partial("sum"), Partial("max")]}
+    return {} if mesh.ndim == 1 else {"partials": [Partial(op) for op in dict.fromkeys(("sum", "max", *ops))]}
 
 
 def sets(*shapes: tuple[int, ...]) -> list[list[torch.Tensor]]:
@@ -131,7 +131,7 @@ def test_reduction(mesh, op, shape, dims, keepdim):
         lambda layout: infer.reduction(op, layout, shape, dims, keepdim=keepdim),
         trials(compute, *operands),
         mesh,
-        **few(mesh),
+        **few(mesh, op),
     )
 
 

@@ -79,7 +79,7 @@ def statistics(
         if SUM:
             if WEIGHTED:
                 weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0)
-                plain += tl.where(in_row, weight * x, 0.0)
+                plain += weight * tl.where(in_row, x, 0.0)
             else:
                 plain += tl.where(in_row, x, 0.0)
         x = tl.where(in_row & (cols != target_col), x, -float("inf"))
