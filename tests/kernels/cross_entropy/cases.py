@@ -19,7 +19,6 @@ DTYPES = [
     pytest.param(torch.float32, id="fp32"),
 ]
 BLOCK = 4096  # classes a program takes at a time
-IGNORE_NUMPY = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # inf - inf in the interpreter
 
 
 def loss_and_gradient(

@@ -11,7 +11,6 @@ from weft.kernels.cross_entropy.options import Options
 from tests.kernels.cross_entropy.cases import (
     BLOCK,
     DTYPES,
-    IGNORE_NUMPY,
     SPLITS,
     assert_as_good_as_eager,
     check_against,
@@ -175,7 +174,6 @@ def test_no_shard_of_minus_infinity_makes_nan(device, sizes):
         check_against((losses[0], torch.cat(gradients, -1)), logits, target, upstream, reduction="none")
 
 
-@IGNORE_NUMPY
 @pytest.mark.parametrize("value", [-float("inf"), float("inf"), float("nan")])
 def test_a_row_without_a_softmax_is_nan_as_in_torch(device, value):
     logits, target, upstream = make(4, 31, device, reduction="none")
@@ -186,7 +184,6 @@ def test_a_row_without_a_softmax_is_nan_as_in_torch(device, value):
     assert gradient.isnan().all(-1).tolist() == [False, True, False, True]
 
 
-@IGNORE_NUMPY
 def test_the_lowest_finite_logits_are_no_minus_infinity(device):
     logits = torch.full((2, 5000), torch.finfo(torch.float32).min, device=device)
     logits[1, 4999] = torch.finfo(torch.float32).max / 2

@@ -12,7 +12,6 @@ from weft.kernels import cross_entropy
 from tests.kernels.cross_entropy.cases import (
     BLOCK,
     DTYPES,
-    IGNORE_NUMPY,
     SPLITS,
     assert_as_good_as_eager,
     check_against,
@@ -115,7 +114,6 @@ def test_no_gap_of_200_is_lost_to_smoothing(device, options):
     assert_as_good_as_eager(logits, target, upstream, reduction="none", **given(options, 31, device))
 
 
-@IGNORE_NUMPY
 @pytest.mark.parametrize("options", ASKED)
 def test_minus_infinity_is_as_in_torch(device, options):
     logits, target, upstream = make(3, 31, device, reduction="none")

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Replicate, infer
+from weft.mesh.infer.terms import one_mesh
 from weft.reshard import layout_of
 from weft.reshard.dtensor import wrap
 from weft.reshard.groups import this_rank
@@ -30,9 +31,8 @@ class Sharding:
     shape: tuple[int, ...]  # of the global output
     gradients: Callable[..., tuple[Layout | None, ...]]  # from the layouts in which the outputs' gradients arrive
     local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}  # options of this rank's forward
-    more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = (
-        None  # layout and shape of further outputs; None: no tuple
-    )
+    # Layout and shape of each further output; None where the op's output is no tuple.
+    more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
 
 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -68,11 +68,7 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
 
 @lru_cache(maxsize=65536)
 def _sharding(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, options: tuple[Any, ...]) -> Sharding:
-    first, *others = {layout.mesh: None for layout in layouts if layout is not None}
-    if others:
-        raise LayoutError(
-            f"{op.name}: operands lie on different meshes: {first} and {others[0]}; reshard one to the other"
-        )
+    one_mesh([layout for layout in layouts if layout is not None], op.name)
     answer: Sharding = op.rule(layouts, shapes, dict(options))
     return answer
 

@@ -1,4 +1,6 @@
-"""The two passes over the logits: `statistics` (2 bytes a bf16 logit) and `gradient` (4). They know no torch, no ranks.
+"""The passes over the logits, `statistics` (2 bytes a bf16 logit) and `gradient` (4), and `losses` between them.
+
+They know no torch, no ranks.
 
 Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read where it lies.
 Offsets are 64-bit: rows times stride, and classes times the stride of transposed logits, both pass 2**31.
@@ -41,13 +43,13 @@ def _counted(x, scale, cap, CAP: tl.constexpr):
 # What differs between ranks or calls without mattering to the generated code is not compiled in.
 @triton.jit(do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"])
 def statistics(
-    x_ptr, target_ptr, weight_ptr, statistics_ptr,
+    x_ptr, target_ptr, part_ptr, statistics_ptr,
     V, T, stride_xb, stride_xt, stride_xv,
     vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One row: the largest logit and the sum of exp(logit - largest), both without the target; the target's logit; and
-    with SUM the sum of all logits, each times its class's weight where they are WEIGHTED.
+    with SUM the sum of all logits, each times its class's weight where they are WEIGHTED: part, of this shard's classes.
 
     The third is 0 where this shard does not hold the target. An ignored row is not read: -inf, 0, 0, 0.
     A target that is no class makes the second NaN, and so the loss: a kernel cannot raise.
@@ -78,7 +80,7 @@ def statistics(
         x = _counted(x, scale, cap, CAP)
         if SUM:
             if WEIGHTED:
-                weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0)
+                weight = tl.load(part_ptr + cols, mask=in_row, other=0.0)
                 plain += weight * tl.where(in_row, x, 0.0)
             else:
                 plain += tl.where(in_row, x, 0.0)
@@ -93,6 +95,7 @@ def statistics(
     # The largest logit adds 1, so a sum of 0 means that every one was -inf, or that there was none.
     row_largest = tl.where(row_total == 0.0, -float("inf"), row_largest)
     is_class = (target >= 0) & (target < vocab_size)
+    tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
     row_total = tl.where(ignored | is_class, row_total, float("nan"))
 
     columns: tl.constexpr = 4 if SUM else 3
@@ -103,15 +106,88 @@ def statistics(
         tl.store(statistics_ptr + row * columns + 3, tl.sum(plain, 0))
 
 
-@triton.jit(do_not_specialize=["T", "vocab_start", "scale", "cap"])
-def gradient(
-    x_ptr, target_ptr, weight_ptr, largest_ptr, log_sum_ptr, factor_ptr, spread_ptr, true_ptr, dx_ptr,
-    V, T, stride_xb, stride_xt, stride_xv, stride_dn,
-    vocab_start, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
+@triton.jit
+def _log1p(y):
+    """log(1 + y) for y in 0 to 1, with the digits that 1 + y rounds away (Goldberg 1991, theorem 4)."""
+    rounded = 1.0 + y
+    return tl.where(rounded == 1.0, y, tl.log(rounded) * (y / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
+
+
+@triton.jit
+def _merged(statistics_ptr, mask, R, stride_r):
+    """largest, log_sum and log_odds of rows from the statistics of R shards; see `reference.merge`."""
+    other = tl.load(statistics_ptr, mask=mask, other=0.0)
+    total = tl.load(statistics_ptr + 1, mask=mask, other=0.0)
+    target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0)
+    for _ in range(1, R):
+        statistics_ptr += stride_r
+        there = tl.load(statistics_ptr, mask=mask, other=0.0)
+        both = tl.maximum(other, there)
+        base = tl.where(both == -float("inf"), 0.0, both)
+        total = total * tl.exp(other - base) + tl.load(statistics_ptr + 1, mask=mask, other=0.0) * tl.exp(there - base)
+        target_logit += tl.load(statistics_ptr + 2, mask=mask, other=0.0)
+        other = both
+    largest = tl.maximum(other, target_logit)
+    largest = tl.where(largest == -float("inf"), 0.0, largest)
+    other -= largest
+    target_logit -= largest  # one of the two is 0 now
+    log_sum = tl.log(total * tl.exp(other) + tl.exp(target_logit))
+    return largest, log_sum, (other - target_logit) + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["N", "R", "vocab_size", "ignore_index", "label_smoothing", "z_loss"])
+def losses(
+    statistics_ptr, target_ptr, weight_ptr, whole_ptr, loss_ptr, lse_ptr,
+    N, R, vocab_size, ignore_index, label_smoothing, z_loss,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One row: factor * softmax, less spread times each class's weight with SUM; `true` in the true class's place; times
-    the derivative of what a logit counts as. See `reference.gradient`.
+    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 4] of R shards; both 0 at a row to ignore.
+
+    weight: of all classes.  whole: their sum.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = rows < N
+    columns: tl.constexpr = 4 if SUM else 3
+    statistics_ptr += rows * columns
+    stride_r = N.to(tl.int64) * columns
+    largest, log_sum, log_odds = _merged(statistics_ptr, is_row, R, stride_r)
+    target = tl.load(target_ptr + rows, mask=is_row, other=ignore_index).to(tl.int64)
+    ignored = target == ignore_index
+
+    loss = (tl.where(log_odds > 0.0, log_odds, 0.0) + _log1p(tl.exp(-tl.abs(log_odds)))) * (1.0 - label_smoothing)
+    if WEIGHTED:
+        loss *= tl.load(weight_ptr + target, mask=is_row & (target >= 0) & (target < vocab_size), other=0.0)
+    if SUM:
+        whole = tl.load(whole_ptr) if WEIGHTED else vocab_size.to(tl.float32)
+        plain = tl.load(statistics_ptr + 3, mask=is_row, other=0.0)
+        for shard in range(1, R):
+            plain += tl.load(statistics_ptr + shard * stride_r + 3, mask=is_row, other=0.0)
+        # Each over vocab_size before they are subtracted: both grow with it.
+        loss += label_smoothing * ((whole * largest - plain) / vocab_size + (whole / vocab_size) * log_sum)
+    lse = largest + log_sum
+    loss += z_loss * lse * lse
+    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=is_row)
+    tl.store(lse_ptr + rows, tl.where(ignored, 0.0, lse), mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
+        "scale", "cap", "label_smoothing", "z_loss",
+    ]
+)  # fmt: skip
+def gradient(
+    x_ptr, target_ptr, part_ptr, weight_ptr, whole_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr, dx_ptr,
+    V, T, stride_xb, stride_xt, stride_xv, stride_dn, stride_gn, stride_ln, R, stride_r,
+    vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr,
+    GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One row of the gradient: factor * softmax, less spread times each class's weight with SUM, and `true` in the true
+    class's place; times the derivative of what a logit counts as. See `reference.rows`.
+
+    part, weight: the weights of this shard's classes, and of all classes; whole: their sum.  grad, grad_lse: of the loss and
+    of the lse of this row; grad over the denominator where there is one.
 
     A row whose factor, spread and true are 0 is not read: its gradient is exactly 0, whatever its logits. The rows of dx are
     contiguous, and may be those of x.
@@ -119,9 +195,34 @@ def gradient(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += _row_offset(T, stride_xb, stride_xt)
     dx_ptr += row * stride_dn
-    factor = tl.load(factor_ptr + row)
-    true = tl.load(true_ptr + row)
-    spread = tl.load(spread_ptr + row) if SUM else 0.0
+    target = tl.load(target_ptr + row).to(tl.int64)
+    ignored = target == ignore_index
+    columns: tl.constexpr = 4 if SUM else 3
+    largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r)
+
+    share = 1.0
+    if WEIGHTED:
+        share = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
+    grad = 0.0
+    if GRAD:
+        grad = tl.load(grad_ptr + row * stride_gn)
+        if DENOMINATOR:
+            grad /= tl.load(denominator_ptr)
+    grad = tl.where(ignored, 0.0, grad)
+    pull = grad * share * (1.0 - label_smoothing)
+    even = 0.0  # what reaches all classes by their probability, besides the pull
+    spread = 0.0
+    if SUM:
+        whole = tl.load(whole_ptr) if WEIGHTED else vocab_size.to(tl.float32)
+        spread = grad * (label_smoothing / vocab_size)
+        even += spread * whole
+    if Z_LOSS:
+        even += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
+    if GRAD_LSE:
+        even += tl.where(ignored, 0.0, tl.load(grad_lse_ptr + row * stride_ln))
+    factor = pull + even
+    true = even / (1.0 + tl.exp(log_odds)) - pull / (1.0 + tl.exp(-log_odds)) - spread * share
+    true = tl.where(ignored, 0.0, true)
     lanes = tl.arange(0, BLOCK_V)
 
     if (factor == 0.0) & (true == 0.0) & (spread == 0.0):
@@ -129,9 +230,7 @@ def gradient(
             cols = start + lanes
             tl.store(dx_ptr + cols, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=cols < V)
     else:
-        largest = tl.load(largest_ptr + row)
-        log_sum = tl.load(log_sum_ptr + row)
-        local = tl.load(target_ptr + row).to(tl.int64) - vocab_start
+        local = target - vocab_start
         target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
         for start in range(0, V, BLOCK_V):
             cols = start + lanes
@@ -141,7 +240,7 @@ def gradient(
             dx = factor * tl.exp((_counted(x, scale, cap, CAP) - largest) - log_sum)
             if SUM:
                 if WEIGHTED:
-                    dx -= spread * tl.load(weight_ptr + cols, mask=in_row, other=0.0)
+                    dx -= spread * tl.load(part_ptr + cols, mask=in_row, other=0.0)
                 else:
                     dx -= spread
             dx = tl.where(cols == target_col, true, dx) * scale

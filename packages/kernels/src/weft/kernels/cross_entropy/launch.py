@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..aot import Variant
 from . import kernel
-from .reference import Rows, Shard
+from .reference import Shard, Upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Launch:
 # class fit in the registers with no spill (compiled for sm_80 to sm_100; its speed is not measured yet).
 CLASSES_PER_THREAD = 16
 LONG_ROW = Launch(block_v=4096, warps=8)
+ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
 
 
 def config(V: int) -> Launch:
@@ -54,36 +55,74 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     out = torch.empty(N, shard.columns, dtype=torch.float32, device=logits.device)
     if N == 0:
         return out
-    launch = config(V)
+    launch, options = config(V), shard.options
+    part = None if weight is None else shard.part(weight, V)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.statistics[(N,)](
-            x, target.reshape(N).contiguous(), _float32(weight, out), out,
+            x, target.reshape(N).contiguous(), _float32(part, out), out,
             V, T, *x.stride(),
-            shard.start, shard.size, shard.ignore_index, shard.scale, shard.cap or 1.0,
-            SUM=shard.sums, WEIGHTED=weight is not None, CAP=shard.cap is not None,
+            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
+            SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None,
             BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
-def gradient(logits: Tensor, target: Tensor, weight: Tensor | None, rows: Rows, shard: Shard, out: Tensor) -> Tensor:
+def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> tuple[Tensor, Tensor]:
+    """See `reference.losses`."""
+    R, N, _ = statistics.shape
+    loss, lse = (torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(2))
+    if N == 0:
+        return loss, lse
+    options = shard.options
+    with torch.cuda.device_of(statistics):  # type: ignore[no-untyped-call]
+        kernel.losses[(-(-N // ROWS),)](
+            statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight, loss), _whole(weight, loss), loss, lse,
+            N, R, shard.size, options.ignore_index, float(options.label_smoothing), float(options.z_loss),
+            SUM=shard.sums, WEIGHTED=weight is not None, BLOCK_N=ROWS, num_warps=1,
+        )  # fmt: skip
+    return loss, lse
+
+
+def gradient(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    upstream: Upstream,
+    shard: Shard,
+    out: Tensor,
+) -> Tensor:
     """See `reference.gradient`."""
     if out.numel() == 0:
         return out
     x = as_batches(logits)  # [B, T, V]
     _, T, V = x.shape
     N = target.numel()
-    launch = config(V)
+    launch, options = config(V), shard.options
+    statistics = statistics.contiguous()
+    grad, grad_lse = (_rows(each, N, statistics) for each in (upstream.loss, upstream.lse))
+    denominator = statistics if upstream.denominator is None else upstream.denominator.to(torch.float32)
+    part = None if weight is None else shard.part(weight, V)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.gradient[(N,)](
-            x, target.reshape(N).contiguous(), _float32(weight, rows.factor),
-            rows.largest, rows.log_sum, rows.factor, rows.factor if rows.spread is None else rows.spread, rows.true, out,
-            V, T, *x.stride(), V,
-            shard.start, shard.scale, shard.cap or 1.0,
-            SUM=shard.sums, WEIGHTED=weight is not None, CAP=shard.cap is not None,
-            BLOCK_V=launch.block_v, num_warps=launch.warps,
+            x, target.reshape(N).contiguous(), _float32(part, statistics), _float32(weight, statistics),
+            _whole(weight, statistics), statistics, grad, grad_lse, denominator, out,
+            V, T, *x.stride(), V, grad.stride(0), grad_lse.stride(0), len(statistics), statistics.stride(0),
+            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
+            float(options.label_smoothing), float(options.z_loss),
+            SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, Z_LOSS=options.z_loss > 0,
+            GRAD=upstream.loss is not None, GRAD_LSE=upstream.lse is not None,
+            DENOMINATOR=upstream.denominator is not None, BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
+
+
+def _rows(grad: Tensor | None, N: int, other: Tensor) -> Tensor:
+    """One number a row, of any stride; without any, a tensor that the kernels do not read."""
+    if grad is None:
+        return other
+    return grad.to(torch.float32).reshape(-1).expand(N)
 
 
 def _float32(weight: Tensor | None, other: Tensor) -> Tensor:
@@ -91,33 +130,51 @@ def _float32(weight: Tensor | None, other: Tensor) -> Tensor:
     return other if weight is None else weight.to(torch.float32).contiguous()
 
 
-def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, Variant]:
-    """Both kernels for long rows of `dtype`, 16-byte aligned; stride_xv is "1" where the classes are contiguous.
+def _whole(weight: Tensor | None, other: Tensor) -> Tensor:
+    return other if weight is None else weight.to(torch.float32).sum()
+
+
+def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, ...]:
+    """The kernels for long rows of `dtype`, 16-byte aligned; stride_xv is "1" where the classes are contiguous.
 
     switches: the constexprs that are on.
     """
     name = "-".join((dtype, "contiguous" if stride_xv == "1" else "strided", *map(str.lower, switches)))
+    on = {"SUM": 0, "WEIGHTED": 0, "CAP": 0, "Z_LOSS": 0, "GRAD": 1, "GRAD_LSE": 0, "DENOMINATOR": 1, **switches}
     logits = {"V": "i32:16", "T": "i32", "stride_xb": "i32:16", "stride_xt": "i32:16", "stride_xv": stride_xv}
-    read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "weight_ptr": "*fp32:16"}
-    rows = {f"{row}_ptr": "*fp32:16" for row in ("largest", "log_sum", "factor", "spread", "true")}
+    read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "part_ptr": "*fp32:16"}
+    classes = {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32"}
     bend = {"scale": "fp32", "cap": "fp32"}
-    constexprs = {"SUM": 0, "WEIGHTED": 0, "CAP": 0, **switches, "BLOCK_V": LONG_ROW.block_v}
+    arriving = ("weight", "whole", "statistics", "grad", "grad_lse", "denominator")
+    strides = {"stride_dn": "i32:16", "stride_gn": "i32", "stride_ln": "i32", "R": "i32", "stride_r": "i32"}
     return (
         Variant(
             f"cross_entropy.statistics/{name}",
             kernel.statistics,
-            {**read, "statistics_ptr": "*fp32:16", **logits}
-            | {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32", **bend},
-            constexprs,
+            {**read, "statistics_ptr": "*fp32:16", **logits, **classes, **bend},
+            {each: on[each] for each in ("SUM", "WEIGHTED", "CAP")} | {"BLOCK_V": LONG_ROW.block_v},
             LONG_ROW.warps,
         ),
         Variant(
             f"cross_entropy.gradient/{name}",
             kernel.gradient,
-            {**read, **rows, "dx_ptr": f"*{dtype}:16", **logits, "stride_dn": "i32:16", "vocab_start": "i32", **bend},
-            constexprs,
+            {**read, **{f"{each}_ptr": "*fp32:16" for each in arriving}, "dx_ptr": f"*{dtype}:16", **logits, **strides}
+            | {**classes, **bend, "label_smoothing": "fp32", "z_loss": "fp32"},
+            {**on, "BLOCK_V": LONG_ROW.block_v},
             LONG_ROW.warps,
         ),
+    )
+
+
+def _losses(**switches: int) -> Variant:
+    pointers = {f"{each}_ptr": "*fp32:16" for each in ("statistics", "target", "weight", "whole", "loss", "lse")}
+    sizes = dict.fromkeys(("N", "R", "vocab_size", "ignore_index"), "i32")
+    return Variant(
+        "-".join(("cross_entropy.losses/fp32", *map(str.lower, switches))),
+        kernel.losses,
+        {**pointers, "target_ptr": "*i64:16", **sizes, "label_smoothing": "fp32", "z_loss": "fp32"},
+        {"SUM": 0, "WEIGHTED": 0, **switches, "BLOCK_N": ROWS},
+        warps=1,
     )
 
 
@@ -129,5 +186,7 @@ VARIANTS = (
     *_variants("bf16", SUM=1),
     *_variants("bf16", SUM=1, WEIGHTED=1),
     *_variants("bf16", CAP=1),
-    *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1),
+    *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1, GRAD_LSE=1),
+    _losses(),
+    _losses(SUM=1, WEIGHTED=1),
 )

@@ -1,4 +1,4 @@
-"""The two passes over the logits in plain torch: the CPU path, and the meaning of the kernels."""
+"""The passes over the logits in plain torch: the CPU path, and the meaning of the kernels."""
 
 from __future__ import annotations
 
@@ -6,30 +6,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .options import Options
 
 CHUNK = 1 << 20  # logits widened to float32 at a time: 4 MiB a temporary, whatever the number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where a shard lies in the vocabulary, and what its logits count as.
+    """The classes `start` to `start + V` of `size`, and what is asked of them.
 
-    The classes `start` to `start + V` of `size`. A logit x counts as scale * x, and where there is a cap as
-    cap * tanh(scale * x / cap). sums: whether the sum of the logits is wanted.
+    A logit x counts as scale * x, and where there is a cap as cap * tanh(scale * x / cap).
     """
 
     start: int
     size: int
-    ignore_index: int
-    scale: float = 1.0
-    cap: float | None = None
-    sums: bool = False
+    options: Options
+
+    @property
+    def sums(self) -> bool:
+        """Whether the sum of the logits is wanted."""
+        return self.options.label_smoothing > 0
 
     @property
     def columns(self) -> int:
         """Statistics of a row."""
         return 4 if self.sums else 3
+
+    def part(self, weight: Tensor, V: int) -> Tensor:
+        """The weights of this shard's classes, of those of all."""
+        return weight[self.start : self.start + V]
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """The gradients that arrive: of the loss, a scalar or one number a row, which `denominator` divides; and of the lse.
+
+    None for a gradient of zeros.
+    """
+
+    loss: Tensor | None
+    lse: Tensor | None = None
+    denominator: Tensor | None = None
 
 
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
@@ -37,7 +57,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
 
     The columns: over all classes but the target, the largest logit and the sum of exp(logit - largest), which are -inf
     and 0 where there is no class or all are -inf; then the target's logit, 0 if another shard holds it; then, where
-    sums are wanted, the sum of all logits, each times its class's weight where there are weights: [V] of this shard.
+    sums are wanted, the sum of all logits, each times its class's weight where there are weights: [size], of all classes.
     A row to ignore gives -inf, 0, 0, 0. A target that is no class makes the second NaN.
     The target is kept out of the sum because beside exp(0) of a likely class float32 drops the unlikely ones, and
     their sum is 1 - p: the loss and the gradient of the true class.
@@ -49,20 +69,20 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     out = nothing.repeat(len(classes), 1)
     if V > 0:
         x = logits.reshape(-1, V)  # [N, V]
-        for rows in _chunks(len(classes), V):
-            z = _counted(x[rows].to(dtype), shard)
+        for some in _chunks(len(classes), V):
+            z = _counted(x[some].to(dtype), shard)
             if shard.sums:
-                out[rows, 3] = z.sum(-1) if weight is None else (z * weight.to(dtype)).sum(-1)
-            local = classes[rows] - shard.start
+                out[some, 3] = z.sum(-1) if weight is None else (z * shard.part(weight, V).to(dtype)).sum(-1)
+            local = classes[some] - shard.start
             is_here = (local >= 0) & (local < V)
             index = local.clamp(0, V - 1).unsqueeze(1)
             logit = z.gather(1, index)
-            out[rows, 2] = logit.squeeze(1).where(is_here, 0)
+            out[some, 2] = logit.squeeze(1).where(is_here, 0)
             others = z.scatter(1, index, logit.masked_fill(is_here.unsqueeze(1), -torch.inf))
-            out[rows, 0] = others.amax(-1)
-            out[rows, 1] = others.sub_(_finite(out[rows, :1])).exp_().sum(-1)
+            out[some, 0] = others.amax(-1)
+            out[some, 1] = others.sub_(_finite(out[some, :1])).exp_().sum(-1)
     out[:, 1].masked_fill_((classes < 0) | (classes >= shard.size), torch.nan)
-    return torch.where((classes == shard.ignore_index).unsqueeze(1), nothing, out)
+    return torch.where((classes == shard.options.ignore_index).unsqueeze(1), nothing, out)
 
 
 def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +103,40 @@ def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest, log_sum, (other - target_logit) + other_sum.log()
 
 
+def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> tuple[Tensor, Tensor]:
+    """The loss and the logsumexp of each row, of the target's shape, from the statistics [shards, N, 3 or 4] of all shards.
+
+    weight: [size]. Both are 0 at a row to ignore.
+    """
+    options = shard.options
+    largest, log_sum, log_odds = merge(statistics[..., :3])
+    classes = target.reshape(-1)
+    ignored = classes == options.ignore_index
+    share = of_target(weight, classes, options.ignore_index, log_sum.dtype)
+    loss = -F.logsigmoid(-log_odds) * share * (1 - options.label_smoothing)
+    if shard.sums:
+        whole = shard.size if weight is None else weight.to(loss.dtype).sum()
+        # Each over the size before they are subtracted: both grow with it.
+        others = (whole * largest - statistics[..., 3].sum(0)) / shard.size + (whole / shard.size) * log_sum
+        loss = loss + options.label_smoothing * others
+    lse = largest + log_sum
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
+    # Masked last: autograd forbids changing a view in place where it is an output.
+    ignored, loss, lse = (each.view(target.shape) for each in (ignored, loss, lse))
+    return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+
+
+def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """The weight of each token's class, [N]; 0 at a token to ignore. A target that is no class has made the loss NaN."""
+    ignored = classes == ignore_index
+    if weight is None:
+        return (~ignored).to(dtype)
+    if len(weight) == 0:
+        return torch.zeros(len(classes), dtype=dtype, device=classes.device)
+    return weight[classes.long().clamp(0, len(weight) - 1)].to(dtype).masked_fill(ignored, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """What the gradient of a row is made of, each [N]: factor * softmax - spread * weight, and `true` at the true class.
@@ -97,7 +151,43 @@ class Rows:
     spread: Tensor | None
 
 
-def gradient(logits: Tensor, target: Tensor, weight: Tensor | None, rows: Rows, shard: Shard, out: Tensor) -> Tensor:
+def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
+    """From the statistics of all shards and the gradients that arrive."""
+    options = shard.options
+    largest, log_sum, log_odds = merge(statistics[..., :3])
+    classes = target.reshape(-1)
+    ignored = classes == options.ignore_index
+    grad = torch.zeros_like(log_sum) if upstream.loss is None else upstream.loss.to(log_sum.dtype)
+    if upstream.denominator is not None:
+        grad = grad / upstream.denominator
+    grad = torch.where(ignored, 0, grad.reshape(-1))
+    # d loss / d logit of class c = factor * p_c - spread * weight_c, and for the true class - pull more.
+    share = of_target(weight, classes, options.ignore_index, grad.dtype)
+    pull = grad * share * (1 - options.label_smoothing)
+    even = torch.zeros_like(grad)  # what reaches all classes by their probability, besides the pull
+    spread = None
+    if shard.sums:
+        spread = grad * (options.label_smoothing / shard.size)
+        even = even + spread * (shard.size if weight is None else weight.to(grad.dtype).sum())
+    if options.z_loss:
+        even = even + 2 * options.z_loss * torch.where(ignored, 0, largest + log_sum) * grad
+    if upstream.lse is not None:
+        even = even + torch.where(ignored, 0, upstream.lse.reshape(-1).to(grad.dtype))
+    true = even * torch.sigmoid(-log_odds) - pull * torch.sigmoid(log_odds)
+    if spread is not None:
+        true = true - spread * share
+    return Rows(largest, log_sum, pull + even, torch.where(ignored, 0, true), spread)
+
+
+def gradient(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    upstream: Upstream,
+    shard: Shard,
+    out: Tensor,
+) -> Tensor:
     """The gradient of this shard's logits, written to `out`, contiguous, which may be `logits`; returned.
 
     The gradient of what a logit counts as, see `Rows`, times the derivative of that. Rows whose factor, spread and true
@@ -106,35 +196,38 @@ def gradient(logits: Tensor, target: Tensor, weight: Tensor | None, rows: Rows, 
     V = logits.shape[-1]
     if out.numel() == 0:
         return out
+    row = rows(statistics, target, weight, upstream, shard)
     x, dx = logits.reshape(-1, V), out.view(-1, V)  # [N, V] both
     local = target.reshape(-1).long() - shard.start  # [N]
     is_here = (local >= 0) & (local < V)
-    dead = (rows.factor == 0) & (rows.true == 0)
-    if rows.spread is not None:
-        dead &= rows.spread == 0
+    dead = (row.factor == 0) & (row.true == 0)
+    if row.spread is not None:
+        dead &= row.spread == 0
     for some in _chunks(len(local), V):
-        z, slope = _bent(x[some].to(rows.factor.dtype), shard)
-        wide = (z - rows.largest[some, None]).sub_(rows.log_sum[some, None]).exp_().mul_(rows.factor[some, None])
-        if rows.spread is not None:
-            wide -= rows.spread[some, None] * (1 if weight is None else weight.to(wide.dtype))
+        z, slope = _bent(x[some].to(row.factor.dtype), shard)
+        wide = (z - row.largest[some, None]).sub_(row.log_sum[some, None]).exp_().mul_(row.factor[some, None])
+        if row.spread is not None:
+            wide -= row.spread[some, None] * (1 if weight is None else shard.part(weight, V).to(wide.dtype))
         index = local[some].clamp(0, V - 1).unsqueeze(1)
-        wide.scatter_(1, index, torch.where(is_here[some, None], rows.true[some, None], wide.gather(1, index)))
+        wide.scatter_(1, index, torch.where(is_here[some, None], row.true[some, None], wide.gather(1, index)))
         dx[some] = wide.mul_(slope).masked_fill_(dead[some, None], 0)
     return out
 
 
 def _counted(x: Tensor, shard: Shard) -> Tensor:
-    z = x if shard.scale == 1 else x * shard.scale
-    return z if shard.cap is None else (z / shard.cap).tanh_().mul_(shard.cap)
+    scale, cap = shard.options.logit_scale, shard.options.softcap
+    z = x if scale == 1 else x * scale
+    return z if cap is None else (z / cap).tanh_().mul_(cap)
 
 
 def _bent(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor | float]:
     """What the logits count as, and its derivative."""
     z = _counted(x, shard)
-    if shard.cap is None:
-        return z, shard.scale
-    e = (x * (shard.scale / shard.cap)).abs_().mul_(-2).exp_()
-    return z, 4 * shard.scale * e / (1 + e).square_()  # 1 - tanh**2, which as a difference would lose its digits
+    scale, cap = shard.options.logit_scale, shard.options.softcap
+    if cap is None:
+        return z, scale
+    e = (x * (scale / cap)).abs_().mul_(-2).exp_()
+    return z, 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, which as a difference would lose its digits
 
 
 def _finite(largest: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -15,11 +14,11 @@ from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of, reshard
 from weft.reshard.collectives import all_gather_single
 from weft.reshard.dtensor import wrap
-from weft.reshard.groups import axis_group
+from weft.reshard.groups import axis_group, of_this_world
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
-from . import function
+from . import function, reference
 from .options import Asked, Options, check, check_not_leaf
 
 Reduction = Literal["none", "mean", "sum"]
@@ -126,7 +125,7 @@ def _count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: tor
     layout = layout_of(target)
     local = target.to_local()
     local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
-    count = function.of_target(local_weight, local.reshape(-1), ignore_index, dtype).sum()
+    count = reference.of_target(local_weight, local.reshape(-1), ignore_index, dtype).sum()
     over_tokens = layout.replace(**{axis: Partial("sum") for axes in layout.shard_order.values() for axis in axes})
     return reshard(wrap(count, over_tokens, ())).to_local()
 
@@ -202,15 +201,15 @@ def _gather_of_all(
     if failed is not None:
         raise failed
     gathered, places = everyone[:, :-1], everyone[:, -1, :3]
-    met = (group, start, size, vocab_size)
-    if not statistics.is_cuda or (met not in _MET and not torch.cuda.is_current_stream_capturing()):
+    if not statistics.is_cuda:
         _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
-        _MET[met] = None
+        return gathered
+    met = ("classes", group, start, size, vocab_size)
+    if met not in of_this_world() and not torch.cuda.is_current_stream_capturing():
+        _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+        of_this_world()[met] = True
     fits = (places[:, 1].sum() == vocab_size) & (places[:, 2] == 0).all()
-    return torch.where(fits, gathered, torch.nan) if statistics.is_cuda else gathered
-
-
-_MET: MutableMapping[tuple[Any, ...], None] = {}  # what was checked on the host, once, where a device computes
+    return torch.where(fits, gathered, torch.nan)
 
 
 def _check_places(ranks: list[int], places: list[list[float]], vocab_size: int) -> None:

@@ -94,8 +94,8 @@ def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
     return Layout.in_order(mesh, majors_first | placements)
 
 
-def one_mesh(layouts: Sequence[Layout]) -> ProcessMesh:
-    """The mesh of all layouts; LayoutError where there are two, or no layouts."""
+def one_mesh(layouts: Sequence[Layout], operation: str = "") -> ProcessMesh:
+    """The mesh of all layouts; LayoutError where there are two, or no layouts, in which `operation` is named."""
     if not layouts:
         raise LayoutError("no operands: give the layout of each")
     first = layouts[0].mesh
@@ -103,8 +103,9 @@ def one_mesh(layouts: Sequence[Layout]) -> ProcessMesh:
         if layout.mesh != first:
             told = str(first) != str(layout.mesh)
             names = (first, layout.mesh) if told else (f"{mesh} {mesh.digest[:8]}" for mesh in (first, layout.mesh))
+            where = f"{operation}: " if operation else ""
             raise LayoutError(
-                f"operands lie on different meshes: {' and '.join(map(str, names))}; reshard one to the other"
+                f"{where}operands lie on different meshes: {' and '.join(map(str, names))}; reshard one to the other"
             )
     return first
 
