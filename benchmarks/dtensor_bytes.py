@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -137,6 +137,6 @@ def _planner(min_cost: bool) -> Iterator[list[float]]:
     with (
         patch.object(_mesh_resources, "num_devices_per_host", lambda device_type: RANKS),
         patch.object(_redistribute, "_gen_transform_infos_non_cached", timed),
-        _redistribute.use_min_cost_redistribution_plan(True if min_cost else None),  # type: ignore[arg-type]
+        _redistribute.use_min_cost_redistribution_plan() if min_cost else nullcontext(),
     ):
         yield seconds

@@ -19,7 +19,7 @@ from weft.models.llama.weights import read_config
 from weft.reshard import distribute, layout_of, to_global
 from weft.reshard.dtensor import wrap
 
-from .test_llama import SCALING, SMALL, each_variant, make, some_tokens
+from tests.models.cases import SCALING, SMALL, each_variant, make, some_tokens
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 

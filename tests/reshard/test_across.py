@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.mesh import Layout, Partial, ProcessMesh, Replicate
+from weft.mesh.extents import volume
 from weft.reshard import (
     AllGather,
     Exchange,
@@ -21,7 +22,7 @@ from weft.reshard import (
     simulate,
 )
 from weft.reshard.dtensor import wrap
-from weft.reshard.exchange import messages_of, volume
+from weft.reshard.exchange import messages_of
 
 from tests.support.collectives import Collectives
 from tests.support.shards import every_layout, rebuild, split, whole_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice, product
 from typing import Any
@@ -31,8 +32,7 @@ class ProcessMesh:
         names = _checked_names(shape, axis_names)
         flat = [_as_rank(rank) for rank in flat]
         if len(set(flat)) != len(flat):
-            seen: set[int] = set()
-            repeated = next(rank for rank in flat if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
+            [(repeated, _)] = Counter(flat).most_common(1)
             raise ValueError(f"rank {repeated} stands twice in the mesh; a rank has one coordinate")
         self._set(names, Ranks.listed(shape, flat))
 
@@ -257,23 +257,26 @@ def _checked_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
 
 
 def _as_rank(value: Any) -> int:
-    try:
-        rank = as_int("rank", value)
-        if rank >= 0:
-            return rank
-    except ValueError:
-        pass
-    raise ValueError(f"rank {value!r} is not an int >= 0; name processes as torch.distributed does, from 0 on")
+    return _at_least(
+        0,
+        value,
+        lambda: f"rank {value!r} is not an int >= 0; name processes as torch.distributed does, from 0 on",
+    )
 
 
 def _as_size(name: str, value: Any) -> int:
+    return _at_least(1, value, lambda: f"axis {name!r} has size {value!r}; a size is an int >= 1")
+
+
+def _at_least(least: int, value: Any, otherwise: Callable[[], str]) -> int:
+    """`value` as an int. ValueError with the message `otherwise` for what is no int, or less than `least`."""
     try:
-        size = as_int("size", value)
-        if size >= 1:
-            return size
+        number = as_int("a number", value)
+        if number >= least:
+            return number
     except ValueError:
         pass
-    raise ValueError(f"axis {name!r} has size {value!r}; a size is an int >= 1")
+    raise ValueError(otherwise())
 
 
 def _picked(name: str, size: int, at: slice) -> range:

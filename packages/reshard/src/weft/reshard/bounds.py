@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from weft.mesh import Layout, Partial, Replicate, Shard
-
-from .exchange import volume
+from weft.mesh.extents import overlap, volume
 
 LOOKED_AT = 4096  # ranks: on a larger mesh the first ones are looked at, which bounds the busiest of all as well
 
@@ -49,7 +48,7 @@ def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     elements = math.prod(shape) * instances
     messages = elements * (addends + copies - 2)
     if mesh.size <= LOOKED_AT:
-        at_home = sum(_overlap(dst.local_slices(shape, r), src.local_slices(shape, r)) for r in mesh.ranks)
+        at_home = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
         messages += max(0, elements - at_home)
     return max(busiest, -(-messages // mesh.size))
 
@@ -60,7 +59,7 @@ def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, re
         need = dst.local_slices(shape, rank)
         needed = volume(need)
         if needed > most:
-            held = 0 if reduced else _overlap(need, src.local_slices(shape, rank))
+            held = 0 if reduced else volume(overlap(need, src.local_slices(shape, rank)))
             most = max(most, needed - held)
     return most
 
@@ -79,10 +78,6 @@ def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str]
     for rank in islice(dst.mesh, LOOKED_AT):
         group = dst.mesh.submesh(rank, *shared).ranks
         need = dst.local_slices(shape, rank)
-        held = sum(_overlap(need, src.local_slices(shape, other)) for other in group)
+        held = sum(volume(overlap(need, src.local_slices(shape, other))) for other in group)
         most = max(most, -(-(volume(need) - held) // len(group)))
     return most
-
-
-def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> int:
-    return math.prod(max(0, min(x.stop, y.stop) - max(x.start, y.start)) for x, y in zip(a, b, strict=True))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from weft.mesh.extents import Box, volume
 
-from .exchange import Box, Messages, volume, within
+from .exchange import Messages, within
 from .identities import reduced
 
 Running = Generator[dist.Work, None, Tensor]

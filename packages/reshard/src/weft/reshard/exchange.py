@@ -7,7 +7,6 @@ the same messages. A rank holds one box of the tensor and needs one, so two rank
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from functools import lru_cache
 from itertools import product
 
 from weft.mesh import Layout
+from weft.mesh.extents import Box, overlap, volume
 
 from .pricing import moving, spec_of
-
-Box = tuple[slice, ...]  # of the global tensor: one slice per dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,6 @@ class Messages:
     @property
     def received_elements(self) -> int:
         return sum(volume(box) for _, box in self.receives)
-
-
-def volume(box: Box) -> int:
-    """Elements in a box."""
-    return math.prod(part.stop - part.start for part in box)
 
 
 def exchanging_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
@@ -82,8 +75,8 @@ def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> 
         held = src.local_slices(shape, rank)
         for receiver in group:
             if receiver != rank and receiver in dst.mesh:
-                piece = _intersection(held, dst.local_slices(shape, receiver))
-                if piece is not None:
+                piece = overlap(held, dst.local_slices(shape, receiver))
+                if volume(piece):
                     sends.append((receiver, piece))
     return Messages(tuple(sorted(sends, key=_rank)), tuple(sorted(receives, key=_rank)), kept)
 
@@ -161,11 +154,6 @@ class _Cells:
 @lru_cache(maxsize=64)
 def _cells_of(layout: Layout, shape: tuple[int, ...], ranks: tuple[int, ...]) -> _Cells:
     return _Cells(layout, shape, ranks)
-
-
-def _intersection(a: Box, b: Box) -> Box | None:
-    box = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
-    return box if all(part.start < part.stop for part in box) else None
 
 
 def _rank(message: tuple[int, Box]) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice, product
 
+from ..extents import overlap, volume
 from ..layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard
 
@@ -40,27 +41,18 @@ def _candidates(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
 def _received(before: Layout, after: Layout, shape: tuple[int, ...]) -> float:
     """Elements that the busiest of some ranks receives: what it needs and does not hold, and what a reduction brings."""
     return max(
-        _volume(needed)
-        - _volume([_overlap(a, b) for a, b in zip(needed, before.local_slices(shape, rank), strict=True)])
-        + _reduced(before, after, _volume(needed))
+        volume(needed)
+        - volume(overlap(needed, before.local_slices(shape, rank)))
+        + _reduced(before, after, volume(needed))
         for rank in islice(before.mesh, ASKED)
         for needed in [after.local_slices(shape, rank)]
     )
 
 
-def _reduced(before: Layout, after: Layout, volume: int) -> float:
+def _reduced(before: Layout, after: Layout, elements: int) -> float:
     """A reduce-scatter brings p - 1 parts, an all-reduce twice (p - 1) / p of the whole."""
     total = 0.0
     for axis, size in zip(before.mesh.axis_names, before.mesh.shape, strict=True):
         if isinstance(before[axis], Partial) and before[axis] != after[axis]:
-            total += volume * (size - 1) * (1 if isinstance(after[axis], Shard) else 2 / size)
+            total += elements * (size - 1) * (1 if isinstance(after[axis], Shard) else 2 / size)
     return total
-
-
-def _volume(box: Sequence[slice]) -> int:
-    return math.prod(part.stop - part.start for part in box)
-
-
-def _overlap(a: slice, b: slice) -> slice:
-    start = max(a.start, b.start)
-    return slice(start, max(start, min(a.stop, b.stop)))

@@ -1,0 +1,51 @@
+"""What the tests of ops on DTensors share: meshes, tensors, the parts of one and the whole that they make."""
+
+import re
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import layout_of
+
+from tests.support.shards import rebuild
+
+TWO, FOUR = ProcessMesh.grid(tp=2), ProcessMesh.grid(tp=4)
+GRID = ProcessMesh.grid(dp=2, tp=2)
+REMEDY = r"reshard|give it a layout with distribute\(\)|sizes that work"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def ints(below: int, *shape: int) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(below))
+
+
+def upstream_of(shape: torch.Size) -> Tensor:
+    return normal(*shape, seed=7)
+
+
+def told(tensor: DTensor) -> tuple[str, object]:
+    """Its layout and this rank's part, as a worker can send them."""
+    return str(layout_of(tensor)), tensor.detach().to_local().numpy()
+
+
+def whole(parts: list[tuple[str, object]], mesh: ProcessMesh, shape: torch.Size) -> Tensor:
+    """The tensor that the ranks' parts make; asserts that they agree on the layout, and that replicas are bitwise equal."""
+    (layout,) = {text for text, _ in parts}
+    return rebuild(
+        {rank: torch.from_numpy(local) for rank, (_, local) in enumerate(parts)}, Layout(mesh, layout), shape
+    )
+
+
+def torch_cross_entropy(logits: Tensor, target: Tensor, **options: object) -> Tensor:
+    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), **options)  # type: ignore[arg-type]
+    return loss.view(target.shape) if options["reduction"] == "none" else loss
+
+
+def assert_names_a_remedy(message):
+    assert re.search(REMEDY, message), message

@@ -1,0 +1,70 @@
+"""Cross-entropy of laid out logits over vocabularies that do not divide: its values, and the bytes that it gathers."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft import kernels
+from weft.mesh import Layout
+from weft.reshard import distribute, layout_of
+
+from tests.kernels.cases import FOUR, GRID, TWO, ints, normal, told, torch_cross_entropy, upstream_of, whole
+from tests.support.collectives import Collectives
+
+
+class Gathers(TorchDispatchMode):
+    """Bytes that each all-gather leaves on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "allgather" in func.__name__:
+            self.nbytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def vocab_parallel(mesh, placements, classes, tokens, dtype):
+    """The loss and the gradient of the logits, whole, and the bytes of the gathers."""
+    layout = Layout(mesh, placements)
+    logits = normal(*tokens, classes).to(dtype)
+    target = ints(classes, *tokens)
+    rows = layout.replace(**dict.fromkeys(layout.shard_order.get(len(tokens), ()), "R"))
+    x = distribute(logits, layout).requires_grad_()
+    with Gathers() as gathers:
+        loss = kernels.cross_entropy(x, distribute(target, rows), reduction="none")
+    with Collectives() as seen:
+        loss.backward(distribute(upstream_of(loss.shape).float(), layout_of(loss)))
+    assert seen.kinds == []
+    return told(loss), told(x.grad.float()), gathers.nbytes
+
+
+@pytest.mark.parametrize(
+    "mesh, placements",
+    [
+        pytest.param(TWO, "tp: S(2)", id="2"),
+        pytest.param(FOUR, "tp: S(2)", id="4"),
+        pytest.param(GRID, "dp: S(0), tp: S(2)", id="2x2-tokens-and-vocabulary"),
+        pytest.param(GRID, "dp: S(2), tp: S(2)", id="2x2-both-on-the-vocabulary"),
+    ],
+)
+@pytest.mark.parametrize("classes", [1, 5, 257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_vocab_parallel_loss_gathers_12_bytes_per_token_and_rank_once_per_axis(pool, mesh, placements, classes, dtype):
+    tokens, layout = (4, 3), Layout(mesh, placements)
+    logits = normal(*tokens, classes).to(dtype).double().requires_grad_()
+    expected = torch_cross_entropy(logits, ints(classes, *tokens), reduction="none")
+    expected.backward(upstream_of(expected.shape))
+    results = pool.run(vocab_parallel, mesh, placements, classes, tokens, dtype, ranks=mesh.size)
+    loss = whole([result[0] for result in results], mesh, expected.shape)  # bitwise equal over the replicas
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    grad = whole([result[1] for result in results], mesh, logits.shape)
+    near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(grad.double(), logits.grad, **near)
+    axes = layout.shard_order[2]
+    sizes = [mesh.axis_size(axis) for axis in reversed(axes)]
+    for rank, (_, _, nbytes) in enumerate(results):
+        here = math.prod(layout.local_shape(logits.shape, rank)[:-1])
+        assert nbytes == [12 * here * math.prod(sizes[: i + 1]) for i in range(len(sizes))]

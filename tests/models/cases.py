@@ -1,0 +1,67 @@
+"""What the tests of models share: small Llamas, transformers' with the same weights, tokens, a whole tensor."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.models.initialization import initialize
+from weft.models.llama.config import Llama3RopeScaling, LlamaConfig
+from weft.models.llama.model import Llama
+from weft.models.llama.weights import tensor_name, write_config
+from weft.reshard import to_global
+
+SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
+SMALL = LlamaConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=44, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64
+)
+VARIANTS = {
+    "grouped": {},
+    "one-kv-head": {"num_kv_heads": 1},
+    "as-many-kv-heads": {"num_kv_heads": 4},
+    "tied": {"tie_embeddings": True},
+    "llama3-scaling": {"rope_scaling": SCALING, "rope_theta": 500000.0, "norm_eps": 1e-5},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "wide-heads": {"head_dim": 12},
+    "one-layer": {"num_layers": 1, "vocab_size": 1, "intermediate_size": 1},
+}
+
+
+def each_variant():
+    return pytest.mark.parametrize(
+        "config", [pytest.param(dataclasses.replace(SMALL, **v), id=name) for name, v in VARIANTS.items()]
+    )
+
+
+def make(config, seed=0):
+    """A model whose every parameter is random, biases and norms too."""
+    model = Llama(config)
+    initialize(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def theirs(model):
+    """transformers' Llama with the model's weights, in eager attention."""
+    import transformers  # here, as worker processes load this module too and have no use for it
+
+    config = transformers.LlamaConfig(**write_config(model), attn_implementation="eager")
+    other = transformers.LlamaForCausalLM(config).eval()
+    weights = {tensor_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    missing, unexpected = other.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if model.config.tie_embeddings else [])
+    return other
+
+
+def some_tokens(config, B=2, T=33):
+    return torch.randint(0, config.vocab_size, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, gathered where it is laid out on a mesh."""
+    return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
