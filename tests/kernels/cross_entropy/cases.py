@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,28 @@ DTYPES = [
     pytest.param(torch.float32, id="fp32"),
 ]
 BLOCK = 4096  # classes a program takes at a time
+
+ASKED: list[Any] = [
+    pytest.param({"label_smoothing": 0.1}, id="smoothing"),
+    pytest.param({"label_smoothing": 1.0}, id="nothing-but-smoothing"),
+    pytest.param({"weight": True}, id="weight"),
+    pytest.param({"weight": True, "label_smoothing": 0.2}, id="weight-smoothing"),
+    pytest.param({"z_loss": 1e-2}, id="z-loss"),
+    pytest.param({"softcap": 5.0}, id="softcap"),
+    pytest.param({"logit_scale": -0.3}, id="scale"),
+    pytest.param(
+        {"weight": True, "label_smoothing": 0.2, "z_loss": 0.03, "softcap": 7.0, "logit_scale": 1.3}, id="all"
+    ),
+]
+
+
+def given(options: dict[str, Any], V: int, device: str) -> dict[str, Any]:
+    """The options, with random weights of the classes, one of them 0, where there shall be some."""
+    if "weight" not in options:
+        return options
+    weight = torch.rand(V, generator=torch.Generator().manual_seed(9)) + 0.1
+    weight[V // 2] = 0
+    return options | {"weight": weight.to(device)}
 
 
 def loss_and_gradient(
@@ -138,15 +161,17 @@ def shard_by_shard(
 
     local: list[Tensor] = []
     for shard, x in enumerate(shards):
-        function.forward(x, target, weight, **of_shard(shard), gather=lambda s: local.append(s) or s.unsqueeze(0))
+        function.forward(
+            x, target, weight, **of_shard(shard), gather=lambda s: local.append(s) or (lambda: s.unsqueeze(0))
+        )
     calls = Counter[int]()
     results = []
     for shard, x in enumerate(shards):
 
-        def gather(statistics: Tensor, shard: int = shard) -> Tensor:
+        def gather(statistics: Tensor, shard: int = shard) -> Callable[[], Tensor]:
             calls[shard] += 1
             torch.testing.assert_close(statistics, local[shard], rtol=0, atol=0, equal_nan=True)
-            return torch.stack(local)
+            return lambda: torch.stack(local)
 
         (loss, *_), saved = function.forward(x, target, weight, **of_shard(shard), gather=gather)
         needed = (True, False, False, False)

@@ -10,38 +10,18 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 
 from tests.kernels.cross_entropy.cases import (
+    ASKED,
     BLOCK,
     DTYPES,
     SPLITS,
     assert_as_good_as_eager,
     check_against,
+    given,
     loss_and_gradient,
     make,
     shard_by_shard,
     torch_loss_and_gradient,
 )
-
-ASKED: list[Any] = [
-    pytest.param({"label_smoothing": 0.1}, id="smoothing"),
-    pytest.param({"label_smoothing": 1.0}, id="nothing-but-smoothing"),
-    pytest.param({"weight": True}, id="weight"),
-    pytest.param({"weight": True, "label_smoothing": 0.2}, id="weight-smoothing"),
-    pytest.param({"z_loss": 1e-2}, id="z-loss"),
-    pytest.param({"softcap": 5.0}, id="softcap"),
-    pytest.param({"logit_scale": -0.3}, id="scale"),
-    pytest.param(
-        {"weight": True, "label_smoothing": 0.2, "z_loss": 0.03, "softcap": 7.0, "logit_scale": 1.3}, id="all"
-    ),
-]
-
-
-def given(options: dict[str, Any], V: int, device: str) -> dict[str, Any]:
-    """The options, with random weights of the classes, one of them 0, where there shall be some."""
-    if "weight" not in options:
-        return options
-    weight = torch.rand(V, generator=torch.Generator().manual_seed(9)) + 0.1
-    weight[V // 2] = 0
-    return options | {"weight": weight.to(device)}
 
 
 @pytest.mark.parametrize(

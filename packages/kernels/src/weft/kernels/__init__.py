@@ -5,6 +5,7 @@ from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
+from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .matmul import linear
 from .norm import rms_norm
 from .random import normal, uniform
@@ -18,10 +19,12 @@ __all__ = [
     "dropout",
     "embedding",
     "linear",
+    "linear_cross_entropy",
     "normal",
     "rms_norm",
     "rope",
     "swiglu",
     "uniform",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

@@ -19,7 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("weft.kernels.cross_entropy.launch", "weft.kernels.random.launch", "weft.kernels.dropout.launch")
+ROOMS = (
+    "weft.kernels.cross_entropy.launch",
+    "weft.kernels.linear_cross_entropy.launch",
+    "weft.kernels.random.launch",
+    "weft.kernels.dropout.launch",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,11 @@ from torch import Tensor
 from ..backend import use_triton
 from ..op import Tensors
 from . import reference
-from .options import Options, check
+from .options import Options, check, check_contiguous, form_of
 from .reference import Shard, Upstream, of_target
+
+# Starts to gather this shard's statistics [N, 3 or 4]; what it returns waits for those of all shards, [shards, N, 3 or 4].
+Gather = Callable[[Tensor], Callable[[], Tensor]]
 
 
 def forward(
@@ -24,27 +27,23 @@ def forward(
     options: Options,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
+    gather: Gather | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """(loss,) or (loss, lse), float32 (float64 for float64 logits), and what `backward` needs.
 
     logits: [..., V], any strides: the classes vocab_start to vocab_start + V of vocab_size; a shard may be empty.
     target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
     denominator: a scalar, what "mean" divides by in place of the weights of the tokens that are not ignored.
-    gather: this shard's statistics [N, 3 or 4] -> those of all shards [shards, N, 3 or 4]; the only communication.
+    gather: see `Gather`; the only communication.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
         vocab_size = vocab_start + (logits.shape[-1] if logits.ndim else 0)
-    check(logits, target, weight, denominator, options, vocab_start, vocab_size)
+    check(form_of(logits), target, weight, denominator, options, vocab_start, vocab_size)
+    check_contiguous(logits, options)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(logits)
     statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
-    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)  # [shards, N, 3 or 4]
-    if gathered.ndim != 3 or gathered.shape[1:] != statistics.shape:
-        raise ValueError(
-            f"gather returned a tensor of shape {tuple(gathered.shape)} for statistics of shape "
-            f"{tuple(statistics.shape)}; stack the shards' statistics in a new first dim"
-        )
+    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 or 4]
     loss, lse = passes.losses(gathered, target, weight, shard)
     if options.reduction == "mean" and denominator is None:
         denominator = of_target(weight, target.reshape(-1), options.ignore_index, loss.dtype).sum()
@@ -64,7 +63,7 @@ def backward(
     options: Options,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
+    gather: Gather | None = None,
 ) -> Tensors:
     """The gradient of this shard's logits, in their shape and dtype, and none for the rest; no communication.
 

@@ -55,8 +55,21 @@ class Options:
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of logits before there are any."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def form_of(logits: Tensor) -> Form:
+    return Form(tuple(logits.shape), logits.dtype, logits.device)
+
+
 def check(
-    logits: Tensor,
+    logits: Form,
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
@@ -69,15 +82,10 @@ def check(
     Target values are checked on the CPU only, and not under torch.compile: elsewhere reading them would make the host wait
     for the device, or break the graph, and a target that is no class gives a loss of NaN instead.
     """
-    if logits.ndim < 1 or logits.dtype not in LOGITS_DTYPES:
+    if not logits.shape or logits.dtype not in LOGITS_DTYPES:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} and dtype {logits.dtype}; give [..., classes] in "
+            f"logits of shape {logits.shape} and dtype {logits.dtype}; give [..., classes] in "
             f"{', '.join(str(dtype) for dtype in LOGITS_DTYPES)}"
-        )
-    if options.inplace_backward and not logits.is_contiguous():
-        raise ValueError(
-            f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory is "
-            f"shared or has gaps; give contiguous logits, or leave inplace_backward off"
         )
     if target.dtype not in TARGET_DTYPES:
         raise ValueError(
@@ -86,8 +94,8 @@ def check(
         )
     if target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits.shape)}; "
-            f"give one class id for each row: {tuple(logits.shape[:-1])}, classes being the last dim of logits"
+            f"target of shape {tuple(target.shape)} for logits of shape {logits.shape}; "
+            f"give one class id for each row: {logits.shape[:-1]}, classes being the last dim of logits"
         )
     if weight is not None and (weight.shape != (vocab_size,) or not weight.is_floating_point()):
         raise ValueError(
@@ -108,6 +116,15 @@ def check_not_leaf(logits: Tensor, options: Options) -> None:
     """Raises ValueError for a gradient in the memory of a parameter."""
     if options.inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward would overwrite logits that are a leaf; use it on the output of an op")
+
+
+def check_contiguous(logits: Tensor, options: Options) -> None:
+    """Raises ValueError for a gradient in memory that has gaps, or that is shared."""
+    if options.inplace_backward and not logits.is_contiguous():
+        raise ValueError(
+            f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory is "
+            f"shared or has gaps; give contiguous logits, or leave inplace_backward off"
+        )
 
 
 def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:

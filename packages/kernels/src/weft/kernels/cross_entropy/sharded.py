@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of, reshard
-from weft.reshard.collectives import all_gather_single
+from weft.reshard.collectives import Pending, Running, all_gather_single
 from weft.reshard.dtensor import wrap
 from weft.reshard.groups import axis_group, of_this_world
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function, reference
-from .options import Asked, Options, check, check_not_leaf
+from .options import Asked, Options, check, check_not_leaf, form_of
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -67,7 +67,7 @@ def cross_entropy(
     )  # fmt: skip
     check_not_leaf(logits, options)
     if denominator is None and reduction == "mean" and isinstance(target, DTensor):
-        denominator = _count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
+        denominator = global_count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
     outputs = apply_many(CROSS_ENTROPY, logits, target, weight, as_denominator(denominator, logits), options=options)
     return outputs if return_lse else outputs[0]
 
@@ -99,16 +99,18 @@ def vocab_parallel_cross_entropy(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
     asked, scalar = Options(**options), as_denominator(denominator, logits)
-    gather = partial(_gather_of_all, group, vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
+    gather = partial(starting_checked, group, vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
     try:
         check_not_leaf(logits, asked)
-        check(logits, target, weight, scalar, asked, vocab_start, vocab_size)
+        check(form_of(logits), target, weight, scalar, asked, vocab_start, vocab_size)
     except ValueError as error:
         columns = 4 if asked.label_smoothing else 3
-        gather(torch.zeros(target.numel(), columns, device=target.device), failed=error)  # the others learn of it, too
+        gather(failed=error)(
+            torch.zeros(target.numel(), columns, device=target.device)
+        )()  # the others learn of it, too
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
-        options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
+        options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather(),
     )  # fmt: skip
     return outputs if asked.return_lse else outputs[0]
 
@@ -120,7 +122,7 @@ def as_denominator(denominator: float | Tensor | None, logits: Tensor) -> Tensor
     return torch.full((), denominator, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
-def _count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def global_count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weights of all tokens of the global target that are not ignored: their number, where there are none."""
     layout = layout_of(target)
     local = target.to_local()
@@ -170,7 +172,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
         return {
             "vocab_start": logits.local_slices(shape, rank)[vocab_dim].start,
             "vocab_size": shape[vocab_dim],
-            "gather": partial(_gather, [axis_group(mesh, axis) for axis in reversed(vocab_axes)]),
+            "gather": starting([axis_group(mesh, axis) for axis in reversed(vocab_axes)]) if vocab_axes else None,
         }
 
     loss_shape = shape[:-1] if options.reduction == "none" else ()
@@ -178,38 +180,51 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
     return Sharding(output, loss_shape, gradients, local, more)
 
 
-def _gather(groups: list[dist.ProcessGroup], statistics: Tensor) -> Tensor:
-    """[N, C] of this rank -> [shards, N, C]: one all-gather for each axis that shards the vocabulary, minor first."""
-    gathered = statistics.unsqueeze(0)
-    for group in groups:
-        gathered = gather_along(group, gathered)
-    return gathered
+def starting(groups: list[dist.ProcessGroup]) -> function.Gather:
+    """Gathers over the groups of the axes that shard the vocabulary, minor first: one all-gather for each."""
 
-
-def _gather_of_all(
-    group: dist.ProcessGroup,
-    start: int,
-    size: int,
-    vocab_size: int,
-    statistics: Tensor,
-    failed: ValueError | None = None,
-) -> Tensor:
-    """[N, C] of this rank -> [ranks, N, C]; with them goes which classes each rank has, and whether it can go on."""
-    place = statistics.new_zeros(1, statistics.shape[1])
-    place[0, 0], place[0, 1], place[0, 2] = start, size, 0 if failed is None else 1
-    everyone = gather_along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 1, C]
-    if failed is not None:
-        raise failed
-    gathered, places = everyone[:, :-1], everyone[:, -1, :3]
-    if not statistics.is_cuda:
-        _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+    def running(statistics: Tensor) -> Running:
+        gathered = statistics.unsqueeze(0)
+        for group in groups:
+            gathered = yield from _along(group, gathered)
         return gathered
-    met = ("classes", group, start, size, vocab_size)
-    if met not in of_this_world() and not torch.cuda.is_current_stream_capturing():
-        _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
-        of_this_world()[met] = True
-    fits = (places[:, 1].sum() == vocab_size) & (places[:, 2] == 0).all()
-    return torch.where(fits, gathered, torch.nan)
+
+    return lambda statistics: Pending(running(statistics)).wait
+
+
+def starting_checked(
+    group: dist.ProcessGroup, start: int, size: int, vocab_size: int, failed: ValueError | None = None
+) -> function.Gather:
+    """Gathers over one group; with the statistics goes which classes each rank has, and whether it can go on."""
+
+    def running(statistics: Tensor) -> Running:
+        place = statistics.new_zeros(1, statistics.shape[1])
+        place[0, 0], place[0, 1], place[0, 2] = start, size, 0 if failed is None else 1
+        everyone = yield from _along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 1, C]
+        if failed is not None:
+            raise failed
+        gathered, places = everyone[:, :-1], everyone[:, -1, :3]
+        if not statistics.is_cuda:
+            _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+            return gathered
+        met = ("classes", group, start, size, vocab_size)
+        if met not in of_this_world() and not torch.cuda.is_current_stream_capturing():
+            _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+            of_this_world()[met] = True
+        fits = (places[:, 1].sum() == vocab_size) & (places[:, 2] == 0).all()
+        return torch.where(fits, gathered, torch.nan)
+
+    return lambda statistics: Pending(running(statistics)).wait
+
+
+def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
+    """[K, ...] of each rank -> [ranks * K, ...], in the order of the ranks."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return part
+    everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
+    yield all_gather_single(everyone, part.contiguous(), group, async_op=True)
+    return everyone
 
 
 def _check_places(ranks: list[int], places: list[list[float]], vocab_size: int) -> None:
@@ -226,16 +241,6 @@ def _check_places(ranks: list[int], places: list[list[float]], vocab_size: int) 
             f"the ranks hold the classes {held}, which are not each of a vocabulary of {vocab_size} once; give each rank its "
             f"own logits, not gathered ones, and vocab_start and vocab_size to fit"
         )
-
-
-def gather_along(group: dist.ProcessGroup, part: Tensor) -> Tensor:
-    """[K, ...] of each rank -> [ranks * K, ...], in the order of the ranks."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return part
-    everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    all_gather_single(everyone, part.contiguous(), group)
-    return everyone
 
 
 CROSS_ENTROPY = Op(

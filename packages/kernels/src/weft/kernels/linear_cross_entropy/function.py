@@ -1,0 +1,162 @@
+"""Linear cross-entropy of one shard of the vocabulary, forward and backward: the local tensors of the op.
+
+Where the upstream gradient is one number, the gradients are made in forward as if it were 1, from the logits that are
+there: three GEMMs a chunk. Otherwise backward computes the logits again: four.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cross_entropy.function import Gather, passes_on
+from ..cross_entropy.options import Form, Options, check
+from ..cross_entropy.reference import Shard, Upstream, of_target
+from ..op import Tensors
+from .chunks import Product, chunks_of, sweep
+from .gradients import Sums, Wanted, scaled_in_place
+
+
+def forward(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+    *,
+    options: Options,
+    wanted: Wanted,
+    chunk_tokens: int | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    shards: int = 1,
+    gather: Gather | None = None,
+) -> tuple[tuple[Tensor, ...], Tensors]:
+    """(loss,) or (loss, lse), float32 (float64 for float64 input), and what `backward` needs.
+
+    input: [..., H]. linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size, all of
+    the input's dtype. target, weight, denominator: as of cross-entropy.
+    wanted: the gradients that backward will be asked for.  shards: how many there are of the vocabulary.
+    gather: see `Gather`; called once a chunk, the next chunk's GEMM running before what it returned is called.
+    """
+    V = len(linear_weight)
+    if vocab_size is None:
+        vocab_size = vocab_start + V
+    form = Form((*input.shape[:-1], V), input.dtype, input.device)
+    check(form, target, weight, denominator, options, vocab_start, vocab_size)
+    product, chunks = _laid(input, linear_weight, linear_bias, target, chunk_tokens, vocab_size, shards, gather)
+    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
+    if options.reduction == "mean" and denominator is None:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        denominator = of_target(weight, product.classes, options.ignore_index, wide).sum()
+    ahead = any(wanted) and in_forward(options, input.dtype)
+    upstream = Upstream(torch.ones((), device=input.device), None, denominator)
+    sums = Sums(product, wanted, chunks) if ahead else None
+    found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each chunk the statistics, the loss and the lse
+    for rows, logits, gathered in sweep(product, weight, shard, chunks, gather):
+        classes = product.classes[rows]
+        found.append((gathered, *passes.losses(gathered, classes, weight, shard)))
+        if sums is not None:
+            sums.add(rows, passes.gradient(logits, classes, weight, gathered, upstream, shard, logits))
+    nothing = torch.zeros(0, dtype=torch.promote_types(input.dtype, torch.float32), device=input.device)
+    loss, lse = (torch.cat([nothing, *(each[i] for each in found)]).reshape(target.shape) for i in (1, 2))
+    if options.reduction != "none":
+        loss = loss.sum()
+    if denominator is not None:
+        loss = loss / denominator
+    outputs = (loss, lse) if options.return_lse else (loss,)
+    if sums is not None:
+        dx = None if sums.dx is None else sums.dx.view(input.shape)
+        return outputs, (input.new_empty(0), dx, sums.dweight, sums.dbias)
+    statistics = torch.cat([gathered for gathered, _, _ in found], 1) if found else None
+    return outputs, (input, linear_weight, target, linear_bias, weight, denominator, statistics)
+
+
+def in_forward(options: Options, dtype: torch.dtype) -> bool:
+    """Whether the gradients can be made in forward and multiplied by the upstream gradient afterwards.
+
+    It must be one number; and float16, whose range is why losses are scaled, would lose the gradient of an unscaled loss.
+    """
+    return options.reduction != "none" and not options.return_lse and dtype != torch.float16
+
+
+def backward(
+    saved: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    *,
+    options: Options,
+    wanted: Wanted,
+    chunk_tokens: int | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    shards: int = 1,
+    gather: Gather | None = None,
+) -> Tensors:
+    """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication."""
+    asked: Wanted = (needed[0], needed[1], needed[3])
+    input = saved[0]
+    assert input is not None, "forward saves it, or an empty tensor of its dtype"
+    if not any(asked):
+        return (None,) * 6
+    if in_forward(options, input.dtype):
+        assert grads[0] is not None, "the loss is the only output"
+        made = [
+            _scaled(part, grads[0], input.dtype, options) if need and part is not None else None
+            for part, need in zip(saved[1:], asked, strict=True)
+        ]
+        return made[0], made[1], None, made[2], None, None
+
+    _, linear_weight, target, linear_bias, weight, denominator, statistics = saved
+    assert linear_weight is not None and target is not None, "forward saves them"
+    if vocab_size is None:
+        vocab_size = vocab_start + len(linear_weight)
+    product, chunks = _laid(input, linear_weight, linear_bias, target, chunk_tokens, vocab_size, shards, gather)
+    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
+    sums, space = Sums(product, asked, chunks), product.space(chunks)
+    for rows in chunks:
+        assert statistics is not None, "there are tokens, so forward saved it"
+        loss, lse = (_of_rows(grad, rows) for grad in (*grads, None)[:2])
+        upstream = Upstream(loss, lse, denominator)
+        logits = product.logits(rows, space)
+        dlogits = passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, logits)
+        sums.add(rows, dlogits)
+    dx = None if sums.dx is None else sums.dx.view(input.shape)
+    dweight, dbias = (None if total is None else total.to(input.dtype) for total in (sums.dweight, sums.dbias))
+    return dx, dweight, None, dbias, None, None
+
+
+def _scaled(part: Tensor, grad: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
+    """A gradient made in forward times the one that arrived, in `dtype`."""
+    if options.inplace_backward:
+        torch.autograd.graph.increment_version(part)  # a second backward is told
+        if part.dtype == dtype:
+            return scaled_in_place(part.detach(), grad)
+    out = torch.empty(part.shape, dtype=dtype, device=part.device)
+    return torch.mul(part, grad, out=out)  # in the wider of the two dtypes, with no copy of the part in it
+
+
+def _of_rows(grad: Tensor | None, rows: slice) -> Tensor | None:
+    """The gradient that arrived for some rows: its part, or all of it where it is one number."""
+    return grad if grad is None or grad.ndim == 0 else grad.reshape(-1)[rows]
+
+
+def _laid(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    chunk_tokens: int | None,
+    vocab_size: int,
+    shards: int,
+    gather: Gather | None,
+) -> tuple[Product, list[slice]]:
+    tokens = math.prod(input.shape[:-1])
+    x = input.reshape(tokens, input.shape[-1])  # [N, H]
+    share = -(-vocab_size // shards)
+    chunks = chunks_of(tokens, chunk_tokens, share, 1 if gather is None else 2, input)
+    return Product(x, linear_weight, linear_bias, target.reshape(-1)), chunks

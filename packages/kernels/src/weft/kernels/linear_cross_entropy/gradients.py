@@ -1,0 +1,62 @@
+"""The gradients of a chunked product: each chunk's are added where they belong, those of weight and bias in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backend import use_triton
+from .chunks import Product
+
+Wanted = tuple[bool, bool, bool]  # the gradient of input, of weight, of bias
+
+
+class Sums:
+    """The gradients of `Product.x`, `weight` and `bias` for as many rows as were added; None for those not wanted.
+
+    dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number
+    of chunks; but dweight of a single chunk is what its GEMM gives, in x's dtype.
+    """
+
+    def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
+        x, weight = product.x, product.weight
+        self._product, self._wanted, self._chunks = product, wanted, len(chunks)
+        self._wide = torch.promote_types(x.dtype, torch.float32)
+        self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+        if not chunks:
+            self.dweight = torch.zeros_like(weight) if wanted[1] else None
+            self.dbias = torch.zeros(len(weight), dtype=self._wide, device=x.device) if wanted[2] else None
+
+    def add(self, rows: slice, dlogits: Tensor) -> None:
+        """Adds what the gradient [n, V] of the logits of some rows brings; a GEMM for dx, one for dweight."""
+        if self.dx is not None:
+            torch.mm(dlogits, self._product.weight, out=self.dx[rows])
+        if self._wanted[1]:
+            self.dweight = self._added(self.dweight, dlogits, self._product.x[rows])
+        if self._wanted[2]:
+            part = dlogits.sum(0, dtype=self._wide)
+            self.dbias = part if self.dbias is None else self.dbias.add_(part)
+
+    def _added(self, total: Tensor | None, dlogits: Tensor, x: Tensor) -> Tensor:
+        """total + dlogits.T @ x, in the memory of total."""
+        if self._chunks == 1:
+            return torch.mm(dlogits.mT, x)
+        beta = 1
+        if total is None:
+            total, beta = torch.empty_like(self._product.weight, dtype=self._wide), 0
+        if dlogits.dtype == self._wide:
+            return torch.addmm(total, dlogits.mT, x, beta=beta, out=total)
+        if dlogits.is_cuda:
+            return torch.addmm(total, dlogits.mT, x, out_dtype=self._wide, beta=beta, out=total)
+        return torch.addmm(total, dlogits.mT.to(self._wide), x.to(self._wide), beta=beta, out=total)
+
+
+def scaled_in_place(part: Tensor, factor: Tensor) -> Tensor:
+    """part * factor in part's memory; where the factor is 1 nothing is read or written, and no host waits to learn it."""
+    if use_triton(part) and part.is_contiguous():
+        from . import launch  # imports triton, which a CPU run may not have
+
+        return launch.scale(part, factor)
+    return part.mul_(factor)
