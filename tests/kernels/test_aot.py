@@ -1,4 +1,4 @@
-"""Every kernel compiled for a GPU that need not be here."""
+"""Every kernel compiled for GPUs that need not be here, and compared with what it cost when that was last kept."""
 
 from __future__ import annotations
 
@@ -7,44 +7,140 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import triton
+from weft.kernels.aot import TARGETS, Report, accesses, as_json, as_table, loops, save, tensor_core
 
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "benchmarks/results/aot" / f"triton-{triton.__version__}.json"
+RENEW = "python -m weft.kernels.aot --save benchmarks/results/aot"
 STREAMED = {"bf16-contiguous", "fp16-contiguous", "fp32-contiguous"}
+SHARED_KIB = {  # that a program can have
+    "sm_80": 163, "sm_90": 227, "sm_100": 227,  # CUDA C++ Programming Guide, "Technical Specifications"
+    "gfx942": 64,  # AMD Instinct MI300 (CDNA3) ISA: local data share of a work-group
+}  # fmt: skip
+MORE_REGISTERS = 8  # than kept: a warp is given registers by 8 a thread; CUDA Occupancy Calculator
+# One tile of product/bf16 by a warp of four, or by all four: its [128, 64] @ [64, 64] over the instruction's M * N * K.
+PRODUCT = {
+    "sm_80": ("mma.sync", 128 * 64 * 64 // (16 * 8 * 16) // 4),
+    "sm_90": ("wgmma.mma_async", 128 * 64 * 64 // (64 * 64 * 16)),
+    "sm_100": ("tcgen05.mma", 128 * 64 * 64 // (128 * 64 * 16)),
+    "gfx942": ("v_mfma", 128 * 64 * 64 // (32 * 32 * 8) // 4),
+}
+pytestmark = pytest.mark.timeout(300)  # 30 s on two cores, and more where others use them
+
+Reports = dict[tuple[str, str], dict[str, Any]]
+
+
+def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:
+    return {(report["variant"], report["target"]): report for report in reports}
+
+
+def compiled(*arguments: str) -> Reports:
+    """What a Python program prints: in a process of its own, since here kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stderr
+    return by_variant_and_target(json.loads(run.stdout))
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, dict[str, object]]:
-    """What the command prints for sm_90, by variant: in a process of its own, since here kernels are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "weft.kernels.aot", "--target", "sm_90"],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    return {line["variant"]: line for line in lines}
+def reports() -> Reports:
+    return compiled("-m", "weft.kernels.aot", "--json")
 
 
-def test_both_kernels_of_cross_entropy_compile(reports):
-    kernels = {name.partition("/")[0] for name in reports}
-    assert kernels >= {"cross_entropy.statistics", "cross_entropy.gradient"}
-    assert all(report["target"] == "sm_90" and report["registers"] > 0 for report in reports.values())
+def differences(kept: Reports, fresh: Reports) -> list[str]:
+    """What is dearer than kept or otherwise made, in words."""
+    found = [f"{variant} for {target} is not kept" for variant, target in sorted(fresh.keys() - kept.keys())]
+    found += [f"{variant} for {target} is kept, but is gone" for variant, target in sorted(kept.keys() - fresh.keys())]
+    for variant, target in sorted(kept.keys() & fresh.keys()):
+        was, is_ = kept[variant, target], fresh[variant, target]
+        allowed = {"registers": was["registers"] + MORE_REGISTERS, "shared_bytes": was["shared_bytes"]}
+        dearer = [name for name, most in allowed.items() if is_[name] > most]
+        others = [name for name in ("accesses", "loop_accesses", "tensor_core") if is_[name] != was[name]]
+        found += [f"{variant} for {target}: {name} {is_[name]}, kept {was[name]}" for name in dearer + others]
+    return found
+
+
+def test_all_variants_compile_for_all_targets(reports):
+    names = {variant for variant, _ in reports}
+    assert {name.partition("/")[0] for name in names} >= {"cross_entropy.statistics", "cross_entropy.gradient"}
+    assert reports.keys() == {(name, target) for name in names for target in TARGETS}
+    assert all(report["registers"] > 0 for report in reports.values())
 
 
 def test_nothing_spills(reports):
-    assert {name: report["spill_bytes"] for name, report in reports.items() if report["spill_bytes"]} == {}
+    assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
 
 
-def test_shared_memory_is_within_the_chip(reports):
-    largest = max(report["shared_bytes"] for report in reports.values())
-    assert largest <= 227 * 1024  # compute capability 9.0, CUDA C++ Programming Guide, "Technical Specifications"
+@pytest.mark.parametrize("target", TARGETS)
+def test_shared_memory_is_within_the_chip(reports, target):
+    largest = max(report["shared_bytes"] for report in reports.values() if report["target"] == target)
+    assert largest <= SHARED_KIB[target] * 1024
+
+
+@pytest.mark.skipif(not KEPT.exists(), reason=f"nothing is kept for triton {triton.__version__}; {RENEW}")
+def test_nothing_costs_more_than_kept(reports):
+    found = differences(by_variant_and_target(json.loads(KEPT.read_text())), reports)
+    assert not found, "\n".join([*found, f"if that is meant, keep it: {RENEW}"])
+
+
+COST = {"registers": 40, "shared_bytes": 32, "accesses": {"load 128": 2}, "loop_accesses": {}, "tensor_core": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        pytest.param({"registers": 48}, [], id="within-budget"),
+        pytest.param({"registers": 8, "shared_bytes": 0}, [], id="cheaper"),
+        pytest.param({"registers": 49}, ["a for sm_90: registers 49, kept 40"], id="registers"),
+        pytest.param({"shared_bytes": 33}, ["a for sm_90: shared_bytes 33, kept 32"], id="shared"),
+        pytest.param(
+            {"accesses": {"load 64": 4}}, ["a for sm_90: accesses {'load 64': 4}, kept {'load 128': 2}"], id="accesses"
+        ),
+        pytest.param(
+            {"loop_accesses": {"load 128": 2}},
+            ["a for sm_90: loop_accesses {'load 128': 2}, kept {}"],
+            id="loop-accesses",
+        ),
+        pytest.param(
+            {"tensor_core": {"mma.sync": 1}}, ["a for sm_90: tensor_core {'mma.sync': 1}, kept {}"], id="tensor-core"
+        ),
+    ],
+)
+def test_what_costs_more_is_found(change, found):
+    assert differences({("a", "sm_90"): COST}, {("a", "sm_90"): COST | change}) == found
+
+
+def test_variants_that_came_and_went_are_found():
+    kept, fresh = {("a", "sm_90"): COST}, {("b", "sm_90"): COST}
+    assert differences(kept, fresh) == ["b for sm_90 is not kept", "a for sm_90 is kept, but is gone"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
+    of_shards = Counter({"load 32": 3})  # of the gradient's loop over the shards: three statistics
+    in_loops = {
+        name: Counter(report["loop_accesses"]) - (of_shards if ".gradient/" in name else Counter())
+        for (name, of), report in reports.items()
+        if of == target and "contiguous" in name
+    }
+    assert {name: kinds for name, kinds in in_loops.items() if not kinds.keys() <= {"load 128", "store 128"}} == {}
+    for layout in STREAMED:
+        assert "load 128" in in_loops[f"cross_entropy.statistics/{layout}"]
+        assert in_loops[f"cross_entropy.gradient/{layout}"].keys() == {"load 128", "store 128"}
 
 
 @pytest.mark.parametrize("layout", sorted(STREAMED))
 @pytest.mark.parametrize("name", ["statistics", "gradient"])
 def test_contiguous_logits_move_128_bits_at_a_time(reports, name, layout):
-    accesses = Counter(reports[f"cross_entropy.{name}/{layout}"]["accesses"])
+    accesses = Counter(reports[f"cross_entropy.{name}/{layout}", "sm_90"]["accesses"])
     bits = 32 if layout.startswith("fp32") else 16
     wide = 16 * bits // 128  # 16 classes a thread
     rows = Counter({"load 64": 1, f"load {bits}": 1, "store 32": 3})  # the target and its logit; the statistics
@@ -70,7 +166,8 @@ def test_contiguous_logits_move_128_bits_at_a_time(reports, name, layout):
     ],
 )
 def test_random_numbers_and_dropout_move_128_bits_at_a_time(reports, variant, accesses):
-    assert reports[variant]["accesses"] == accesses  # 16 elements a thread, 8 of a normal; and no table of a library's
+    """16 elements a thread, 8 of a normal; and no table of a library's."""
+    assert reports[variant, "sm_90"]["accesses"] == accesses
 
 
 def test_an_interpreted_kernel_is_refused(interpreted):
@@ -89,12 +186,106 @@ def test_an_interpreted_kernel_is_refused(interpreted):
         pytest.param("buffer_load_dwordx4 v[0:3], v1, s[0:3], 0", {"load 128": 1}, id="amd"),
         pytest.param("global_store_short v0, v1, s[0:1]", {"store 16": 1}, id="amd-short"),
         pytest.param("ld.shared.b32 %r1, [%r2];", {}, id="shared"),
+        pytest.param("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", {"load 128": 1}, id="async"),
+        pytest.param("cp.async.ca.shared.global [%r1], [%rd1], 4;", {"load 32": 1}, id="async-narrow"),
+        pytest.param("cp.async.commit_group;", {}, id="async-commit"),
     ],
 )
 def test_accesses_are_counted_by_width(code, counted):
-    from weft.kernels.aot import accesses
-
     assert accesses(code) == counted
+
+
+PTX = """
+// %bb.0:
+	ld.global.b64 %rd1, [%rd2];
+$L__BB0_1:                              // %.lr.ph
+                                        // =>This Inner Loop Header: Depth=1
+	ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd3];
+$L__tmp1:
+	@%p1 bra 	$L__BB0_1;
+// %bb.2:                               // %.loopexit
+	st.global.b32 [%rd4], %r5;
+"""
+AMD = """
+.LBB0_7:                                ; %.lr.ph
+                                        ; =>This Inner Loop Header: Depth=1
+	s_cbranch_execz .LBB0_9
+; %bb.8:                                ;   in Loop: Header=BB0_7 Depth=1
+	global_load_dwordx4 v[4:7], v[2:3], off
+.LBB0_9:                                ; %Flow13
+	global_store_dword v0, v1, s[0:1]
+	s_branch .LBB0_7
+"""
+
+
+@pytest.mark.parametrize("code", [pytest.param(PTX, id="ptx"), pytest.param(AMD, id="amd")])
+def test_the_accesses_of_loops_are_told_apart(code):
+    assert accesses(loops(code)) == {"load 128": 1}
+    assert sum(accesses(code).values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("code", "counted"),
+    [
+        pytest.param("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1}, …;", {"mma.sync": 1}, id="mma"),
+        pytest.param(
+            "wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, …;\n"
+            "wgmma.commit_group.sync.aligned;",
+            {"wgmma.mma_async": 1},
+            id="wgmma",
+        ),
+        pytest.param(
+            "@%p1 tcgen05.mma.cta_group::1.kind::f16 [%r1], …;\ntcgen05.commit.cta_group::1.b64 [%r2];",
+            {"tcgen05.mma": 1},
+            id="tcgen05",
+        ),
+        pytest.param("v_mfma_f32_32x32x8_bf16 v[2:17], …\n" * 2, {"v_mfma": 2}, id="mfma"),
+        pytest.param("fma.rn.f32 %f1, %f2, %f3, %f4;\nv_fma_f32 v0, v1, v2, v3", {}, id="none"),
+    ],
+)
+def test_tensor_core_instructions_are_counted_by_kind(code, counted):
+    assert tensor_core(code) == counted
+
+
+@pytest.fixture(scope="module")
+def products() -> Reports:
+    return compiled("-m", "tests.kernels.matmul_kernels")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_product_of_matrices_is_made_by_tensor_cores(products, target):
+    report = products["product/bf16", target]
+    kind, of_tile = PRODUCT[target]
+    assert report["tensor_core"].keys() == {kind}
+    assert report["tensor_core"][kind] % of_tile == 0  # once in the loop, and again where iterations are peeled
+    threads = 4 * (64 if target.startswith("gfx") else 32)
+    assert report["loop_accesses"] == {"load 128": (128 * 64 + 64 * 64) * 16 // 128 // threads}
+
+
+REPORTS = [
+    Report("room.kernel/bf16", "sm_90", 40, 0, 32, {"load 64": 1, "load 128": 2}, {"load 128": 2}, {"mma.sync": 4}),
+    Report("room.kernel/bf16", "gfx942", 35, 0, 0, {"load 128": 1}, {}, {}),
+]
+
+
+def test_the_table_names_a_variant_once():
+    _, variant, nvidia, amd = as_table(REPORTS).splitlines()
+    assert variant == "room.kernel/bf16"
+    assert " ".join(nvidia.split()) == "sm_90 40 0 32 load 64: 1, load 128: 2 load 128: 2 mma.sync: 4"
+    assert " ".join(amd.split()) == "gfx942 35 0 0 load 128: 1"
+
+
+def test_a_report_is_kept_as_one_line(tmp_path):
+    save(REPORTS, tmp_path / "aot")
+    (file,) = (tmp_path / "aot").iterdir()
+    assert file.name == f"triton-{triton.__version__}.json"
+    first, *lines, last = file.read_text().splitlines()
+    assert (first, last) == ("[", "]")
+    assert [json.loads(line.removesuffix(","))["target"] for line in lines] == ["sm_90", "gfx942"]
+    assert by_variant_and_target(json.loads(as_json(REPORTS))).keys() == {
+        ("room.kernel/bf16", "sm_90"),
+        ("room.kernel/bf16", "gfx942"),
+    }
 
 
 def test_an_unknown_target_is_refused():

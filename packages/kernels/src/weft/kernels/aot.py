@@ -1,8 +1,10 @@
 """Compiles the kernels without a GPU and reports what they cost: registers, spills, shared memory, access widths.
 
-    python -m weft.kernels.aot --target sm_90
+    python -m weft.kernels.aot                                # a table; all targets
+    python -m weft.kernels.aot --target sm_90 --json
+    python -m weft.kernels.aot --save benchmarks/results/aot  # what the tests compare with, for the triton installed
 
-prints one JSON line for each variant. A room declares its variants as `VARIANTS` in its launch.py.
+A room declares its variants as `VARIANTS` in its launch.py.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ ROOMS = (
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
 )
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Report:
 
     registers: for each thread.  spill_bytes: local memory for each thread.  shared_bytes: for each program.
     accesses: how many global loads and stores of each width the code has: {"load 128": 2}, in bits.
+    loop_accesses: those of them inside of loops.
+    tensor_core: how many tensor-core instructions of each kind the code has: {"wgmma.mma_async": 4}.
     """
 
     variant: str
@@ -56,13 +64,26 @@ class Report:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    accesses: Mapping[str, int] = field(default_factory=dict)
+    accesses: Mapping[str, int]
+    loop_accesses: Mapping[str, int]
+    tensor_core: Mapping[str, int]
 
 
 def variants() -> Iterator[Variant]:
     """Every variant of every room."""
     for room in ROOMS:
         yield from importlib.import_module(room).VARIANTS
+
+
+def compile_all(targets: Iterable[str]) -> list[Report]:
+    """The reports of all variants, sorted by variant and then as `targets`; each target in a process of its own."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        reports = [report for of_target in pool.map(_compile_for, targets) for report in of_target]
+    return sorted(reports, key=lambda report: report.variant)
+
+
+def _compile_for(target: str) -> list[Report]:
+    return [compile_variant(variant, target) for variant in variants()]
 
 
 def compile_variant(variant: Variant, target: str) -> Report:
@@ -92,7 +113,15 @@ def compile_variant(variant: Variant, target: str) -> Report:
     asm = compiled.asm
     usage = _usage_of_cubin(asm["cubin"]) if "cubin" in asm else _usage_of_amdgcn(asm["amdgcn"])
     code = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
-    return Report(variant.name, target, *usage, shared_bytes=compiled.metadata.shared, accesses=accesses(code))
+    return Report(
+        variant.name,
+        target,
+        *usage,
+        shared_bytes=compiled.metadata.shared,
+        accesses=accesses(code),
+        loop_accesses=accesses(loops(code)),
+        tensor_core=tensor_core(code),
+    )
 
 
 def accesses(code: str) -> dict[str, int]:
@@ -100,10 +129,54 @@ def accesses(code: str) -> dict[str, int]:
     widths: Counter[str] = Counter()
     for kind, vector, bits in re.findall(r"\b(ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)\b", code):
         widths[f"{'load' if kind == 'ld' else 'store'} {int(vector or 1) * int(bits)}"] += 1
+    for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], (0x\w+|\d+)", code):  # of a pipelined loop
+        widths[f"load {int(size, 0) * 8}"] += 1
     for kind, size in re.findall(r"\b(?:global|buffer|flat)_(load|store)_(dwordx?\d?|u?short|u?byte)", code):
         bits = {"d": 32, "s": 16, "b": 8}[size.lstrip("u")[0]]
         widths[f"{kind} {bits * int(size[-1]) if size[-1].isdigit() else bits}"] += 1
     return dict(sorted(widths.items()))
+
+
+def loops(code: str) -> str:
+    """The part of PTX or of AMD assembly that is inside of loops: the blocks that LLVM's comments say are."""
+    blocks = re.split(r"^(?=\$L__BB\d|\.LBB\d|(?://|;) %bb\.)", code, flags=re.MULTILINE)
+    return "".join(block for block in blocks if re.search(r"(//|;) .*(\bin Loop:|Loop Header:)", block))
+
+
+def tensor_core(code: str) -> dict[str, int]:
+    """The matrix instructions in PTX or in AMD assembly, counted by their kind."""
+    kinds = Counter(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma)[._]", code))
+    return dict(sorted(kinds.items()))
+
+
+def as_json(reports: Iterable[Report]) -> str:
+    """One line for each report, so that a change of one is a change of one line."""
+    return "[\n" + ",\n".join(json.dumps(asdict(report)) for report in reports) + "\n]\n"
+
+
+def as_table(reports: Iterable[Report]) -> str:
+    """Lines for people: each variant, and under it its targets."""
+    line = "  {:8}{:>9}{:>9}{:>8}  {:50}  {:26}  {}"
+    lines = [line.format("", "registers", "spilled", "shared", "accesses, in bits", "of them in loops", "tensor cores")]
+    for variant, of_targets in groupby(reports, key=lambda report: report.variant):
+        lines.append(variant)
+        for report in of_targets:
+            costs = (report.registers, report.spill_bytes, report.shared_bytes)
+            counts = map(_counted, (report.accesses, report.loop_accesses, report.tensor_core))
+            lines.append(line.format(report.target, *costs, *counts).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _counted(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
+
+
+def save(reports: Iterable[Report], folder: Path) -> None:
+    """Writes FOLDER/triton-<version>.json."""
+    import triton
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"triton-{triton.__version__}.json").write_text(as_json(reports))
 
 
 def _gpu(target: str) -> Any:
@@ -138,10 +211,15 @@ def _usage_of_amdgcn(code: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weft.kernels.aot", description="Compile kernels without a GPU.")
-    parser.add_argument("--target", default="sm_90", help="sm_80, sm_90, sm_100, … or gfx942, …")
-    target = parser.parse_args().target
-    for variant in variants():
-        print(json.dumps(asdict(compile_variant(variant, target))), flush=True)
+    which = parser.add_mutually_exclusive_group()  # a file has all targets
+    which.add_argument("--target", action="append", help=f"may be repeated; all without it: {', '.join(TARGETS)}")
+    which.add_argument("--save", type=Path, metavar="FOLDER", help="write FOLDER/triton-VERSION.json")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    options = parser.parse_args()
+    reports = compile_all(options.target or TARGETS)
+    if options.save:
+        save(reports, options.save)
+    print(as_json(reports) if options.json else as_table(reports), end="")
 
 
 if __name__ == "__main__":
