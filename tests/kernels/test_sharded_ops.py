@@ -76,8 +76,19 @@ def cross_entropy_collectives(reduction: str, logits: Layout, target: Layout) ->
     return ["all-reduce"] * counted + ["all-gather"] * len(logits.shard_order.get(logits_dims - 1, ()))
 
 
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: object) -> Tensor:
+    return kernels.linear_cross_entropy(x, weight, target, **options)
+
+
+def linear_cross_entropy_collectives(reduction: str, x: Layout, weight: Layout, target: Layout) -> list[str]:
+    """A gather per axis over V and chunk of two of this rank's tokens; "mean" counts over the axes that cut the tokens."""
+    tokens = x.local_shape((N, 3), dist.get_rank())[0]
+    gathers = len(weight.shard_order.get(0, ())) * -(-tokens // 2)
+    return ["all-reduce"] * (reduction == "mean" and bool(target.shard_order)) + ["all-gather"] * gathers
+
+
 # The sizes are uneven over 2 and leave an empty shard over 4, but for heads.
-B, T, V, H = 3, 5, 5, 6
+B, T, V, H, N = 3, 5, 5, 6, 5
 logits_dims = 3
 ANGLE = torch.outer(torch.arange(T).double(), torch.tensor([1.0, 0.3]).double())  # [T, D / 2]
 TARGET = torch.where(ints(3, B, T) == 0, -100, ints(V, B, T))
@@ -108,6 +119,23 @@ CASES = {
         )
         for reduction in ("none", "mean", "sum")
     },
+    **{
+        f"linear_cross_entropy-{reduction}": Case(
+            partial(linear_cross_entropy, reduction=reduction, chunk_tokens=2),
+            lambda x, weight, target, reduction=reduction: torch_cross_entropy(
+                F.linear(x, weight), target, reduction=reduction
+            ),
+            (normal(N, 3), normal(V, 3), ints(V, N)),
+            communicates=partial(linear_cross_entropy_collectives, reduction),
+        )
+        for reduction in ("none", "mean")
+    },
+    "linear_cross_entropy-bias": Case(
+        lambda x, weight, bias: linear_cross_entropy(x, weight, ints(V, N), linear_bias=bias, denominator=4.0),
+        lambda x, weight, bias: torch_cross_entropy(F.linear(x, weight, bias), ints(V, N), reduction="sum") / 4,
+        (normal(N, 3), normal(V, 3), normal(V)),
+        communicates=lambda x, weight, bias: ["all-gather"] * len(weight.shard_order.get(0, ())),
+    ),
     "cross_entropy-weighted-mean": Case(
         partial(kernels.cross_entropy, weight=normal(V).abs(), label_smoothing=0.2),
         partial(torch_cross_entropy, weight=normal(V).abs(), label_smoothing=0.2, reduction="mean"),
@@ -205,6 +233,9 @@ TAKEN = {
     "cross_entropy-mean": 4,
     "cross_entropy-sum": 4,
     "cross_entropy-weighted-mean": 4,
+    "linear_cross_entropy-none": 3,  # (R, R, R), (R, S0, R), (S0, R, S0)
+    "linear_cross_entropy-mean": 3,
+    "linear_cross_entropy-bias": 2,  # (R, R, R), (R, S0, S0)
 }
 
 

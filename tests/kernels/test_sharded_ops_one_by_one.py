@@ -196,6 +196,11 @@ OUTSIDE = {
         (normal(4, 5).bfloat16(), torch.tensor([1, 4, -100, 0])),
         ("tp: S(1)", ""),
     ),
+    "linear_cross_entropy": (
+        kernels.linear_cross_entropy,
+        (normal(4, 3).bfloat16(), normal(5, 3).bfloat16(), torch.tensor([1, 4, -100, 0])),
+        ("", "tp: S(0)", ""),
+    ),
     "cross_entropy-tokens": (kernels.cross_entropy, (normal(4, 5).bfloat16(), ints(5, 4)), ("tp: S(0)", "tp: S(0)")),
 }
 
