@@ -18,6 +18,7 @@ import torch
 
 KERNELS = (
     "weft.kernels.cross_entropy.launch",
+    "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
     "tests.kernels.philox_kernels",

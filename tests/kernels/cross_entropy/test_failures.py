@@ -22,7 +22,7 @@ from tests.kernels.cross_entropy.cases import (
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_row_takes_the_upstream_gradient_of_another(device, dtype):
+def test_anchor_1_no_row_takes_the_upstream_gradient_of_another(device, dtype):
     logits, target, _ = make(5, 257, device, dtype)
     upstream = torch.tensor([0.0, 1.0, -2.0, 1e-3, 7.0], device=device)
     assert_as_good_as_eager(logits, target, upstream, reduction="none")
@@ -30,7 +30,7 @@ def test_no_row_takes_the_upstream_gradient_of_another(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("V", [2, 1000, BLOCK + 9])
-def test_no_gradient_of_a_likely_true_class_is_lost(device, dtype, V):
+def test_anchor_2_no_gradient_of_a_likely_true_class_is_lost(device, dtype, V):
     odds = torch.tensor([p / (1 - p) for p in (0.9, 0.99, 0.999, 0.9999)], dtype=torch.float64)
     logits = torch.zeros(4, V, dtype=torch.float64)
     logits[:, 1] = (odds * (V - 1)).log()
@@ -43,7 +43,7 @@ def test_no_gradient_of_a_likely_true_class_is_lost(device, dtype, V):
     assert relative.max() <= max(1e-5, torch.finfo(dtype).eps / 2)  # no more than rounding to the dtype
 
 
-def test_no_logits_are_overwritten_and_a_second_backward_is_the_same(device):
+def test_anchor_4_no_logits_are_overwritten_and_a_second_backward_is_the_same(device):
     logits, target, upstream = make(7, 257, device, torch.bfloat16, "none")
     before = logits.clone()
     logits.requires_grad_()
@@ -69,13 +69,13 @@ def test_the_loss_may_be_changed_in_place(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_upstream_gradient_is_taken_for_one(device, reduction):
+def test_anchor_5_no_upstream_gradient_is_taken_for_one(device, reduction):
     logits, target, _ = make(6, 257, device)
     expanded = torch.tensor(-0.37, device=device).expand(6 if reduction == "none" else ())
     assert_as_good_as_eager(logits, target, expanded, reduction=reduction)
 
 
-def test_no_underflow_makes_the_loss_infinite(device):
+def test_anchor_6_no_underflow_makes_the_loss_infinite(device):
     logits = torch.zeros(2, 31, device=device)
     logits[:, 3] = 1000
     target = torch.tensor([7, 3], device=device)
@@ -91,7 +91,7 @@ def test_no_accuracy_is_lost_to_an_offset(device):
     assert_as_good_as_eager(logits + 4096, target, upstream, reduction="none")
 
 
-def test_no_gathered_logits_are_taken_for_a_shard(device):
+def test_anchor_7_no_gathered_logits_are_taken_for_a_shard(device):
     logits, target, _ = make(4, 32, device)
     with pytest.raises(ValueError, match=r"classes 16 to 48 of a vocabulary of 32; .*not gathered ones"):
         function.forward(
@@ -102,7 +102,7 @@ def test_no_gathered_logits_are_taken_for_a_shard(device):
 @pytest.mark.parametrize(
     ("reduction", "denominator"), [("mean", None), ("mean", 0), ("mean", 5), ("sum", None), ("none", None)]
 )
-def test_no_nan_where_all_tokens_are_ignored(device, reduction, denominator):
+def test_anchor_8_no_nan_where_all_tokens_are_ignored(device, reduction, denominator):
     logits, target, upstream = make(5, 31, device, reduction=reduction)
     target[:] = -100
     loss, gradient = loss_and_gradient(logits, target, upstream, reduction=reduction, denominator=denominator)
@@ -116,7 +116,7 @@ def test_no_nan_where_all_tokens_are_ignored(device, reduction, denominator):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SPLITS)
-def test_no_vocabulary_split_changes_the_loss(device, sizes, dtype, reduction):
+def test_anchor_9_no_vocabulary_split_changes_the_loss(device, sizes, dtype, reduction):
     logits, target, upstream = make(6, 31, device, dtype, reduction)
     target[1] = -100
     target[2], target[3] = 0, 30
@@ -128,7 +128,7 @@ def test_no_vocabulary_split_changes_the_loss(device, sizes, dtype, reduction):
 
 
 @pytest.mark.parametrize("place", ["row-stride", "class-stride"])
-def test_no_offset_past_2_to_the_31_is_cut(device, place):
+def test_anchor_10_no_offset_past_2_to_the_31_is_cut(device, place):
     half = 2**30 + 16  # a stride that fits in 32 bits; twice it does not, and cut to them lies outside: a crash
     memory = torch.empty(2 * half + 64, dtype=torch.bfloat16, device=device)  # on a CPU only touched pages take memory
     size, stride = {"row-stride": ((3, 5), (half, 1)), "class-stride": ((1, 3), (1, half))}[place]
@@ -148,7 +148,7 @@ def test_no_offset_past_2_to_the_31_is_cut(device, place):
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_block_of_minus_infinity_makes_nan(device, dtype, masked):
+def test_anchor_11_no_block_of_minus_infinity_makes_nan(device, dtype, masked):
     logits, target, upstream = make(3, 3 * BLOCK, device, dtype, "none")
     logits[:, masked] = -torch.inf
     kept = (logits[0] > -torch.inf).nonzero()[0]
@@ -161,7 +161,7 @@ def test_no_block_of_minus_infinity_makes_nan(device, dtype, masked):
 
 
 @pytest.mark.parametrize("sizes", SPLITS)
-def test_no_shard_of_minus_infinity_makes_nan(device, sizes):
+def test_anchor_11_no_shard_of_minus_infinity_makes_nan(device, sizes):
     logits, target, upstream = make(4, 31, device, torch.bfloat16, "none")
     for start in (0, 16):
         logits[:] = make(4, 31, device)[0]

@@ -43,7 +43,7 @@ def test_more_classes_than_a_block(device, options):
 
 @pytest.mark.parametrize("options", ASKED)
 @pytest.mark.parametrize("sizes", SPLITS)
-def test_no_vocabulary_split_changes_the_loss(device, sizes, options):
+def test_anchor_6_no_vocabulary_split_changes_the_loss(device, sizes, options):
     """Megatron's smoothing was wrong under vocabulary sharding."""
     logits, target, upstream = make(9, 31, device, reduction="none")
     target[:4] = torch.tensor([0, 15, 16, 30])

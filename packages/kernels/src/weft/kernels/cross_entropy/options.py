@@ -79,8 +79,8 @@ def check(
 ) -> None:
     """Raises ValueError for tensors that cross-entropy cannot take.
 
-    Target values are checked on the CPU only, and not under torch.compile: elsewhere reading them would make the host wait
-    for the device, or break the graph, and a target that is no class gives a loss of NaN instead.
+    Target values are checked on the CPU only: elsewhere reading them would make the host wait for the device, and a target
+    that is no class gives a loss of NaN instead.
     """
     if not logits.shape or logits.dtype not in LOGITS_DTYPES:
         raise ValueError(
@@ -108,7 +108,7 @@ def check(
     if denominator is not None and options.reduction != "mean":
         raise ValueError(f"a denominator with reduction={options.reduction!r}; only 'mean' divides; leave it None")
     _check_shard(logits.shape[-1], vocab_start, vocab_size)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if target.device.type == "cpu":
         _check_values(target, denominator, options.ignore_index, vocab_size)
 
 

@@ -19,6 +19,7 @@ from weft.reshard.groups import axis_group, of_this_world
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function, reference
+from .library import compiled
 from .options import Asked, Options, check, check_not_leaf, form_of
 
 Reduction = Literal["none", "mean", "sum"]
@@ -68,7 +69,11 @@ def cross_entropy(
     check_not_leaf(logits, options)
     if denominator is None and reduction == "mean" and isinstance(target, DTensor):
         denominator = global_count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
-    outputs = apply_many(CROSS_ENTROPY, logits, target, weight, as_denominator(denominator, logits), options=options)
+    operands = (logits, target, weight, as_denominator(denominator, logits))
+    if torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in operands):
+        outputs = compiled(*operands, options=options)
+    else:
+        outputs = apply_many(CROSS_ENTROPY, *operands, options=options)
     return outputs if return_lse else outputs[0]
 
 

@@ -72,7 +72,9 @@ def forward(
     if sums is not None:
         dx = None if sums.dx is None else sums.dx.view(input.shape)
         return outputs, (input.new_empty(0), dx, sums.dweight, sums.dbias)
-    statistics = torch.cat([gathered for gathered, _, _ in found], 1) if found else None
+    statistics = (
+        torch.cat([gathered for gathered, _, _ in found], 1) if found else nothing.new_empty(1, 0, shard.columns)
+    )
     return outputs, (input, linear_weight, target, linear_bias, weight, denominator, statistics)
 
 
@@ -112,14 +114,13 @@ def backward(
         return made[0], made[1], None, made[2], None, None
 
     _, linear_weight, target, linear_bias, weight, denominator, statistics = saved
-    assert linear_weight is not None and target is not None, "forward saves them"
+    assert linear_weight is not None and target is not None and statistics is not None, "forward saves them"
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
     product, chunks = _laid(input, linear_weight, linear_bias, target, chunk_tokens, vocab_size, shards, gather)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
     sums, space = Sums(product, asked, chunks), product.space(chunks)
     for rows in chunks:
-        assert statistics is not None, "there are tokens, so forward saved it"
         loss, lse = (_of_rows(grad, rows) for grad in (*grads, None)[:2])
         upstream = Upstream(loss, lse, denominator)
         logits = product.logits(rows, space)

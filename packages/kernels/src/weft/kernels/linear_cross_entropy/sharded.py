@@ -19,6 +19,7 @@ from ..matmul.sharded import LINEAR
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many
 from . import function
+from .library import compiled
 
 
 def linear_cross_entropy(
@@ -65,10 +66,16 @@ def linear_cross_entropy(
     )  # fmt: skip
     if denominator is None and reduction == "mean" and isinstance(target, DTensor):
         denominator = global_count(target, weight, ignore_index, torch.promote_types(input.dtype, torch.float32))
-    outputs = apply_many(
-        LINEAR_CROSS_ENTROPY, input, linear_weight, target, linear_bias, weight, as_denominator(denominator, input),
-        options=options, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
-    )  # fmt: skip
+    operands = (input, linear_weight, target, linear_bias, weight, as_denominator(denominator, input))
+    asked: dict[str, Any] = {
+        "options": options,
+        "wanted": _wanted(input, linear_weight, linear_bias),
+        "chunk_tokens": chunk_tokens,
+    }
+    if torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in operands):
+        outputs = compiled(*operands, **asked)
+    else:
+        outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **asked)
     return outputs if return_lse else outputs[0]
 
 
