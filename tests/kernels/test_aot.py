@@ -125,16 +125,23 @@ def test_variants_that_came_and_went_are_found():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
-    of_shards = Counter({"load 32": 3})  # of the gradient's loop over the shards: three statistics
     in_loops = {
-        name: Counter(report["loop_accesses"]) - (of_shards if ".gradient/" in name else Counter())
+        name: Counter(report["loop_accesses"])
         for (name, of), report in reports.items()
         if of == target and "contiguous" in name
     }
-    assert {name: kinds for name, kinds in in_loops.items() if not kinds.keys() <= {"load 128", "store 128"}} == {}
+    narrow = {
+        name: {kind: count for kind, count in kinds.items() if kind not in ("load 128", "store 128")}
+        for name, kinds in in_loops.items()
+    }
+    # The gradient's loop over rows reads a few numbers of each; a loop that is not vectorized has 16 of one kind, one a class.
+    assert {
+        name: kinds for name, kinds in narrow.items() if kinds and not name.startswith("cross_entropy.gradient/")
+    } == {}
+    assert {name: kinds for name, kinds in narrow.items() if max(kinds.values(), default=0) >= 16} == {}
     for layout in STREAMED:
         assert "load 128" in in_loops[f"cross_entropy.statistics/{layout}"]
-        assert in_loops[f"cross_entropy.gradient/{layout}"].keys() == {"load 128", "store 128"}
+        assert in_loops[f"cross_entropy.gradient/{layout}"].keys() >= {"load 128", "store 128"}
 
 
 @pytest.mark.parametrize("layout", sorted(STREAMED))

@@ -91,6 +91,7 @@ class Passes(Protocol):
     statistics: Callable[..., Tensor]
     losses: Callable[..., tuple[Tensor, Tensor]]
     gradient: Callable[..., Tensor]
+    statistics_and_gradient: Callable[..., Tensor]
 
 
 def passes_on(logits: Tensor) -> Passes:

@@ -1,5 +1,7 @@
 """The passes over the logits, `statistics` (2 bytes a bf16 logit) and `gradient` (4), and `losses` between them.
 
+Where there is one shard and the upstream gradient is known, `gradient` makes the statistics itself: FUSED.
+
 They know no torch, no ranks.
 
 Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read where it lies.
@@ -16,8 +18,7 @@ SMALL = tl.constexpr(0.2)  # below it tanh is its series: of (1 - e) / (1 + e) t
 
 
 @triton.jit
-def _row_offset(T, stride_b, stride_t):
-    row = tl.program_id(0).to(tl.int64)
+def _row_offset(row, T, stride_b, stride_t):
     return (row // T) * stride_b + (row % T) * stride_t
 
 
@@ -40,26 +41,17 @@ def _counted(x, scale, cap, CAP: tl.constexpr):
     return x * scale
 
 
-# What differs between ranks or calls without mattering to the generated code is not compiled in.
-@triton.jit(do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"])
-def statistics(
-    x_ptr, target_ptr, part_ptr, statistics_ptr,
-    V, T, stride_xb, stride_xt, stride_xv,
-    vocab_start, vocab_size, ignore_index, scale, cap,
+@triton.jit
+def _row_statistics(
+    x_ptr, target, part_ptr,
+    V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One row: the largest logit and the sum of exp(logit - largest), both without the target; the target's logit; and
-    with SUM the sum of all logits, each times its class's weight where they are WEIGHTED: part, of this shard's classes.
-
-    The third is 0 where this shard does not hold the target. An ignored row is not read: -inf, 0, 0, 0.
-    A target that is no class makes the second NaN, and so the loss: a kernel cannot raise.
+    """The columns of `statistics`, of one row.
 
     Each lane keeps a maximum and a sum of its own and the lanes meet once, after the loop, so the loop has no barrier.
     Of exp(old - new) and exp(x - new) one is always exp(0), so a logit costs one exponential.
     """
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += _row_offset(T, stride_xb, stride_xt)
-    target = tl.load(target_ptr + row).to(tl.int64)
     ignored = target == ignore_index
     classes_read = tl.where(ignored, 0, V)
 
@@ -97,13 +89,40 @@ def statistics(
     is_class = (target >= 0) & (target < vocab_size)
     tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
     row_total = tl.where(ignored | is_class, row_total, float("nan"))
+    return row_largest, row_total, target_logit, tl.sum(plain, 0)
 
+
+@triton.jit
+def _keep(statistics_ptr, row, largest, total, target_logit, plain, SUM: tl.constexpr):
     columns: tl.constexpr = 4 if SUM else 3
-    tl.store(statistics_ptr + row * columns, row_largest)
-    tl.store(statistics_ptr + row * columns + 1, row_total)
+    tl.store(statistics_ptr + row * columns, largest)
+    tl.store(statistics_ptr + row * columns + 1, total)
     tl.store(statistics_ptr + row * columns + 2, target_logit)
     if SUM:
-        tl.store(statistics_ptr + row * columns + 3, tl.sum(plain, 0))
+        tl.store(statistics_ptr + row * columns + 3, plain)
+
+
+# What differs between ranks or calls without mattering to the generated code is not compiled in.
+@triton.jit(do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"])
+def statistics(
+    x_ptr, target_ptr, part_ptr, statistics_ptr,
+    V, T, stride_xb, stride_xt, stride_xv,
+    vocab_start, vocab_size, ignore_index, scale, cap,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One row: the largest logit and the sum of exp(logit - largest), both without the target; the target's logit; and
+    with SUM the sum of all logits, each times its class's weight where they are WEIGHTED: part, of this shard's classes.
+
+    The third is 0 where this shard does not hold the target. An ignored row is not read: -inf, 0, 0, 0.
+    A target that is no class makes the second NaN, and so the loss: a kernel cannot raise.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    largest, total, target_logit, plain = _row_statistics(
+        x_ptr + _row_offset(row, T, stride_xb, stride_xt), target, part_ptr,
+        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, BLOCK_V,
+    )  # fmt: skip
+    _keep(statistics_ptr, row, largest, total, target_logit, plain, SUM)
 
 
 @triton.jit
@@ -115,7 +134,7 @@ def _log1p(y):
 
 @triton.jit
 def _merged(statistics_ptr, mask, R, stride_r):
-    """largest, log_sum and log_odds of rows from the statistics of R shards; see `reference.merge`."""
+    """`_odds` of rows from the statistics of R shards."""
     other = tl.load(statistics_ptr, mask=mask, other=0.0)
     total = tl.load(statistics_ptr + 1, mask=mask, other=0.0)
     target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0)
@@ -127,6 +146,12 @@ def _merged(statistics_ptr, mask, R, stride_r):
         total = total * tl.exp(other - base) + tl.load(statistics_ptr + 1, mask=mask, other=0.0) * tl.exp(there - base)
         target_logit += tl.load(statistics_ptr + 2, mask=mask, other=0.0)
         other = both
+    return _odds(other, total, target_logit)
+
+
+@triton.jit
+def _odds(other, total, target_logit):
+    """largest, log_sum and log_odds; see `reference.merge`."""
     largest = tl.maximum(other, target_logit)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     other -= largest
@@ -172,79 +197,91 @@ def losses(
 
 @triton.jit(
     do_not_specialize=[
-        "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
+        "N", "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
         "scale", "cap", "label_smoothing", "z_loss",
     ]
 )  # fmt: skip
 def gradient(
     x_ptr, target_ptr, part_ptr, weight_ptr, whole_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr, dx_ptr,
-    V, T, stride_xb, stride_xt, stride_xv, stride_dn, stride_gn, stride_ln, R, stride_r,
+    N, V, T, stride_xb, stride_xt, stride_xv, stride_dn, stride_gn, stride_ln, R, stride_r,
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr,
-    GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, BLOCK_V: tl.constexpr,
+    GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, FUSED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One row of the gradient: factor * softmax, less spread times each class's weight with SUM, and `true` in the true
+    """The gradient of each row: factor * softmax, less spread times each class's weight with SUM, and `true` in the true
     class's place; times the derivative of what a logit counts as. See `reference.rows`.
 
     part, weight: the weights of this shard's classes, and of all classes; whole: their sum.  grad, grad_lse: of the loss and
-    of the lse of this row; grad over the denominator where there is one.
+    of the lse of this row; grad over the denominator where there is one.  With FUSED the statistics are not read but made, of
+    the one shard that there is, and stored; with few programs a row is still in the L2 then, and read from there: 4 bytes of
+    device memory a bf16 logit.
 
     A row whose factor, spread and true are 0 is not read: its gradient is exactly 0, whatever its logits. The rows of dx are
     contiguous, and may be those of x.
     """
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += _row_offset(T, stride_xb, stride_xt)
-    dx_ptr += row * stride_dn
-    target = tl.load(target_ptr + row).to(tl.int64)
-    ignored = target == ignore_index
-    columns: tl.constexpr = 4 if SUM else 3
-    largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r)
+    while row < N:
+        x_row_ptr = x_ptr + _row_offset(row, T, stride_xb, stride_xt)
+        dx_row_ptr = dx_ptr + row * stride_dn
+        target = tl.load(target_ptr + row).to(tl.int64)
+        ignored = target == ignore_index
+        if FUSED:
+            other, total, target_logit, plain = _row_statistics(
+                x_row_ptr, target, part_ptr,
+                V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, BLOCK_V,
+            )  # fmt: skip
+            _keep(statistics_ptr, row, other, total, target_logit, plain, SUM)
+            largest, log_sum, log_odds = _odds(other, total, target_logit)
+        else:
+            columns: tl.constexpr = 4 if SUM else 3
+            largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r)
 
-    share = 1.0
-    if WEIGHTED:
-        share = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
-    grad = 0.0
-    if GRAD:
-        grad = tl.load(grad_ptr + row * stride_gn)
-        if DENOMINATOR:
-            grad /= tl.load(denominator_ptr)
-    grad = tl.where(ignored, 0.0, grad)
-    pull = grad * share * (1.0 - label_smoothing)
-    even = 0.0  # what reaches all classes by their probability, besides the pull
-    spread = 0.0
-    if SUM:
-        whole = tl.load(whole_ptr) if WEIGHTED else vocab_size.to(tl.float32)
-        spread = grad * (label_smoothing / vocab_size)
-        even += spread * whole
-    if Z_LOSS:
-        even += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
-    if GRAD_LSE:
-        even += tl.where(ignored, 0.0, tl.load(grad_lse_ptr + row * stride_ln))
-    factor = pull + even
-    true = even / (1.0 + tl.exp(log_odds)) - pull / (1.0 + tl.exp(-log_odds)) - spread * share
-    true = tl.where(ignored, 0.0, true)
-    lanes = tl.arange(0, BLOCK_V)
+        share = 1.0
+        if WEIGHTED:
+            share = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
+        grad = 0.0
+        if GRAD:
+            grad = tl.load(grad_ptr + row * stride_gn)
+            if DENOMINATOR:
+                grad /= tl.load(denominator_ptr)
+        grad = tl.where(ignored, 0.0, grad)
+        pull = grad * share * (1.0 - label_smoothing)
+        even = 0.0  # what reaches all classes by their probability, besides the pull
+        spread = 0.0
+        if SUM:
+            whole = tl.load(whole_ptr) if WEIGHTED else vocab_size.to(tl.float32)
+            spread = grad * (label_smoothing / vocab_size)
+            even += spread * whole
+        if Z_LOSS:
+            even += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
+        if GRAD_LSE:
+            even += tl.where(ignored, 0.0, tl.load(grad_lse_ptr + row * stride_ln))
+        factor = pull + even
+        true = even / (1.0 + tl.exp(log_odds)) - pull / (1.0 + tl.exp(-log_odds)) - spread * share
+        true = tl.where(ignored, 0.0, true)
+        lanes = tl.arange(0, BLOCK_V)
 
-    if (factor == 0.0) & (true == 0.0) & (spread == 0.0):
-        for start in range(0, V, BLOCK_V):
-            cols = start + lanes
-            tl.store(dx_ptr + cols, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=cols < V)
-    else:
-        local = target - vocab_start
-        target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
-        for start in range(0, V, BLOCK_V):
-            cols = start + lanes
-            in_row = cols < V
-            x = tl.load(x_ptr + cols.to(tl.int64) * stride_xv, mask=in_row, other=-float("inf")).to(tl.float32)
-            # Not x - (largest + log_sum): that sum rounds at the size of the logits, not at that of the difference.
-            dx = factor * tl.exp((_counted(x, scale, cap, CAP) - largest) - log_sum)
-            if SUM:
-                if WEIGHTED:
-                    dx -= spread * tl.load(part_ptr + cols, mask=in_row, other=0.0)
-                else:
-                    dx -= spread
-            dx = tl.where(cols == target_col, true, dx) * scale
-            if CAP:
-                _, slope = _tanh(x * (scale / cap))
-                dx *= slope
-            tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+        if (factor == 0.0) & (true == 0.0) & (spread == 0.0):
+            for start in range(0, V, BLOCK_V):
+                cols = start + lanes
+                tl.store(dx_row_ptr + cols, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=cols < V)
+        else:
+            local = target - vocab_start
+            target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
+            for start in range(0, V, BLOCK_V):
+                cols = start + lanes
+                in_row = cols < V
+                x = tl.load(x_row_ptr + cols.to(tl.int64) * stride_xv, mask=in_row, other=-float("inf")).to(tl.float32)
+                # Not x - (largest + log_sum): that sum rounds at the size of the logits, not at that of the difference.
+                dx = factor * tl.exp((_counted(x, scale, cap, CAP) - largest) - log_sum)
+                if SUM:
+                    if WEIGHTED:
+                        dx -= spread * tl.load(part_ptr + cols, mask=in_row, other=0.0)
+                    else:
+                        dx -= spread
+                dx = tl.where(cols == target_col, true, dx) * scale
+                if CAP:
+                    _, slope = _tanh(x * (scale / cap))
+                    dx *= slope
+                tl.store(dx_row_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+        row += tl.num_programs(0)

@@ -214,6 +214,15 @@ def gradient(
     return out
 
 
+def statistics_and_gradient(
+    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard
+) -> Tensor:
+    """The statistics [N, 3 or 4] of the one shard that there is; its gradient, from the same numbers, replaces the logits."""
+    found = statistics(logits, target, weight, shard)
+    gradient(logits, target, weight, found.unsqueeze(0), upstream, shard, logits)
+    return found
+
+
 def _counted(x: Tensor, shard: Shard) -> Tensor:
     scale, cap = shard.options.logit_scale, shard.options.softcap
     z = x if scale == 1 else x * scale

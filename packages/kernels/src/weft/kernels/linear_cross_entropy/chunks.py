@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cross_entropy.function import Gather, passes_on
-from ..cross_entropy.reference import Shard
+from ..cross_entropy.reference import Shard, Upstream
 
 # What the logits of the chunks that are held at once may take. A chunk costs a pass over the weight's gradient in float32,
 # 8 bytes an element, which its three GEMMs of 2 * tokens flop an element must outweigh: at 4096 tokens, those of a vocabulary
@@ -57,17 +57,29 @@ def chunks_of(tokens: int, chunk_tokens: int | None, classes: int, held: int, li
 
 
 def sweep(
-    product: Product, weight: Tensor | None, shard: Shard, chunks: list[slice], gather: Gather | None
+    product: Product,
+    weight: Tensor | None,
+    shard: Shard,
+    chunks: list[slice],
+    upstream: Upstream | None,
+    gather: Gather | None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each chunk's rows, its logits, which the taker may overwrite, and the statistics [shards, n, 3 or 4] of all shards.
+    """Each chunk's rows, its logits, and the statistics [shards, n, 3 or 4] of all shards.
 
+    upstream: where it is given, the gradient has replaced the logits.
     While a chunk's statistics are gathered the next chunk's logits are computed, in memory of their own.
     """
     passes = passes_on(product.x)
 
     def started(rows: slice, logits: Tensor) -> Callable[[], Tensor]:
-        statistics = passes.statistics(logits, product.classes[rows], weight, shard)
-        return (lambda: statistics.unsqueeze(0)) if gather is None else gather(statistics)
+        classes = product.classes[rows]
+        if gather is not None:
+            return gather(passes.statistics(logits, classes, weight, shard))
+        if upstream is None:
+            statistics = passes.statistics(logits, classes, weight, shard)
+        else:
+            statistics = passes.statistics_and_gradient(logits, classes, weight, upstream, shard)
+        return lambda: statistics.unsqueeze(0)
 
     spaces = cycle([product.space(chunks) for _ in range(1 if gather is None else 2)])
     ahead: Tensor | None = None
@@ -75,4 +87,7 @@ def sweep(
         logits = product.logits(rows, next(spaces)) if ahead is None else ahead
         arrived = started(rows, logits)
         ahead = None if gather is None or following is None else product.logits(following, next(spaces))
-        yield rows, logits, arrived()
+        gathered = arrived()
+        if gather is not None and upstream is not None:
+            passes.gradient(logits, product.classes[rows], weight, gathered, upstream, shard, logits)
+        yield rows, logits, gathered

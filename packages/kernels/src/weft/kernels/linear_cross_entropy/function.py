@@ -53,15 +53,14 @@ def forward(
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(input.dtype, torch.float32)
         denominator = of_target(weight, product.classes, options.ignore_index, wide).sum()
-    ahead = any(wanted) and in_forward(options, input.dtype)
-    upstream = Upstream(torch.ones((), device=input.device), None, denominator)
-    sums = Sums(product, wanted, chunks) if ahead else None
+    upstream = sums = None
+    if any(wanted) and in_forward(options, input.dtype):
+        upstream, sums = Upstream(torch.ones((), device=input.device), None, denominator), Sums(product, wanted, chunks)
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each chunk the statistics, the loss and the lse
-    for rows, logits, gathered in sweep(product, weight, shard, chunks, gather):
-        classes = product.classes[rows]
-        found.append((gathered, *passes.losses(gathered, classes, weight, shard)))
+    for rows, logits, gathered in sweep(product, weight, shard, chunks, upstream, gather):
+        found.append((gathered, *passes.losses(gathered, product.classes[rows], weight, shard)))
         if sums is not None:
-            sums.add(rows, passes.gradient(logits, classes, weight, gathered, upstream, shard, logits))
+            sums.add(rows, logits)
     nothing = torch.zeros(0, dtype=torch.promote_types(input.dtype, torch.float32), device=input.device)
     loss, lse = (torch.cat([nothing, *(each[i] for each in found)]).reshape(target.shape) for i in (1, 2))
     if options.reduction != "none":
