@@ -32,8 +32,9 @@ print(json.dumps(here.counted()))
 def counted() -> dict[str, dict[str, float]]:
     """Of each case: bytes a logit, forward and backward, whole and as one shard of the vocabulary; and the errors."""
     import torch
-    from weft.kernels.cross_entropy import function
+    from weft.kernels.cross_entropy import function, launch
     from weft.kernels.cross_entropy.options import Options
+    from weft.kernels.cross_entropy.reference import Shard, Upstream
     from weft.kernels.traffic import counted_traffic
 
     generator = torch.Generator().manual_seed(0)
@@ -45,16 +46,27 @@ def counted() -> dict[str, dict[str, float]]:
         options, part = Options(reduction="none", **asked), CLASSES // SHARDS
         for shards in (1, SHARDS):
             local = logits if shards == 1 else logits[:, :part].contiguous()
+            gathered = []
+
+            def gather(statistics: Any, gathered: list[Any] = gathered) -> Any:
+                gathered.append(statistics.nbytes)
+                return lambda: statistics.unsqueeze(0)
+
             with counted_traffic() as forward:
-                _, saved = function.forward(local, target, options=options, vocab_size=CLASSES)
+                _, saved = function.forward(local, target, options=options, vocab_size=CLASSES, gather=gather)
             with counted_traffic() as backward:
                 function.backward(saved, (upstream,), (True, False, False, False), options=options, vocab_size=CLASSES)
             moved = [each.loaded + each.stored for each in (forward, backward)]
             found[f"Weft, {name}" + (", vocab-parallel" if shards > 1 else "")] = {
                 "forward": moved[0] / local.numel(),
                 "backward": moved[1] / local.numel(),
-                "gathered": forward.stored / ROWS if shards > 1 else 0,  # all that forward's kernel stores
+                "gathered": sum(gathered) / ROWS if shards > 1 else 0,
             }
+    upstream_of_one, chunk = Upstream(torch.ones(())), logits.clone()
+    with counted_traffic() as fused:
+        launch.statistics_and_gradient(chunk, target, None, upstream_of_one, Shard(0, CLASSES, Options()))
+    moved = (fused.loaded + fused.stored) / logits.numel()
+    found["Weft, in linear_cross_entropy (2 from the L2)"] = {"forward": moved, "backward": 0, "gathered": 0}
     if importlib.util.find_spec("liger_kernel"):
         found |= _liger(logits, target)
     return found

@@ -55,7 +55,9 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Of local tensors, without autograd."""
     asked = Options(**options)
-    (loss, *_), saved = function.forward(logits, target, weight, as_denominator(denominator, logits), options=asked)
+    (loss, *_), saved = function.forward(
+        logits, target, weight, as_denominator(denominator, None, logits), options=asked
+    )
     dlogits, *others = function.backward(saved, (upstream,), (True, False, False, False), options=asked)
     assert others == [None, None, None]
     return loss, dlogits

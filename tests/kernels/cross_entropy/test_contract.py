@@ -52,8 +52,6 @@ def test_the_passes_mark_a_target_that_is_no_class_with_nan(device):
         pytest.param({"logits": torch.zeros(4, 5, device="meta")}, "target is on cpu, logits on meta", id="devices"),
         pytest.param({"weight": torch.ones(4)}, r"weight of shape \(4,\) .* each of the 5 classes", id="short-weight"),
         pytest.param({"weight": torch.ones(5).long()}, "weight of .* torch.int64; give one float", id="int-weight"),
-        pytest.param({"denominator": torch.tensor(-2.0)}, "denominator is -2.0", id="negative-denominator"),
-        pytest.param({"denominator": torch.tensor(torch.nan)}, "denominator is nan", id="nan-denominator"),
         pytest.param({"vocab_start": -1}, "vocab_start is -1", id="negative-start"),
         pytest.param({"vocab_start": 1, "vocab_size": 5}, "classes 1 to 6 of a vocabulary of 5", id="past-the-end"),
     ],
@@ -77,6 +75,20 @@ def test_what_cannot_be_taken_is_said_before_anything_runs(change, message):
         pytest.param({"z_loss": -1.0}, "z_loss is -1.0; give a finite factor, 0 or more", id="z-loss"),
         pytest.param({"softcap": 0.0}, "softcap is 0.0; give a finite bound above 0, or None", id="softcap"),
         pytest.param({"logit_scale": float("inf")}, "logit_scale is inf; give a finite factor", id="scale"),
+        pytest.param({"denominator": -2.0}, "denominator is -2.0; give a number", id="negative-denominator"),
+        pytest.param({"denominator": torch.tensor(torch.nan)}, r"denominator is tensor\(nan\)", id="nan-denominator"),
+        pytest.param({"denominator": "three"}, "denominator is 'three'; give a number", id="text-denominator"),
+        pytest.param(
+            {"denominator": torch.ones(2)}, r"denominator has shape \(2,\); give one number", id="two-denominators"
+        ),
+        pytest.param(
+            {"weight": torch.ones(5, requires_grad=True)},
+            r"weight requires .* give weight.detach\(\)",
+            id="weight-gradient",
+        ),
+        pytest.param(
+            {"denominator": torch.tensor(3.0, requires_grad=True)}, "denominator requires a", id="denominator-gradient"
+        ),
         pytest.param({"denominator": 4, "reduction": "sum"}, "only 'mean' divides", id="denominator-of-a-sum"),
         pytest.param({"inplace_backward": True}, "would overwrite logits that are a leaf", id="leaf"),
     ],
@@ -84,6 +96,46 @@ def test_what_cannot_be_taken_is_said_before_anything_runs(change, message):
 def test_options_that_mean_nothing(change, message):
     with pytest.raises(ValueError, match=message):
         cross_entropy(torch.zeros(4, 5, requires_grad=True), torch.zeros(4).long(), **change)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(4, 5), lambda x: x[:], lambda x: x.T.T], ids=["view", "slice", "transposed"]
+)
+def test_in_place_no_view_of_a_leaf_is_overwritten(view):
+    leaf = torch.zeros(4, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="would overwrite logits that are a leaf"):
+        cross_entropy(view(leaf), torch.zeros(4).long(), inplace_backward=True)
+    cross_entropy(view(leaf) * 1, torch.zeros(4).long(), inplace_backward=True).backward()
+
+
+@pytest.mark.parametrize("denominator", [torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64), torch.tensor(3)])
+def test_a_denominator_of_any_dtype_leaves_a_float32_scalar(device, denominator):
+    logits, target, _ = make(4, 5, device)
+    loss = cross_entropy(logits, target, denominator=denominator.to(device))
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
+    assert torch.equal(loss, cross_entropy(logits, target, denominator=3))
+
+
+def test_a_second_derivative_is_refused(device):
+    logits, target, _ = make(4, 5, device)
+    (gradient,) = torch.autograd.grad(cross_entropy(logits.requires_grad_(), target), logits, create_graph=True)
+    assert gradient.requires_grad
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.square().sum().backward()
+
+
+def test_an_int32_target_is_not_taken_for_a_wider_ignore_index(device):
+    logits, _, _ = make(2, 5, device)
+    target = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    ignoring, plain = (cross_entropy(logits, target, reduction="none", ignore_index=i) for i in (2**32, -100))
+    assert torch.equal(ignoring, plain)
+
+
+def test_the_lse_has_a_gradient_where_the_loss_divides_by_0(device):
+    logits, target, _ = make(4, 5, device)
+    _, lse = cross_entropy(logits.requires_grad_(), target, weight=torch.zeros(5, device=device), return_lse=True)
+    (gradient,) = torch.autograd.grad(lse.sum(), logits)
+    torch.testing.assert_close(gradient, logits.detach().softmax(-1))
 
 
 def test_no_gradient_is_made_where_none_is_needed(device):

@@ -107,6 +107,22 @@ def a_wrong_weight(rank: int) -> dict[str, Any]:
     return {"weight": torch.ones(2 if rank == 1 else 8)}
 
 
+def a_wrong_option(rank: int) -> dict[str, Any]:
+    return {"reduction": "avg"} if rank == 1 else {}
+
+
+def a_wrong_denominator(rank: int) -> dict[str, Any]:
+    return {"denominator": "3" * 400 if rank == 1 else 3.0}
+
+
+def wide_logits(rank: int) -> dict[str, Any]:
+    return {"logits": torch.zeros(4, 2, dtype=torch.float64)} | a_wrong_target(rank)
+
+
+def strided_in_place(rank: int) -> dict[str, Any]:
+    return {"logits": torch.zeros(2, 4).T if rank == 1 else torch.zeros(4, 2), "inplace_backward": True}
+
+
 def a_dtensor(rank: int) -> dict[str, Any]:
     return {"logits": distribute(torch.zeros(4, 8), Layout(ProcessMesh.grid(tp=4), "tp: S(1)"))}
 
@@ -124,6 +140,14 @@ def a_dtensor(rank: int) -> dict[str, Any]:
         ),
         pytest.param(
             a_wrong_weight, ["of rank 1", "weight of shape (2,)", "of rank 1", "of rank 1"], id="a-wrong-weight"
+        ),
+        pytest.param(a_wrong_option, ["of rank 1", "reduction is 'avg'", "of rank 1", "of rank 1"], id="an-option"),
+        pytest.param(a_wrong_denominator, ["of rank 1", "denominator is", "of rank 1", "of rank 1"], id="denominator"),
+        pytest.param(
+            wide_logits, [*["see the error of rank 2"] * 2, "target[2] is 8, which is no class", "rank 2"], id="float64"
+        ),
+        pytest.param(
+            strided_in_place, ["of rank 1", "give contiguous logits", "of rank 1", "of rank 1"], id="in-place"
         ),
         pytest.param(a_dtensor, ["takes local tensors; give DTensors to cross_entropy"] * 4, id="dtensor"),
     ],
@@ -190,6 +214,34 @@ def in_place_by_layout() -> None:
     assert torch.equal(leaf.grad.to_local(), expected.to_local())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def others_of_logits_in_place() -> None:
+    leaf = distribute(make(6, 7, "cpu")[0], Layout(GRID, "tp: S(1)")).requires_grad_()
+    logits = leaf * 2.0
+    squares = (logits * logits).sum()
+    cross_entropy(logits, make(6, 7, "cpu")[1], inplace_backward=True).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+    with pytest.raises(ValueError, match="a leaf"):
+        cross_entropy(leaf.view(6, 7), make(6, 7, "cpu")[1], inplace_backward=True)
+
+
+def test_anchor_4_in_place_by_the_layout_others_who_saved_the_logits_are_told(pool: Pool):
+    pool.run(others_of_logits_in_place, ranks=4)
+
+
+def denominators_laid_out() -> None:
+    logits, target, _ = make(6, 7, "cpu")
+    x, t = distribute(logits, Layout(GRID, "dp: S(0)")), distribute(target, Layout(GRID, "dp: S(0)"))
+    with pytest.raises(LayoutError, match=r"denominator lies \(dp: P\(sum\), tp: R\); reshard it to \(dp: R, tp: R\)"):
+        cross_entropy(x, t, denominator=(t != -100).sum())
+    loss = reshard(cross_entropy(x, t, denominator=distribute(torch.tensor(6.0), Layout(GRID))))
+    torch.testing.assert_close(loss.to_local(), cross_entropy(logits, target))
+
+
+def test_a_denominator_that_is_not_whole_is_refused(pool: Pool):
+    pool.run(denominators_laid_out, ranks=4)
 
 
 def test_in_place_by_the_layout(pool: Pool):

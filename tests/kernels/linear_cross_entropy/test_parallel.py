@@ -133,6 +133,14 @@ def a_wrong_input(rank: int) -> dict[str, Any]:
     return {"input": torch.zeros(3 if rank == 1 else 4, 16)}
 
 
+def fewer_tokens(rank: int) -> dict[str, Any]:
+    return {"input": torch.zeros(3, 16), "target": torch.zeros(3).long()} if rank == 3 else {}
+
+
+def a_wrong_chunk(rank: int) -> dict[str, Any]:
+    return {"chunk_tokens": 2.5 if rank == 1 else 2}
+
+
 def whole_sequences(rank: int) -> dict[str, Any]:
     return {"sequence_parallel": True}
 
@@ -160,6 +168,12 @@ def a_dtensor(rank: int) -> dict[str, Any]:
             ["for a target of shape (4,); give [1, H], this rank's part of dim 0"] * 4,
             id="sequence",
         ),
+        pytest.param(
+            fewer_tokens,
+            ["different numbers of tokens: 4 on rank 2, 3 on rank 3; give every rank"] * 4,
+            id="fewer-tokens",
+        ),
+        pytest.param(a_wrong_chunk, ["of rank 1", "chunk_tokens is 2.5", "of rank 1", "of rank 1"], id="chunk"),
         pytest.param(a_dtensor, ["takes local tensors; give DTensors to linear_cross_entropy"] * 4, id="dtensor"),
     ],
 )

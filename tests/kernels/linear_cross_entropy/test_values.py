@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear, linear_cross_entropy
-from weft.kernels.linear_cross_entropy.chunks import LOGITS_BYTES, chunks_of
+from weft.kernels.linear_cross_entropy.chunks import LOGITS_BYTES_ON_CPU, chunks_of
 
 from tests.kernels.cross_entropy.cases import ASKED, DTYPES, given, max_error
 from tests.kernels.linear_cross_entropy.cases import Given, check, make, oracle
@@ -213,7 +213,7 @@ def test_chunks_are_whole_tiles_and_cover_all_tokens():
             )
             assert sum(rows.stop - rows.start for rows in chunks) == tokens
             sizes = {rows.stop - rows.start for rows in chunks[:-1]}
-            assert all(size * classes * 2 <= LOGITS_BYTES["cpu"] or size == 1 for size in sizes)
+            assert all(size * classes * 2 <= LOGITS_BYTES_ON_CPU or size == 1 for size in sizes)
             assert all(size % 128 == 0 for size in sizes if classes < 1 << 17)
 
 
@@ -272,13 +272,31 @@ def test_an_upstream_gradient_of_1_is_not_multiplied_with(interpreted):
     x = torch.randn(3, 5000).bfloat16()
     before = x.clone()
     with counted_traffic() as traffic:
-        scale(x, torch.tensor(1.0))
+        scale(x, torch.tensor(1.0), x)
     assert traffic == Traffic(loaded=4 * 4, stored=0)  # the factor, by each of four programs
     assert torch.equal(x, before)
     with counted_traffic() as traffic:
-        scale(x, torch.tensor(-2.5))
+        scale(x, torch.tensor(-2.5), x)
     assert traffic == Traffic(loaded=4 * 4 + 2 * x.numel(), stored=2 * x.numel())
     torch.testing.assert_close(x, before * -2.5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_changes_nothing(reduction):
+    case = make((9,), 31, reduction=reduction, bias=True)
+    loss, expected = run(case, reduction=reduction)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, gradients = run(case, reduction=reduction)
+    assert torch.equal(loss, found)
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_an_upstream_gradient_is_not_rounded_to_bf16(interpreted):
+    from weft.kernels.linear_cross_entropy.launch import scale
+
+    x, factor = torch.randn(5000).bfloat16(), torch.tensor(1 / 3)
+    assert torch.equal(scale(x, factor, torch.empty_like(x)), (x.float() * factor).bfloat16())
+    assert torch.equal(scale(x.float(), factor, torch.empty_like(x)), (x.float() * factor).bfloat16())
 
 
 # What cannot be taken
@@ -302,6 +320,7 @@ def test_an_upstream_gradient_of_1_is_not_multiplied_with(interpreted):
             {"target": torch.tensor([0, 1, 5, 2])}, r"target\[2\] is 5, which is no class of 5", id="no-class"
         ),
         pytest.param({"chunk_tokens": 0}, "chunk_tokens is 0; give a number of tokens, 1 or more", id="chunk"),
+        pytest.param({"chunk_tokens": 2.5}, "chunk_tokens is 2.5; give a number of tokens", id="part-of-a-token"),
         pytest.param({"reduction": "avg"}, "'avg'; choose one of", id="reduction"),
         pytest.param({"denominator": 3.0, "reduction": "sum"}, "only 'mean' divides", id="denominator"),
     ],

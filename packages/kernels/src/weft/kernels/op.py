@@ -23,6 +23,7 @@ class Op:
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
     dtype(dtype of the first floating tensor) -> that of the output: ranks outside the mesh have nothing else to ask.
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
+    overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Op:
     rule: Callable[..., Any]
     dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     varying: tuple[str, ...] = ()
+    overwrites: Callable[[dict[str, Any]], bool] = lambda options: False

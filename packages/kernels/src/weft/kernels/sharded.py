@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Replicate, infer
@@ -81,6 +80,33 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
     )
 
 
+def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """A backward that is not differentiated: what it returns raises where that is asked for.
+
+    torch's `once_differentiable` lets it pass where the incoming gradient needs no gradient of its own.
+    """
+
+    def once(ctx: Any, *grads: Tensor | None) -> Tensors:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return found
+        anchor = torch.zeros((), requires_grad=True)
+        return tuple(_Last.apply(each, anchor) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
+        raise RuntimeError("the ops of weft.kernels have no second derivative; use torch's own where you need one")
+
+
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
@@ -91,7 +117,7 @@ class _Plain(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
         return None, None, *ctx.op.backward(ctx.saved_tensors, grad, ctx.needs_input_grad[2:], **ctx.options)
@@ -113,6 +139,7 @@ class _Sharded(torch.autograd.Function):
         ctx.shapes = [None if tensor is None else tensor.shape for tensor in tensors]
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding
+        ctx.overwritten = tensors[0] if op.overwrites(options) else None
         if not ctx.inside:
             ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             like = next(t for t in locals_ if t is not None and t.is_floating_point())
@@ -130,7 +157,7 @@ class _Sharded(torch.autograd.Function):
         return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(output, lying, strict=True))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
         needed = ctx.needs_input_grad[5:]
         layouts = ctx.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
@@ -138,6 +165,8 @@ class _Sharded(torch.autograd.Function):
         if ctx.inside:
             local = locals_[0] if ctx.sharding.more is None else locals_
             parts = ctx.op.backward(ctx.saved_tensors, local, needed, **ctx.options)
+            if ctx.overwritten is not None:
+                torch.autograd.graph.increment_version(ctx.overwritten)  # the local tensor's own is not looked at
         else:
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(ctx.dtypes, needed, strict=True)

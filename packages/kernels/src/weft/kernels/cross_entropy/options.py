@@ -109,13 +109,7 @@ def check(
         raise ValueError(f"a denominator with reduction={options.reduction!r}; only 'mean' divides; leave it None")
     _check_shard(logits.shape[-1], vocab_start, vocab_size)
     if target.device.type == "cpu":
-        _check_values(target, denominator, options.ignore_index, vocab_size)
-
-
-def check_not_leaf(logits: Tensor, options: Options) -> None:
-    """Raises ValueError for a gradient in the memory of a parameter."""
-    if options.inplace_backward and logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace_backward would overwrite logits that are a leaf; use it on the output of an op")
+        _check_values(target, options.ignore_index, vocab_size)
 
 
 def check_contiguous(logits: Tensor, options: Options) -> None:
@@ -137,9 +131,8 @@ def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:
         )
 
 
-def _check_values(target: Tensor, denominator: Tensor | None, ignore_index: int, vocab_size: int) -> None:
-    if denominator is not None and not 0 <= float(denominator) < math.inf:
-        raise ValueError(f"denominator is {float(denominator)}; give the count of tokens over all ranks")
+def _check_values(target: Tensor, ignore_index: int, vocab_size: int) -> None:
+    target = target.long()  # an int32 would be compared with an ignore_index cut to 32 bits
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if not bool(wrong.any()):
         return

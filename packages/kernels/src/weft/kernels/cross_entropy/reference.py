@@ -110,7 +110,7 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     """
     options = shard.options
     largest, log_sum, log_odds = merge(statistics[..., :3])
-    classes = target.reshape(-1)
+    classes = target.reshape(-1).long()
     ignored = classes == options.ignore_index
     share = of_target(weight, classes, options.ignore_index, log_sum.dtype)
     loss = -F.logsigmoid(-log_odds) * share * (1 - options.label_smoothing)
@@ -129,7 +129,7 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
 
 def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weight of each token's class, [N]; 0 at a token to ignore. A target that is no class has made the loss NaN."""
-    ignored = classes == ignore_index
+    ignored = classes.long() == ignore_index
     if weight is None:
         return (~ignored).to(dtype)
     if len(weight) == 0:
@@ -155,11 +155,12 @@ def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Up
     """From the statistics of all shards and the gradients that arrive."""
     options = shard.options
     largest, log_sum, log_odds = merge(statistics[..., :3])
-    classes = target.reshape(-1)
+    classes = target.reshape(-1).long()
     ignored = classes == options.ignore_index
-    grad = torch.zeros_like(log_sum) if upstream.loss is None else upstream.loss.to(log_sum.dtype)
-    if upstream.denominator is not None:
-        grad = grad / upstream.denominator
+    grad = torch.zeros_like(log_sum)
+    if upstream.loss is not None:
+        grad = upstream.loss.to(log_sum.dtype)
+        grad = grad if upstream.denominator is None else grad / upstream.denominator
     grad = torch.where(ignored, 0, grad.reshape(-1))
     # d loss / d logit of class c = factor * p_c - spread * weight_c, and for the true class - pull more.
     share = of_target(weight, classes, options.ignore_index, grad.dtype)

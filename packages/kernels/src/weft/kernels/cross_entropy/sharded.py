@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
 import torch
@@ -20,7 +21,7 @@ from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function, reference
 from .library import compiled
-from .options import Asked, Options, check, check_not_leaf, form_of
+from .options import Asked, Options, check, check_contiguous, form_of
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -67,9 +68,10 @@ def cross_entropy(
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
     check_not_leaf(logits, options)
+    scalar = as_denominator(denominator, weight, logits)
     if denominator is None and reduction == "mean" and isinstance(target, DTensor):
-        denominator = global_count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
-    operands = (logits, target, weight, as_denominator(denominator, logits))
+        scalar = global_count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
+    operands = (logits, target, weight, scalar)
     if torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in operands):
         outputs = compiled(*operands, options=options)
     else:
@@ -93,7 +95,7 @@ def vocab_parallel_cross_entropy(
     logits: [..., V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between ranks and be 0.
     target, weight: as there, of all classes and the same on every rank. options: as there; a mean counts these tokens.
     Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
-    Communication: one all-gather over `group`, of 12 bytes per token and rank (16 with label smoothing) and as many once;
+    Communication: one all-gather over `group`, of 12 bytes per token and rank (16 with label smoothing) and twice as many once;
     none in backward.
     Raises ValueError as `cross_entropy` does; on every rank of the group where one cannot go on, or where the ranks' classes
     are not each of the vocabulary once: gathered logits, for one. On a GPU the classes are compared when a group and sizes are
@@ -103,28 +105,80 @@ def vocab_parallel_cross_entropy(
         raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    asked, scalar = Options(**options), as_denominator(denominator, logits)
-    gather = partial(starting_checked, group, vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
+    asked = scalar = failed = None
     try:
+        asked, scalar = Options(**options), as_denominator(denominator, weight, logits)
         check_not_leaf(logits, asked)
+        check_contiguous(logits, asked)
         check(form_of(logits), target, weight, scalar, asked, vocab_start, vocab_size)
     except ValueError as error:
-        columns = 4 if asked.label_smoothing else 3
-        gather(failed=error)(
-            torch.zeros(target.numel(), columns, device=target.device)
-        )()  # the others learn of it, too
+        failed = error
+    held = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size, target.numel())
+    gather = starting_checked(group, held, failed)
+    if asked is None or failed is not None:
+        gather(stand_in(target.numel(), logits, options))()  # the others learn of it, too
+        raise failed or AssertionError("gathering raises what failed")
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
-        options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather(),
+        options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
     )  # fmt: skip
     return outputs if asked.return_lse else outputs[0]
 
 
-def as_denominator(denominator: float | Tensor | None, logits: Tensor) -> Tensor | None:
-    """A number as a tensor on the logits' device, which no host has to wait for."""
-    if denominator is None or isinstance(denominator, Tensor):
-        return denominator
-    return torch.full((), denominator, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor) -> Tensor | None:
+    """A number as a tensor on the logits' device, which no host has to wait for.
+
+    Raises ValueError for what is no number to divide by, or where a gradient of it or of the weight is expected; LayoutError
+    for a DTensor that is not whole on every rank.
+    """
+    for name, tensor in (("denominator", denominator), ("weight", weight)):
+        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"the {name} requires a gradient, and cross-entropy has none for it; give {name}.detach()")
+    if denominator is None:
+        return None
+    if isinstance(denominator, DTensor):
+        layout = layout_of(denominator)
+        if layout.placements != Layout(layout.mesh).placements:
+            raise LayoutError(
+                f"the denominator lies ({layout}); reshard it to ({Layout(layout.mesh)})", (Layout(layout.mesh),)
+            )
+        denominator = denominator.to_local()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1:
+            raise ValueError(f"denominator has shape {tuple(denominator.shape)}; give one number")
+        if denominator.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_divisor(denominator)
+        return denominator.reshape(()).to(dtype=wide, device=logits.device)
+    return torch.full((), _check_divisor(denominator), dtype=wide, device=logits.device)
+
+
+def _check_divisor(denominator: Any) -> float:
+    try:
+        number = float(denominator)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"denominator is {denominator!r}; give a number, the count of tokens over all ranks")
+    return number
+
+
+def check_not_leaf(logits: Tensor, options: Options) -> None:
+    """Raises ValueError for a gradient in the memory of a parameter: logits that are a leaf, or a view of one."""
+    if not options.inplace_backward:
+        return
+    node, leaf = logits.grad_fn, logits if logits.is_leaf and logits.requires_grad else None
+    while node is not None and leaf is None:  # up to where several tensors meet, in memory of its own
+        leaf = getattr(node, "variable", None)
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        node = parents[0] if len(parents) == 1 else None
+    if leaf is not None and _memory(leaf) == _memory(logits):
+        raise ValueError("inplace_backward would overwrite logits that are a leaf; use it on the output of an op")
+
+
+def _memory(tensor: Tensor) -> int:
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
 
 
 def global_count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -197,29 +251,49 @@ def starting(groups: list[dist.ProcessGroup]) -> function.Gather:
     return lambda statistics: Pending(running(statistics)).wait
 
 
-def starting_checked(
-    group: dist.ProcessGroup, start: int, size: int, vocab_size: int, failed: ValueError | None = None
-) -> function.Gather:
-    """Gathers over one group; with the statistics goes which classes each rank has, and whether it can go on."""
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Those that a rank holds, start to start + size of vocab_size, and for how many tokens."""
+
+    start: int
+    size: int
+    vocab_size: int
+    tokens: int
+
+
+def starting_checked(group: dist.ProcessGroup, held: Classes, failed: ValueError | None) -> function.Gather:
+    """Gathers over one group; with the statistics goes what each rank holds, and whether it can go on."""
 
     def running(statistics: Tensor) -> Running:
-        place = statistics.new_zeros(1, statistics.shape[1])
-        place[0, 0], place[0, 1], place[0, 2] = start, size, 0 if failed is None else 1
-        everyone = yield from _along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 1, C]
+        place = statistics.new_zeros(2, statistics.shape[1])
+        for i, number in enumerate((held.start, held.size)):
+            place[0, i], place[1, i] = number % HALF, number // HALF  # float32 has 24 bits
+        place[0, 2], place[1, 2] = held.tokens, 0 if failed is None else 1
+        everyone = yield from _along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 2, C]
         if failed is not None:
             raise failed
-        gathered, places = everyone[:, :-1], everyone[:, -1, :3]
+        gathered, places = everyone[:, :-2], everyone[:, -2:, :3]
         if not statistics.is_cuda:
-            _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+            _check_places(dist.get_process_group_ranks(group), places.tolist(), held)
             return gathered
-        met = ("classes", group, start, size, vocab_size)
+        met = ("classes", group, held)
         if met not in of_this_world() and not torch.cuda.is_current_stream_capturing():
-            _check_places(dist.get_process_group_ranks(group), places.tolist(), vocab_size)
+            _check_places(dist.get_process_group_ranks(group), places.tolist(), held)
             of_this_world()[met] = True
-        fits = (places[:, 1].sum() == vocab_size) & (places[:, 2] == 0).all()
+        sizes = places[:, 0, 1].sum() + HALF * places[:, 1, 1].sum()
+        fits = (sizes == held.vocab_size) & (places[:, 1, 2] == 0).all()
         return torch.where(fits, gathered, torch.nan)
 
     return lambda statistics: Pending(running(statistics)).wait
+
+
+HALF = 1 << 20  # numbers are sent in two parts
+
+
+def stand_in(tokens: int, logits: Tensor, options: Asked) -> Tensor:
+    """Statistics of a rank that has none, of the shape and dtype that the others gather."""
+    dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
+    return torch.zeros(tokens, 4 if options.get("label_smoothing") else 3, dtype=dtype, device=logits.device)
 
 
 def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
@@ -232,22 +306,36 @@ def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
     return everyone
 
 
-def _check_places(ranks: list[int], places: list[list[float]], vocab_size: int) -> None:
-    failed = [rank for rank, (_, _, flag) in zip(ranks, places, strict=True) if flag]
+def _check_places(ranks: list[int], places: list[list[list[float]]], held: Classes) -> None:
+    failed = [rank for rank, (_, high) in zip(ranks, places, strict=True) if high[2]]
     if failed:
         raise ValueError(f"cross-entropy cannot go on: see the error of rank {', '.join(map(str, failed))}")
-    found = sorted(
-        (int(start), int(start + size), rank) for rank, (start, size, _) in zip(ranks, places, strict=True) if size
-    )
-    stops = [0, *(stop for _, stop, _ in found)]
-    if stops[-1] != vocab_size or any(begin != stop for (begin, _, _), stop in zip(found, stops, strict=False)):
-        held = ", ".join(f"{begin} to {stop} on rank {rank}" for begin, stop, rank in found)
+    tokens = {int(low[2]): rank for rank, (low, _) in zip(ranks, places, strict=True)}
+    if len(tokens) > 1:
         raise ValueError(
-            f"the ranks hold the classes {held}, which are not each of a vocabulary of {vocab_size} once; give each rank its "
-            f"own logits, not gathered ones, and vocab_start and vocab_size to fit"
+            f"the ranks have different numbers of tokens: {', '.join(f'{n} on rank {rank}' for n, rank in tokens.items())}; "
+            f"give every rank of the group the same target"
+        )
+    found = []
+    for rank, (low, high) in zip(ranks, places, strict=True):
+        start, size = (int(low[i]) + HALF * int(high[i]) for i in (0, 1))
+        if size:
+            found.append((start, start + size, rank))
+    found.sort()
+    stops = [0, *(stop for _, stop, _ in found)]
+    if stops[-1] != held.vocab_size or any(begin != stop for (begin, _, _), stop in zip(found, stops, strict=False)):
+        told = ", ".join(f"{begin} to {stop} on rank {rank}" for begin, stop, rank in found)
+        raise ValueError(
+            f"the ranks hold the classes {told}, which are not each of a vocabulary of {held.vocab_size} once; give each rank "
+            f"its own logits, not gathered ones, and vocab_start and vocab_size to fit"
         )
 
 
 CROSS_ENTROPY = Op(
-    "cross_entropy", function.forward, function.backward, _rule, lambda dtype: torch.promote_types(dtype, torch.float32)
+    "cross_entropy",
+    function.forward,
+    function.backward,
+    _rule,
+    lambda dtype: torch.promote_types(dtype, torch.float32),
+    overwrites=lambda options: options["options"].inplace_backward,
 )

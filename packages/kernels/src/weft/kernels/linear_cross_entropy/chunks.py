@@ -16,7 +16,8 @@ from ..cross_entropy.reference import Shard, Upstream
 # What the logits of the chunks that are held at once may take. A chunk costs a pass over the weight's gradient in float32,
 # 8 bytes an element, which its three GEMMs of 2 * tokens flop an element must outweigh: at 4096 tokens, those of a vocabulary
 # of 128256 in 1 GiB, and at the 4.3 TB/s and 780 TFLOP/s measured on an H200, it is 6% of them.
-LOGITS_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+LOGITS_BYTES = 1 << 30
+LOGITS_BYTES_ON_CPU = 1 << 26
 TILE = 128  # chunks are whole tiles of a GEMM
 
 
@@ -49,7 +50,8 @@ def chunks_of(tokens: int, chunk_tokens: int | None, classes: int, held: int, li
     classes: of one rank's share, the same number on every rank.  held: how many chunks' logits are held at once.
     """
     if chunk_tokens is None:
-        fitting = LOGITS_BYTES.get(like.device.type, LOGITS_BYTES["cpu"]) // (held * max(1, classes) * like.itemsize)
+        held_bytes = LOGITS_BYTES_ON_CPU if like.device.type == "cpu" else LOGITS_BYTES
+        fitting = held_bytes // (held * max(1, classes) * like.itemsize)
         fitting = max(1, fitting // TILE * TILE or fitting)
         even = math.ceil(tokens / max(1, math.ceil(tokens / fitting)))
         chunk_tokens = min(fitting, math.ceil(even / TILE) * TILE)

@@ -17,7 +17,7 @@ from ..cross_entropy.options import Form, Options, check
 from ..cross_entropy.reference import Shard, Upstream, of_target
 from ..op import Tensors
 from .chunks import Product, chunks_of, sweep
-from .gradients import Sums, Wanted, scaled_in_place
+from .gradients import Sums, Wanted, scaled
 
 
 def forward(
@@ -107,7 +107,7 @@ def backward(
     if in_forward(options, input.dtype):
         assert grads[0] is not None, "the loss is the only output"
         made = [
-            _scaled(part, grads[0], input.dtype, options) if need and part is not None else None
+            scaled(part, grads[0], input.dtype, options.inplace_backward) if need and part is not None else None
             for part, need in zip(saved[1:], asked, strict=True)
         ]
         return made[0], made[1], None, made[2], None, None
@@ -125,19 +125,11 @@ def backward(
         logits = product.logits(rows, space)
         dlogits = passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, logits)
         sums.add(rows, dlogits)
+        del logits, dlogits
+    del space  # before the sums are rounded
     dx = None if sums.dx is None else sums.dx.view(input.shape)
     dweight, dbias = (None if total is None else total.to(input.dtype) for total in (sums.dweight, sums.dbias))
     return dx, dweight, None, dbias, None, None
-
-
-def _scaled(part: Tensor, grad: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
-    """A gradient made in forward times the one that arrived, in `dtype`."""
-    if options.inplace_backward:
-        torch.autograd.graph.increment_version(part)  # a second backward is told
-        if part.dtype == dtype:
-            return scaled_in_place(part.detach(), grad)
-    out = torch.empty(part.shape, dtype=dtype, device=part.device)
-    return torch.mul(part, grad, out=out)  # in the wider of the two dtypes, with no copy of the part in it
 
 
 def _of_rows(grad: Tensor | None, rows: slice) -> Tensor | None:

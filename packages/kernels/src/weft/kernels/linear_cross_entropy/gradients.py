@@ -42,21 +42,34 @@ class Sums:
     def _added(self, total: Tensor | None, dlogits: Tensor, x: Tensor) -> Tensor:
         """total + dlogits.T @ x, in the memory of total."""
         if self._chunks == 1:
-            return torch.mm(dlogits.mT, x)
+            return torch.mm(
+                dlogits.mT, x, out=torch.empty_like(self._product.weight)
+            )  # out=, so that autocast stays out
         beta = 1
         if total is None:
             total, beta = torch.empty_like(self._product.weight, dtype=self._wide), 0
         if dlogits.dtype == self._wide:
             return torch.addmm(total, dlogits.mT, x, beta=beta, out=total)
-        if dlogits.is_cuda:
-            return torch.addmm(total, dlogits.mT, x, out_dtype=self._wide, beta=beta, out=total)
-        return torch.addmm(total, dlogits.mT.to(self._wide), x.to(self._wide), beta=beta, out=total)
+        if dlogits.device.type == "cpu":  # which has no GEMM of narrow factors and a wide sum
+            return torch.addmm(total, dlogits.mT.to(self._wide), x.to(self._wide), beta=beta, out=total)
+        return torch.addmm(total, dlogits.mT, x, out_dtype=self._wide, beta=beta, out=total)
 
 
-def scaled_in_place(part: Tensor, factor: Tensor) -> Tensor:
-    """part * factor in part's memory; where the factor is 1 nothing is read or written, and no host waits to learn it."""
-    if use_triton(part) and part.is_contiguous():
+def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """part * factor in `dtype`, multiplied in the wider of part's dtype and float32, not in bfloat16.
+
+    in_place: in part's memory where that has the dtype; a factor of 1 then costs no pass, and no host waits to learn of it.
+    """
+    if in_place:
+        torch.autograd.graph.increment_version(part)  # a second backward is told
+    reused = in_place and part.dtype == dtype
+    if use_triton(part):
         from . import launch  # imports triton, which a CPU run may not have
 
-        return launch.scale(part, factor)
-    return part.mul_(factor)
+        part = part.contiguous()
+        return launch.scale(
+            part, factor, part.detach() if reused else torch.empty(part.shape, dtype=dtype, device=part.device)
+        )
+    if reused:
+        return part.detach().mul_(factor)
+    return (part.to(torch.promote_types(part.dtype, torch.float32)) * factor).to(dtype)

@@ -14,7 +14,15 @@ from weft.mesh.extents import chunk, largest_part
 from weft.reshard.collectives import all_gather_single, reduce_scatter_single
 
 from ..cross_entropy.options import Asked, Form, Options, check, form_of
-from ..cross_entropy.sharded import CROSS_ENTROPY, Reduction, as_denominator, global_count, starting, starting_checked
+from ..cross_entropy.sharded import (
+    CROSS_ENTROPY,
+    Classes,
+    Reduction,
+    as_denominator,
+    global_count,
+    starting,
+    starting_checked,
+)
 from ..matmul.sharded import LINEAR
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many
@@ -44,10 +52,12 @@ def linear_cross_entropy(
 
     input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int32 or int64. The rest as of `cross_entropy`, also
     what is returned; as `torch.nn.functional.linear_cross_entropy`.
-    chunk_tokens: how many tokens' logits are held at once; without it, as many as fit in 1 GiB (64 MiB on a CPU).
+    chunk_tokens: how many tokens' logits are held at once; without it, as many as fit in 1 GiB (64 MiB on a CPU), if the
+    vocabulary is shared evenly.
     inplace_backward: the gradients that forward made are given away and not copied; a second backward gets autograd's error.
-    Memory above inputs and gradients: the logits of a chunk, twice where they are vocab-parallel; and with more than one chunk
-    the weight's gradient in float32, so that the number of chunks does not change its error.
+    Memory above inputs and gradients: the logits of a chunk, two chunks' where they are vocab-parallel; with more than one
+    chunk also the weight's gradient in float32, so that the number of chunks does not change its error; and in backward,
+    where they are not given away, the gradients that forward made beside those that are returned.
     Work: three GEMMs, 6 N H V flop; four for "none", with return_lse and in float16, where backward computes the logits
     again. Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
@@ -64,9 +74,10 @@ def linear_cross_entropy(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
+    scalar = as_denominator(denominator, weight, input)
     if denominator is None and reduction == "mean" and isinstance(target, DTensor):
-        denominator = global_count(target, weight, ignore_index, torch.promote_types(input.dtype, torch.float32))
-    operands = (input, linear_weight, target, linear_bias, weight, as_denominator(denominator, input))
+        scalar = global_count(target, weight, ignore_index, torch.promote_types(input.dtype, torch.float32))
+    operands = (input, linear_weight, target, linear_bias, weight, scalar)
     asked: dict[str, Any] = {
         "options": options,
         "wanted": _wanted(input, linear_weight, linear_bias),
@@ -98,10 +109,10 @@ def vocab_parallel_linear_cross_entropy(
 
     input: [..., H], the same on every rank; with sequence_parallel this rank's part of dim 0, cut as torch.chunk cuts.
     linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between
-    ranks and be 0. target, weight: of all tokens, of all classes, the same on every rank. chunk_tokens: the same on every rank.
+    ranks and be 0. target, weight: of all tokens, of all classes; they, chunk_tokens and the options are the same on every rank.
     Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
-    Communication: in forward an all-gather of 12 bytes per token and rank (16 with label smoothing) and as many once, in one
-    piece a chunk, while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
+    Communication: in forward an all-gather of 12 bytes per token and rank (16 with label smoothing), in one piece a
+    chunk, after one of 36 bytes in which the ranks agree, while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
     sequence_parallel an all-gather of the input before, and a reduce-scatter in place of the all-reduce.
     Raises ValueError as `linear_cross_entropy` and `vocab_parallel_cross_entropy` do.
     """
@@ -111,9 +122,9 @@ def vocab_parallel_linear_cross_entropy(
         )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    asked, scalar = Options(**options), as_denominator(denominator, input)
-    V, failed = len(linear_weight), None
+    V, asked, scalar, failed = len(linear_weight) if linear_weight.ndim else 0, None, None, None
     try:
+        asked, scalar = Options(**options), as_denominator(denominator, weight, input)
         _check_part(input, target, group, sequence_parallel)
         _check(
             Form((*target.shape, input.shape[-1]), input.dtype, input.device), linear_weight, linear_bias, chunk_tokens
@@ -122,8 +133,9 @@ def vocab_parallel_linear_cross_entropy(
         check(form, target, weight, scalar, asked, vocab_start, vocab_size)
     except ValueError as error:
         failed = error
-    nothing = torch.zeros(1, 3, device=input.device)
-    agreed = starting_checked(group, vocab_start, V, vocab_size, failed)(nothing)()[0, 0, 0]  # 0, or NaN
+    agreeing = starting_checked(group, Classes(vocab_start, V, vocab_size, target.numel()), failed)
+    agreed = agreeing(torch.zeros(1, 3, device=input.device))()[0, 0, 0]  # 0, or NaN
+    assert asked is not None, "otherwise it failed, and that was raised"
     whole = _Gathered.apply(input, len(target), group) if sequence_parallel else _Shared.apply(input, group)  # type: ignore[no-untyped-call]
     loss, *lse = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
@@ -154,7 +166,9 @@ def _check(input: Form, linear_weight: Tensor, linear_bias: Tensor | None, chunk
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, input {input.dtype} on {input.device}; convert one of them"
             )
-    if chunk_tokens is not None and (isinstance(chunk_tokens, bool) or chunk_tokens < 1):
+    if chunk_tokens is not None and (
+        not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1
+    ):
         raise ValueError(
             f"chunk_tokens is {chunk_tokens!r}; give a number of tokens, 1 or more, or None to have it chosen"
         )
@@ -218,6 +232,10 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
     input_shape, weight_shape, target_shape, bias_shape, _, _ = shapes
     assert input is not None and linear_weight is not None and input_shape and weight_shape, "both are given"
     product: Sharding = LINEAR.rule((input, linear_weight, linear_bias), (input_shape, weight_shape, bias_shape), {})
+    if input.is_partial() or linear_weight.is_partial():
+        raise LayoutError(
+            f"linear_cross_entropy is not linear in input ({input}) and linear_weight ({linear_weight}); reshard what is Partial first"
+        )
     if product.output.is_partial():
         raise LayoutError(
             f"linear_cross_entropy has input ({input}) and linear_weight ({linear_weight}), whose logits would be "

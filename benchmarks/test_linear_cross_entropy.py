@@ -1,0 +1,93 @@
+"""What linear cross-entropy holds and multiplies at the size of a large language model's head, beside torch's own.
+
+Counted on tensors without data, in forward and backward: the most that was held above inputs and gradients, and the flop of
+the GEMMs over those of three. Weft's kernels are stood for by what they allocate. No time is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from weft.kernels import linear_cross_entropy
+from weft.kernels.linear_cross_entropy import chunks, function
+
+from benchmarks.memory import Held, on_meta
+
+HIDDEN, CLASSES = 4096, 128256
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), target)
+
+
+def given_away(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = linear_cross_entropy(x, weight, target, inplace_backward=True)
+    return loss
+
+
+def of_each_token(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = linear_cross_entropy(x, weight, target, reduction="none")
+    return loss.mean()
+
+
+WAYS: dict[str, Loss] = {
+    "Weft": linear_cross_entropy,
+    "Weft, inplace_backward": given_away,
+    'Weft, "none"': of_each_token,
+    "eager torch": eager,
+}
+
+
+class Allocations:
+    """What the kernels allocate."""
+
+    @staticmethod
+    def statistics(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+        return logits.new_empty(target.numel(), 3, dtype=torch.float32)
+
+    @staticmethod
+    def losses(statistics: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return statistics.new_empty(target.shape), statistics.new_empty(target.shape)
+
+    @staticmethod
+    def gradient(*given: Any) -> Tensor:
+        out: Tensor = given[-1]
+        return out
+
+    statistics_and_gradient = statistics
+
+
+def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    return part.detach() if in_place and part.dtype == dtype else part.new_empty(part.shape, dtype=dtype)
+
+
+def counted(loss: Loss, tokens: int) -> tuple[int, float]:
+    """Bytes above inputs and gradients at the most, and GEMM flop over 6 N H V."""
+    x, weight = on_meta(tokens, HIDDEN).requires_grad_(), on_meta(CLASSES, HIDDEN).requires_grad_()
+    kernels = (
+        patch.object(chunks, "passes_on", lambda logits: Allocations),
+        patch.object(function, "passes_on", lambda logits: Allocations),
+        patch.object(function, "scaled", scaled),
+    )
+    with kernels[0], kernels[1], kernels[2], Held() as held:
+        loss(x, weight, on_meta(tokens, dtype=torch.int64)).backward()
+    gradients = x.nbytes + weight.nbytes
+    return held.peak_bytes - gradients, held.gemm_flop / (6 * tokens * HIDDEN * CLASSES)
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_linear_cross_entropy_memory_and_work(tokens: int) -> None:
+    found: dict[str, Any] = {name: counted(loss, tokens) for name, loss in WAYS.items()}
+    print(f"\n{tokens} tokens, H={HIDDEN}, V={CLASSES}, bf16, forward and backward")
+    print(f"{'':26}{'GB above inputs and gradients':>30}{'GEMM flop / 6NHV':>20}")
+    for name, (nbytes, work) in found.items():
+        print(f"{name:26}{nbytes / 1e9:30.2f}{work:20.3f}")
+    assert found["Weft"][1] == 1
+    assert found['Weft, "none"'][1] == 4 / 3
