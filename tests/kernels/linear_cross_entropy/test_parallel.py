@@ -18,13 +18,13 @@ from weft.mesh.extents import chunk
 from weft.reshard import distribute, reshard
 
 from tests.kernels.cross_entropy.cases import given
-from tests.kernels.linear_cross_entropy.cases import check, make
+from tests.kernels.linear_cross_entropy.cases import Given, check, make
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool
 
 RANKS, TOKENS = 4, (7, 2)
 OPTIONS: list[Any] = [
-    pytest.param({}, id="plain"),
+    pytest.param({"ignore_index": 3}, id="a-class-ignored"),
     pytest.param(
         {"weight": True, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 7.0, "logit_scale": 1.3}, id="all"
     ),
@@ -35,8 +35,15 @@ VOCABULARIES: list[Any] = [  # and how the ranks share it
 ]
 
 
-def by_group(V: int, sizes: list[int], reduction: str, sequence: bool, options: dict[str, Any]) -> tuple[Any, ...]:
+def tokens_of(V: int, reduction: str, options: dict[str, Any]) -> Given:
+    """Some of them to be ignored, whatever class that is."""
     case = make(TOKENS, V, "cpu", torch.bfloat16, reduction, bias=True)
+    case.target[case.target == -100] = options.get("ignore_index", -100)
+    return case
+
+
+def by_group(V: int, sizes: list[int], reduction: str, sequence: bool, options: dict[str, Any]) -> tuple[Any, ...]:
+    case = tokens_of(V, reduction, options)
     rank = dist.get_rank()
     start = sum(sizes[:rank])
     rows = slice(*chunk(TOKENS[0], RANKS, rank)) if sequence else slice(None)
@@ -59,7 +66,7 @@ def by_group(V: int, sizes: list[int], reduction: str, sequence: bool, options: 
 def test_by_the_group_it_is_torchs(pool: Pool, V, sizes, options, reduction, sequence):
     """14 tokens in chunks of 5: three gathers, after one in which the ranks agree; the input's gradient reduced once."""
     results = pool.run(by_group, V, sizes, reduction, sequence, options, ranks=RANKS)
-    case = make(TOKENS, V, "cpu", torch.bfloat16, reduction, bias=True)
+    case = tokens_of(V, reduction, options)
     loss = results[0][0]
     of_input = torch.cat([each[1] for each in results]) if sequence else results[0][1]
     gradients = [of_input, *(torch.cat([each[i] for each in results]) for i in (2, 3))]
@@ -187,9 +194,15 @@ def test_every_rank_is_told_what_is_wrong(pool: Pool, change, messages):
 GRID = ProcessMesh.grid(dp=2, tp=2)
 
 
-def training_step(sequence: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens over dp and classes over tp, as `parallelize` lays them; whole, the loss and the gradients."""
+def batch(ignored: int) -> Given:
     case = make((4, 3), 7, dtype=torch.float64)
+    case.target[:ignored] = -100
+    return case
+
+
+def training_step(sequence: bool, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens over dp and classes over tp, as `parallelize` lays them; whole, the loss and the gradients."""
+    case = batch(ignored)
     x = distribute(case.input.detach(), Layout(GRID, "dp: S(0), tp: S(1)" if sequence else "dp: S(0)")).requires_grad_()
     weight = distribute(case.linear_weight.detach(), Layout(GRID, "tp: S(0)")).requires_grad_()
     target = distribute(case.target, Layout(GRID, "dp: S(0)"))
@@ -201,10 +214,11 @@ def training_step(sequence: bool) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach().full_tensor(), x.grad.full_tensor(), weight.grad.full_tensor()
 
 
+@pytest.mark.parametrize("ignored", [0, 2], ids=["none-ignored", "a-rank-all-ignored"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor-parallel", "sequence-parallel"])
-def test_by_the_layout_the_inputs_gradient_is_reduced_once(pool: Pool, sequence):
-    case = make((4, 3), 7, dtype=torch.float64)
+def test_by_the_layout_the_inputs_gradient_is_reduced_once(pool: Pool, sequence, ignored):
+    case = batch(ignored)
     loss = linear_cross_entropy(case.input, case.linear_weight, case.target)
     expected = (loss.detach(), *torch.autograd.grad(loss, case.leaves()))
-    for found in pool.run(training_step, sequence, ranks=4):
+    for found in pool.run(training_step, sequence, ignored, ranks=4):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

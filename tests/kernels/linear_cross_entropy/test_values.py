@@ -120,6 +120,27 @@ def test_a_class_may_be_the_one_to_ignore(device, V):
     assert (loss[:3] == 0).all()
 
 
+@pytest.mark.parametrize("masked", [slice(30, 37), slice(0, 30), slice(1, None)], ids=["tail", "head", "all-but-one"])
+def test_classes_whose_bias_is_minus_infinity(device, masked):
+    """As a vocabulary that was padded has them."""
+    case = make((9,), 37, device, reduction="none", bias=True)
+    with torch.no_grad():
+        case.linear_bias[masked] = -torch.inf
+    case.target[:] = int((case.linear_bias.detach() > -torch.inf).nonzero()[0])
+    loss, gradients = run(case, reduction="none", chunk_tokens=4)
+    check(case, loss, gradients, reduction="none")
+    assert all(each.isfinite().all() for each in (loss, *gradients))
+    assert (gradients[2][masked] == 0).all()
+
+
+def test_no_gap_of_200_is_lost_to_smoothing(device):
+    case = make((4,), 31, device, reduction="none", bias=True)
+    with torch.no_grad():
+        case.linear_bias[3] += 200
+    case.target[:2] = torch.tensor([3, 5])
+    check(case, *run(case, reduction="none", label_smoothing=0.1), reduction="none", label_smoothing=0.1)
+
+
 class Work(TorchDispatchMode):
     """The GEMMs that run, and the elements of the largest tensor that any op makes."""
 

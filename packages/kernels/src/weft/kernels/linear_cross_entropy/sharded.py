@@ -111,8 +111,8 @@ def vocab_parallel_linear_cross_entropy(
     linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between
     ranks and be 0. target, weight: of all tokens, of all classes; they, chunk_tokens and the options are the same on every rank.
     Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
-    Communication: in forward an all-gather of 12 bytes per token and rank (16 with label smoothing), in one piece a
-    chunk, after one of 36 bytes in which the ranks agree, while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
+    Communication: in forward one all-gather of 36 bytes in which the ranks agree, and one a chunk of 12 bytes per token and
+    rank (16 with label smoothing), while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
     sequence_parallel an all-gather of the input before, and a reduce-scatter in place of the all-reduce.
     Raises ValueError as `linear_cross_entropy` and `vocab_parallel_cross_entropy` do.
     """
