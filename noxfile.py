@@ -16,6 +16,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
 
 # Imports every module of the package it is given, and prints what else was loaded.
 IMPORT_ALL = """
@@ -82,6 +83,16 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation in docs/_build/html; a warning is an error. Arguments go to sphinx-build."""
+    python, pages = _weft(session), ROOT / "docs"
+    built = pages / "_build" / "html"
+    strict = ("-E", "-W", "--keep-going", "-q")  # all pages anew: a change of conf.py is not seen otherwise
+    session.run(python, "-m", "sphinx", *strict, *session.posargs, str(pages), str(built))
+    session.log(f"The first page is {built / 'index.html'}")
+
+
+@nox.session
 def wheels(session: nox.Session) -> None:
     """Builds the four wheels, and imports each where nothing but its declared dependencies is installed.
 
@@ -113,7 +124,7 @@ def wheels(session: nox.Session) -> None:
 def _weft(session: nox.Session) -> str:
     """The python that has the four packages (editable), torch and the test tools."""
     editable = [argument for name in PACKAGES for argument in ("-e", f"./packages/{name}")]
-    return _environment(session, "weft", ["torch", "hatchling", "editables", *TEST_TOOLS], editable)
+    return _environment(session, "weft", ["torch", "hatchling", "editables", *TEST_TOOLS, *DOCS_TOOLS], editable)
 
 
 def _environment(session: nox.Session, name: str, requirements: list[str], editable: list[str] | None = None) -> str:

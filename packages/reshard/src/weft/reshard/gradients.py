@@ -38,9 +38,9 @@ class GradientSync:
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
 
-    sync = GradientSync(model)
-    loss.backward(); sync.wait(); optimizer.step()
-    with sync.paused(): ...   # backward passes that only accumulate
+        sync = GradientSync(model)
+        loss.backward(); sync.wait(); optimizer.step()
+        with sync.paused(): ...   # backward passes that only accumulate
     """
 
     def __init__(

@@ -1,0 +1,58 @@
+"""Sphinx's settings, and how a docstring of this house becomes the markup that Sphinx reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+project = "Weft"
+project_copyright = "the Weft authors; Apache-2.0"
+version = release = "0.1.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "Weft"
+html_copy_source = False
+html_show_sphinx = False
+myst_heading_anchors = 3  # levels of headings that links may name
+
+nitpicky = True  # a page that names what the reference does not have is an error
+nitpick_ignore_regex = [("py:.*", r"(?!weft\.\w+\.\w+$).*")]  # in signatures: names of others, and of inner modules
+
+add_module_names = False
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+
+# How an item of a docstring begins, at a line's beginning or after a sentence: "gate, up: …", "Layouts: …", "Raises …".
+ITEM = r"(?:(?:[a-z_]\w*(?:, [a-z_]\w*)*|[A-Z][a-z]+)(?=: )|Raises(?= )|Returns(?= ))"
+
+
+def markup(docstring: str) -> Iterator[str]:
+    """Lines of reStructuredText: paragraphs, items as a list, and what is indented by four as a program."""
+    for number, paragraph in enumerate(re.split(r"\n{2,}", docstring.strip("\n"))):
+        if paragraph.startswith("    "):
+            yield from (".. code-block:: python", "", *paragraph.split("\n"), "")
+            continue
+        for text in re.split(rf"\n(?={ITEM})|(?<=\.) (?={ITEM})|(?<=\.)\n(?=[A-Z`])", paragraph):
+            line, item = " ".join(text.split()), re.match(ITEM, text) if number else None
+            yield f"- **{item[0]}**{inline(line[item.end() :])}" if item else inline(line)
+            yield ""
+
+
+def inline(text: str) -> str:
+    """`code` as a literal, all else as it stands."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([\\*_|])", r"\\\1", part) for part in parts[::2]]
+    parts[1::2] = [f"``{part}``\\ " for part in parts[1::2]]
+    return "".join(parts)
+
+
+def setup(app: Any) -> None:
+    def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = markup("\n".join(lines))
+
+    app.connect("autodoc-process-docstring", process)
