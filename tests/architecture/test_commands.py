@@ -5,7 +5,8 @@ import pytest
 from tests.architecture.rules import ROOT, code_blocks, nox_sessions, run_commands, unknown_sessions
 
 SESSIONS = nox_sessions((ROOT / "noxfile.py").read_text())
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/test.yml"]
+PAGES = [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/test.yml", *PAGES]
 
 
 def words_in_blocks(markdown: str) -> list[list[str]]:
