@@ -15,7 +15,10 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Weft"
 html_copy_source = False
+html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # lines of 100 characters fit
 html_show_sphinx = False
+highlight_language = "text"
+smartquotes = False  # "none" is a value
 myst_heading_anchors = 3  # levels of headings that links may name
 
 nitpicky = True  # a page that names what the reference does not have is an error
