@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 
 # Imports every module of the package it is given, and prints what else was loaded.
 IMPORT_ALL = """
@@ -35,8 +35,9 @@ nox.logger.logger.addFilter(lambda record: "uv binary not found" not in record.g
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """The tests; arguments go to pytest."""
-    _pytest(session, *session.posargs)
+    """The tests; arguments go to pytest. Without any, all of them, files in parallel."""
+    workers = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile")
+    _pytest(session, *(session.posargs or workers))
 
 
 @nox.session
