@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 
 # Imports every module of the package it is given, and prints what else was loaded.
 IMPORT_ALL = """

@@ -129,7 +129,8 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 def test_processes_that_a_launcher_started_join_one_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "weft.models.cli", "train"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "weft.models.cli", "train"),
             *("--steps", "2", "--mesh.tp", "2", "--output", "run", *SMALL),
         ],
         cwd=tmp_path,
