@@ -15,7 +15,16 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+TEST_TOOLS = (
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "pytest-benchmark",
+    "hypothesis",
+    "mypy",
+    "transformers",
+    *PICTURE_TOOLS,
+)
 
 # Imports every module of the package it is given, and prints what else was loaded.
 IMPORT_ALL = """
@@ -54,6 +63,12 @@ def test_gpu(session: nox.Session) -> None:
 def benchmark(session: nox.Session) -> None:
     """The benchmarks; arguments go to pytest."""
     _pytest(session, "benchmarks", "--capture=no", "--timeout=1200", *session.posargs)
+
+
+@nox.session
+def benchmark_compare(session: nox.Session) -> None:
+    """Compares a run of the benchmarks with those before it; arguments go to benchmarks/compare.py."""
+    session.run(sys.executable, "-m", "benchmarks.compare", *session.posargs)  # the standard library is enough
 
 
 @nox.session

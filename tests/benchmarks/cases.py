@@ -27,18 +27,16 @@ def unmeasured(name: str = "loss", way: str = "Weft", status: str = "failed", **
 
 def run(*cases: Case, minute: int = 0, **rest: Any) -> Run:
     """A run of the GPU, in a minute of its day."""
-    return Run(
-        **{
-            "device": GPU,
-            "time": f"2026-03-01T12:{minute:02}:00Z",
-            "commit": f"{minute:02}23456789abcdef",
-            "dirty": False,
-            "versions": {"python": "3.12.9", "torch": "2.11.0", "triton": "3.6.0"},
-            "ceilings": {"copy_bytes_per_second": 4.1e12},
-            "cases": cases or (case(),),
-        }
-        | rest
-    )
+    usual: dict[str, Any] = {
+        "device": GPU,
+        "time": f"2026-03-01T12:{minute:02}:00Z",
+        "commit": f"{minute:02}23456789abcdef",
+        "dirty": False,
+        "versions": {"python": "3.12.9", "torch": "2.11.0", "triton": "3.6.0"},
+        "ceilings": {"copy_bytes_per_second": 4.1e12},
+        "cases": cases or (case(),),
+    }
+    return Run(**(usual | rest))
 
 
 def benchmark(test: str, /, *, stats: Any = None, group: str | None = "losses", **extra: Any) -> dict[str, Any]:
@@ -48,8 +46,9 @@ def benchmark(test: str, /, *, stats: Any = None, group: str | None = "losses", 
     return {"name": test, "fullname": fullname, "group": group, "params": None, "stats": stats, "extra_info": extra}
 
 
-def timed(test: str = "test_loss[Weft-4096]", /, *, way: str = "Weft", **extra: Any) -> dict[str, Any]:
-    return benchmark(test, **{"way": way, "kind": "time", "seconds_median": 1e-3} | extra)
+def timed(test: str = "test_loss[Weft-4096]", /, **extra: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {"way": "Weft", "kind": "time", "seconds_median": 1e-3}
+    return benchmark(test, **(usual | extra))
 
 
 def pytest_file(folder: Path, *benchmarks: dict[str, Any], name: str = "out.json", **rest: Any) -> Path:

@@ -229,7 +229,7 @@ def test_the_command_adds_and_tells_what_it_could_not_read(tmp_path: Path, capsy
         history.main(["add", str(tmp_path / "no.json")], results=tmp_path)
 
 
-@pytest.mark.parametrize("module", ["record", "history"])
+@pytest.mark.parametrize("module", ["record", "history", "compare", "report"])
 def test_the_standard_library_is_enough(module: str) -> None:
     program = f"import sys, benchmarks.{module}; print({{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
