@@ -49,7 +49,7 @@ def runs(device: str, results: Path = RESULTS) -> History:
     folder = results / folder_name(device)
     found: dict[str, Run] = {}
     unreadable = []
-    for file in sorted(folder.glob(RUN_FILES)):
+    for file in sorted(folder.glob(RUN_FILES)):  # by time, with which names begin
         try:
             run = read(file)
             if folder_name(run.device) != folder.name:
@@ -57,7 +57,7 @@ def runs(device: str, results: Path = RESULTS) -> History:
             found[file.name] = run
         except HistoryError as error:
             unreadable.append(str(error))
-    return History(dict(sorted(found.items(), key=lambda item: (item[1].time, item[0]))), tuple(unreadable))
+    return History(found, tuple(unreadable))
 
 
 def devices(results: Path = RESULTS) -> list[str]:
