@@ -58,6 +58,12 @@ def benchmark(session: nox.Session) -> None:
 
 
 @nox.session
+def benchmark_compare(session: nox.Session) -> None:
+    """Compares a run of the benchmarks with those before it; arguments go to benchmarks/compare.py."""
+    session.run(sys.executable, "-m", "benchmarks.compare", *session.posargs)  # the standard library is enough
+
+
+@nox.session
 def train(session: nox.Session) -> None:
     """Trains a model; arguments go to `weft train`, paths count from where you stand."""
     _replace_by(session, _weft(session), "-m", "weft.models.cli", "train", *session.posargs)
