@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
 
 # Imports every module of the package it is given, and prints what else was loaded.
@@ -36,8 +37,9 @@ nox.logger.logger.addFilter(lambda record: "uv binary not found" not in record.g
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """The tests; arguments go to pytest."""
-    _pytest(session, *session.posargs)
+    """The tests; arguments go to pytest. Without any, all of them, files in parallel."""
+    workers = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile")
+    _pytest(session, *(session.posargs or workers))
 
 
 @nox.session
@@ -54,6 +56,12 @@ def test_gpu(session: nox.Session) -> None:
 def benchmark(session: nox.Session) -> None:
     """The benchmarks; arguments go to pytest."""
     _pytest(session, "benchmarks", "--capture=no", "--timeout=1200", *session.posargs)
+
+
+@nox.session
+def benchmark_compare(session: nox.Session) -> None:
+    """Compares a run of the benchmarks with those before it; arguments go to benchmarks/compare.py."""
+    session.run(sys.executable, "-m", "benchmarks.compare", *session.posargs)  # the standard library is enough
 
 
 @nox.session

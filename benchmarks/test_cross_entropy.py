@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.conftest import Tell
+
 ROWS, CLASSES, SHARDS = 4, 16384, 4
 CASES: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
@@ -89,7 +91,7 @@ def _liger(logits: Any, target: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def test_cross_entropy_traffic() -> None:
+def test_cross_entropy_traffic(tell: Tell) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -105,6 +107,9 @@ def test_cross_entropy_traffic() -> None:
     if not any(name.startswith("Liger") for name in found):
         print("Liger                                         not installed: pip install liger-kernel")
     for name, row in found.items():
+        way, _, case = name.partition(", ")
+        figures = {"bytes_a_logit": row["forward"] + row["backward"], "gathered_bytes_a_token": row["gathered"]}
+        tell(case if way == "Weft" else "cross_entropy", way if way == "Weft" else name, "count", **figures)
         if name.startswith("Weft"):
             assert row["forward"] + row["backward"] < 6.05
             assert row["gathered"] <= 20

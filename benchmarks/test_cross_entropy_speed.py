@@ -6,10 +6,7 @@ clock and small sizes is how the tests see that it works.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import losses
+from benchmarks.conftest import Tell
 from benchmarks.losses import Way
 from benchmarks.timing import Clock, Device, in_turn
 
-RESULTS = Path(__file__).parent / "results"
 ROWS = 64  # of the gradient, compared with float64
 TOLERANCE = 2.0**-7  # of the largest gradient: an ulp of bf16, since what is compared rounded at different places
 
@@ -113,34 +110,32 @@ def told(title: str, found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _kept(case: str, found: dict[str, dict[str, float]]) -> None:
-    properties = torch.cuda.get_device_properties(0)
-    file = RESULTS / properties.name.replace(" ", "-") / f"{case}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "triton": __import__("triton").__version__}
-    content: dict[str, Any] = {"device": properties.name, **versions, "ways": found}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+def _tell_all(tell: Tell, case: str, found: Mapping[str, Mapping[str, float]]) -> None:
+    for way, row in found.items():
+        names = {"seconds": "seconds_median"}
+        figures = {names.get(name, name): value for name, value in row.items()}
+        tell(case, way, "time", status="measured" if row else "absent", **figures)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the speed of kernels is not measured")
 
 
 @needs_gpu
-def test_cross_entropy_speed() -> None:
+def test_cross_entropy_speed(tell: Tell) -> None:
     N, V = 8192, 131072
     found = of_logits(N, V, "cuda", Device())
     print(f"\n{told(f'cross-entropy, {N} x {V} bf16, forward and backward; roofline: a copy', found)}")
-    _kept("cross_entropy", found)
+    _tell_all(tell, f"cross_entropy, {N} x {V} bf16", found)
     assert found["Weft"]["roofline"] >= 0.90
     assert found["Weft, one shard"]["roofline"] >= 0.85
 
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [4096, 16384])
-def test_linear_cross_entropy_speed(tokens: int) -> None:
+def test_linear_cross_entropy_speed(tokens: int, tell: Tell) -> None:
     V, H = 128256, 4096
     found = of_products(tokens, V, H, "cuda", Device())
     title = f"linear cross-entropy, {tokens} tokens, H={H}, V={V} bf16, forward and backward; roofline: three GEMMs"
     print(f"\n{told(title, found)}")
-    _kept(f"linear_cross_entropy_{tokens}", found)
+    _tell_all(tell, f"linear_cross_entropy, {tokens} tokens, H={H}, V={V} bf16", found)
     assert found["Weft, inplace_backward"]["roofline"] >= 1 / 1.03

@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.kernels import linear_cross_entropy
 from weft.kernels.linear_cross_entropy import chunks, function
 
+from benchmarks.conftest import Tell
 from benchmarks.memory import Held, on_meta
 
 HIDDEN, CLASSES = 4096, 128256
@@ -83,11 +84,13 @@ def counted(loss: Loss, tokens: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("tokens", [4096, 16384])
-def test_linear_cross_entropy_memory_and_work(tokens: int) -> None:
+def test_linear_cross_entropy_memory_and_work(tokens: int, tell: Tell) -> None:
     found: dict[str, Any] = {name: counted(loss, tokens) for name, loss in WAYS.items()}
     print(f"\n{tokens} tokens, H={HIDDEN}, V={CLASSES}, bf16, forward and backward")
     print(f"{'':26}{'GB above inputs and gradients':>30}{'GEMM flop / 6NHV':>20}")
     for name, (nbytes, work) in found.items():
         print(f"{name:26}{nbytes / 1e9:30.2f}{work:20.3f}")
+        flop = work * 6 * tokens * HIDDEN * CLASSES
+        tell(f"linear_cross_entropy, {tokens} tokens", name, "count", peak_bytes=nbytes, flop=flop)
     assert found["Weft"][1] == 1
     assert found['Weft, "none"'][1] == 4 / 3

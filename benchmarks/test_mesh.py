@@ -33,6 +33,7 @@ CASES = {  # what, its budget in microseconds
 @pytest.mark.parametrize("name", CASES)
 def test_mesh_time(name: str, benchmark: BenchmarkFixture) -> None:
     call, budget = CASES[name]
+    benchmark.extra_info.update(case=name, way="Weft", kind="host_time")
     benchmark.pedantic(call, rounds=50, iterations=200, warmup_rounds=2)
     median = benchmark.stats.stats.median * 1e6
     print(f"\n{name}: {median:.2f} us, budget {budget} us, CPU time")

@@ -21,6 +21,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.reshard import plan
 
 from benchmarks import picture
+from benchmarks.conftest import Tell
 from benchmarks.dtensor_bytes import Counted, counted, placements
 from benchmarks.reshard_cases import CASES, Case, Pair, lower_bound_bytes
 
@@ -55,7 +56,7 @@ class Summary:
 
 
 @pytest.mark.timeout(600)
-def test_reshard_bytes() -> None:
+def test_reshard_bytes(tell: Tell) -> None:
     work = [(case, case.pairs(MATRIX_PAIRS if len(case.shape) == 2 else OTHER_PAIRS)) for case in CASES]
     searched = [(case, pairs[:SEARCHED_PAIRS]) for case, pairs in work if len(case.shape) == 2]
     bounds = {case: [lower_bound_bytes(case, *pair) for pair in pairs] for case, pairs in work}
@@ -64,6 +65,11 @@ def test_reshard_bytes() -> None:
         for (case, _), each in zip(some, counted(some, min_cost=engine == SEARCH), strict=True):
             summaries.append(_summary(engine, case, bounds[case], each))
     _print(summaries)
+    for row in summaries:
+        case = f"{row.mesh}, {' x '.join(map(str, row.shape))} fp32"
+        figures = {"bytes_over_bound_mean": row.mean, "bytes_over_bound_max": row.max, "share_above_bound": row.above}
+        tell(case, row.engine, "count", unneeded=row.unneeded, pairs=row.pairs, **figures)
+        tell(f"planning, {case}", row.engine, "host_time", seconds_median=row.planning_ms / 1e3)
     rows = [asdict(summary) for summary in summaries]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "reshard_bytes.json").write_text(_json(rows))

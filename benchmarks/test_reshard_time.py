@@ -23,6 +23,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import reshard
 from weft.reshard.groups import device_mesh
 
+from benchmarks.conftest import Tell
 from benchmarks.dtensor_bytes import placements
 from benchmarks.reshard_cases import Case, Pair, Placements, lower_bound_bytes, slices
 from tests.support.pool import Pool
@@ -99,7 +100,7 @@ def _part(layout: Placements, *, addend: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.timeout(600)
-def test_reshard_time(pool: Pool) -> None:
+def test_reshard_time(pool: Pool, tell: Tell) -> None:
     pairs = [*sorted(CASE.pairs()), *PARTIAL]
     by_rank = pool.run(measure, pairs, ranks=RANKS, timeout=580)
     ratios = [_ratio(pair, ranks) for pair, ranks in zip(pairs, zip(*by_rank, strict=True), strict=True)]
@@ -115,6 +116,13 @@ def test_reshard_time(pool: Pool) -> None:
     lowest, highest = min(each.again for each in moving), max(each.again for each in moving)
     print(f"geometric mean over {len(moving)} pairs: Weft / DTensor {mean:.2f}")
     print(f"noise floor: DTensor again / DTensor {floor:.2f}, of one pair {lowest:.2f} to {highest:.2f}")
+    for ratio in moving:
+        case = f"{ratio.src} -> {ratio.dst}, 64 MB on 2x2"
+        dtensor = ratio.dtensor_ms / 1e3
+        times = {"seconds_median": ratio.weft, "seconds_p20": ratio.p20, "seconds_p80": ratio.p80}
+        tell(case, "Weft", "host_time", **{name: each * dtensor for name, each in times.items()})
+        tell(case, "DTensor", "host_time", seconds_median=dtensor)
+        tell(case, "DTensor, again", "host_time", seconds_median=ratio.again * dtensor)
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text("[\n" + ",\n".join(json.dumps(asdict(ratio)) for ratio in ratios) + "\n]\n")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.architecture.rules import ROOT
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 PYTHON = (sys.executable,)
 PROGRAMS = [
     pytest.param(

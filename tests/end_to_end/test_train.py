@@ -129,13 +129,14 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 def test_processes_that_a_launcher_started_join_one_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "weft.models.cli", "train"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "weft.models.cli", "train"),
             *("--steps", "2", "--mesh.tp", "2", "--output", "run", *SMALL),
         ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=115,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -226,7 +227,7 @@ def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, 
 def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[int, list[str]]:
     """Starts a long run, does something to it at step 3, and gives its exit status and what it said of it.
 
-    Fails unless all its processes have ended within 10 s.
+    Fails unless all its processes have ended within 30 s.
     """
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
     with subprocess.Popen(
@@ -242,7 +243,7 @@ def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[i
             process.stdout.close()
             status = process.wait(timeout=20)
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
-                assert time.monotonic() - disturbed < 10
+                assert time.monotonic() - disturbed < 30
                 time.sleep(0.1)
             return status, process.stderr.read().strip().splitlines()
         finally:

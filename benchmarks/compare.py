@@ -1,0 +1,202 @@
+"""Compares a run with the median of the five before it on its device: `./run benchmark_compare [NEW] [--against OLD...]`.
+
+A ratio is the time before over the time now, 1.10 is a tenth faster; its noise goes from the 20th percentile before over the
+80th now to the 80th before over the 20th now. What may not be is in budgets.toml; where something is, the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import history
+from benchmarks.record import Case, HistoryError, Run, Spread, naming, printable, taken
+
+BUDGETS = Path(__file__).parent / "budgets.toml"
+RUNS = 5
+ROUNDING = 1e-9  # of quotients and their mean: a run at the edge passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """group, case: the least ratios of times.  counts: "NAME KEY" -> the most of a figure.  retired: names of cases."""
+
+    group: float
+    case: float
+    counts: Mapping[str, float]
+    retired: frozenset[str]
+
+    @classmethod
+    def read(cls, file: Path = BUDGETS) -> Budgets:
+        """Raises HistoryError."""
+        with naming(file, "write it as benchmarks/budgets.toml is in git"):
+            raw = tomllib.loads(file.read_text())
+            time, counts = taken(raw, "time", dict), taken(raw, "counts", dict)
+            least = {name: taken(time, name, float) for name in ("group", "case")}
+            most = {name: float(value) for name, value in counts.items()}
+            return cls(**least, counts=most, retired=frozenset(taken(raw, "retired", list)))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A timed case, before and now."""
+
+    case: Case
+    before: Spread
+
+    @property
+    def ratio(self) -> float:
+        return self.before.median / self.case.seconds.median
+
+    @property
+    def noise(self) -> tuple[float, float]:
+        now = self.case.seconds
+        return self.before.p20 / now.p80, self.before.p80 / now.p20
+
+    def __str__(self) -> str:
+        low, high = self.noise
+        told = f"{self.before.median * 1e3:.4g} ms before, {self.case.seconds.median * 1e3:.4g} ms now"
+        clock = " of the host" if self.case.kind == "host_time" else ""
+        return f"{self.case.title}: {self.ratio:.3f} ({low:.3f} to {high:.3f}); {told}{clock}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The timed cases that were timed before, too; what breaks a budget; what is worth a word."""
+
+    changes: tuple[Change, ...]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def changes(new: Run, old: Sequence[Run]) -> list[Change]:
+    """The timed cases of `new`, beside the medians over those of `old` that timed them. Raises HistoryError."""
+    if others := {run.device for run in old} - {new.device}:
+        told = ", ".join(sorted(map(repr, others)))
+        raise HistoryError(f"the run is of {new.device!r}, those before are of {told}; give runs of one device")
+    before: dict[tuple[str, ...], list[Spread]] = {}
+    for case in (case for run in old for case in run.cases if case.timed):
+        before.setdefault((*case.key, case.kind), []).append(case.seconds)
+    return [
+        Change(case, _median(before[*case.key, case.kind]))
+        for case in new.cases
+        if case.timed and (*case.key, case.kind) in before
+    ]
+
+
+def compare(new: Run, old: Sequence[Run], budgets: Budgets) -> Comparison:
+    """`new` beside `old`, by the budgets. Raises HistoryError for runs of several devices."""
+    found = changes(new, old)
+    lost, absent = _lost(new, old, budgets.retired)
+    over, unmet = _counted(new, budgets.counts)
+    return Comparison(tuple(found), (*_slower(found, budgets), *over, *lost), (*absent, *unmet))
+
+
+def _slower(found: Sequence[Change], budgets: Budgets) -> list[str]:
+    groups: dict[str, list[Change]] = {}
+    for change in found:
+        if change.case.ours and change.case.kind == "time":
+            groups.setdefault(change.case.group, []).append(change)
+    lines = []
+    for group, members in groups.items():
+        mean = statistics.geometric_mean(change.ratio for change in members)
+        if mean < budgets.group * (1 - ROUNDING):
+            told = f"the geometric mean of Weft's ratios is {mean:.3f}, under {budgets.group}"
+            lines.append("\n    ".join([f"{printable(group)}: {told}", *map(str, members)]))
+        lines += [
+            f"{change}: under {budgets.case}, and beyond the noise"
+            for change in members
+            if change.ratio < budgets.case * (1 - ROUNDING) and change.noise[1] < 1
+        ]
+    return lines
+
+
+def _counted(new: Run, counts: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """Figures of Weft's above their budget; budgets that no figure has."""
+    over, met = [], set()
+    for case in (case for case in new.cases if case.ours and case.status == "measured"):
+        for key, value in case.numbers.items():
+            budget = f"{case.name} {key}"
+            met.add(budget)
+            if value > counts.get(budget, value):
+                over.append(f"{case.title}: {key} is {value:.6g}, above its budget of {counts[budget]:.6g}")
+    return over, [f"no case has the figure of the budget {name!r}" for name in counts if name not in met]
+
+
+def _lost(new: Run, old: Sequence[Run], retired: frozenset[str]) -> tuple[list[str], list[str]]:
+    """Cases that were measured before, and now failed or are gone; baselines that are merely not installed."""
+    before = {case.key: (case, run) for run in old for case in run.cases if case.status == "measured"}
+    now = {case.key: case for case in new.cases}
+    lost: list[str] = []
+    absent: list[str] = []
+    for key, (case, run) in before.items():
+        status = now[key].status if key in now else "gone"
+        told = f"{case.title}: measured in the run of {run.time}, commit {run.commit[:10]}, and now {status}"
+        if status == "failed":
+            lost.append(f"{told}: {printable(str(now[key].figures.get('error', 'no error was told')))}")
+        elif status == "gone" and case.name not in retired:
+            lost.append(f"{told}; if it is to stay so, name it in `retired` of budgets.toml")
+        elif status == "absent":
+            (lost if case.ours else absent).append(told)
+    return lost, absent
+
+
+def _median(spreads: Sequence[Spread]) -> Spread:
+    p20, median, p80 = (statistics.median(getattr(each, name) for each in spreads) for name in ("p20", "median", "p80"))
+    return Spread(p20, median, p80)
+
+
+def newest(results: Path = history.RESULTS) -> Run | None:
+    """Of all devices. Raises HistoryError where it cannot be read: an older run would answer another question."""
+    files = sorted(results.glob(f"*/{history.RUN_FILES}"), key=lambda file: file.name)  # which begins with the time
+    return history.read(files[-1]) if files else None
+
+
+def before(new: Run, results: Path = history.RESULTS) -> tuple[list[Run], tuple[str, ...]]:
+    """The runs of its device before it, five at the most; a line on each file that could not be read."""
+    found = history.runs(new.device, results)
+    return [run for run in found.runs.values() if run != new and run.time <= new.time][-RUNS:], found.unreadable
+
+
+def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS, budgets_file: Path = BUDGETS) -> int:
+    parser = argparse.ArgumentParser(prog="./run benchmark_compare", description="Compares a run with those before it.")
+    parser.add_argument("new", nargs="?", type=Path, help="a run's file; the newest of the history without it")
+    parser.add_argument("--against", nargs="+", type=Path, default=[], metavar="OLD", help="not the five runs before")
+    options = parser.parse_args(arguments)
+    try:
+        budgets = Budgets.read(budgets_file)
+        new = history.load(options.new) if options.new else newest(results)
+        if new is None:
+            print(f"No history in {results}: nothing to compare.")
+            return 0
+        old, unreadable = before(new, results)
+        if options.against:
+            old, unreadable = [history.load(file) for file in options.against], ()
+        comparison = compare(new, old, budgets)
+    except HistoryError as error:
+        print(f"benchmark_compare: {error}", file=sys.stderr)
+        return 2
+    for line in unreadable:
+        print(f"not read: {line}", file=sys.stderr)
+    print(
+        f"{new.device}, commit {new.commit[:10]}, {new.time}, beside {len(old)} earlier runs; before / now (p20 to p80)"
+    )
+    if not old:
+        print("No history of this device before it: only the budgets of counted figures are checked.")
+    for change in comparison.changes:
+        print(f"  {change}")
+    for note in comparison.notes:
+        print(f"note: {note}")
+    for failure in comparison.failures:
+        print(f"FAILED: {failure}")
+    print(f"{len(comparison.changes)} timed cases compared, {len(comparison.failures)} failures")
+    return 1 if comparison.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

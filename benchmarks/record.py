@@ -1,0 +1,240 @@
+"""A run of the benchmarks, as a value and as a file.
+
+A run file is JSON, a line for each case, sorted by group, name and way: what was measured, on which device, with which
+versions. Every number is in SI units.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+TIME = "%Y-%m-%dT%H:%M:%SZ"
+KINDS = ("time", "host_time", "count")  # a kernel's time on a GPU; a CPU's; counted, by no clock
+STATUSES = ("measured", "absent", "failed")
+
+Figure = str | int | float
+
+
+class HistoryError(ValueError):
+    """A file that is no run, or runs that cannot be compared: which, what is wrong, the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds: the median, and the 20th and the 80th percentile."""
+
+    p20: float
+    median: float
+    p80: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to compute one thing, and its figures.
+
+    group, name: what is computed.  way: "Weft", a form of it ("Weft, one shard"), or a baseline's name.
+    kind: "time" of a kernel on a GPU, "host_time" of a CPU, or "count".  status: "measured", "absent" or "failed".
+    figures: numbers in SI units, and words.
+    Raises ValueError for figures that are neither, and for a measured time without seconds_median.
+    """
+
+    name: str
+    group: str
+    way: str
+    kind: str
+    status: str
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        words = {each.name: getattr(self, each.name) for each in fields(self)[:-1]}
+        for key, value in words.items():
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{key!r} of a case is {value!r:.60}, and a word is wanted: {words!r:.200}")
+        if self.kind not in KINDS or self.status not in STATUSES:
+            known = f"kinds are {', '.join(KINDS)}, statuses {', '.join(STATUSES)}"
+            raise ValueError(f"{self.title} is of kind {self.kind!r} and status {self.status!r}; {known}")
+        _check_figures(self.title, self.figures)
+        if doubled := words.keys() & self.figures.keys():
+            raise ValueError(f"{self.title} has a figure named {sorted(doubled)}, which a case has already; rename it")
+        if self.timed:
+            _check_seconds(self.title, [self.figures.get(f"seconds_{which}") for which in ("p20", "median", "p80")])
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is the same in another run of the same case."""
+        return self.group, self.name, self.way
+
+    @property
+    def title(self) -> str:
+        return printable(f"{self.group}: {self.name}, {self.way}")
+
+    @property
+    def ours(self) -> bool:
+        return self.way == "Weft" or self.way.startswith("Weft,")
+
+    @property
+    def timed(self) -> bool:
+        return self.status == "measured" and self.kind != "count"
+
+    @property
+    def seconds(self) -> Spread:
+        """Of a timed case; where there are no percentiles, the median stands for them."""
+        numbers = self.numbers
+        median = numbers["seconds_median"]
+        return Spread(numbers.get("seconds_p20", median), median, numbers.get("seconds_p80", median))
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """The figures that are no words; true and false are."""
+        return {key: value for key, value in self.figures.items() if not isinstance(value, str | bool)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The cases that were measured together: one device, one commit, one time (UTC).
+
+    versions: of python, torch, triton, weft, ….  ceilings: what the device can do at the most, in SI units.
+    Raises ValueError for cases of other devices, for one case twice, and for a kernel's time on a CPU.
+    """
+
+    device: str
+    time: str
+    commit: str
+    dirty: bool
+    versions: Mapping[str, str]
+    ceilings: Mapping[str, int | float]
+    cases: tuple[Case, ...]
+
+    def __post_init__(self) -> None:
+        folder_name(self.device)
+        datetime.strptime(self.time, TIME)
+        _check_figures("the run's ceilings", self.ceilings)
+        for name, word in {"commit": self.commit, **self.versions}.items():
+            if not isinstance(word, str):
+                raise ValueError(f"{name!r} of the run is {word!r:.60}, and a word is wanted")
+        if not self.cases:
+            raise ValueError("there is no case in it")
+        object.__setattr__(self, "cases", tuple(sorted(self.cases, key=lambda case: case.key)))
+        for case, following in itertools.pairwise(self.cases):
+            if case.key == following.key:
+                raise ValueError(f'{case.title} is there twice; extra_info["case"] can tell them apart')
+        for case in self.cases:
+            if case.figures.get("device", self.device) != self.device:
+                raise ValueError(f"it mixes devices: {self.device!r}, and {case.figures['device']!r} in {case.title}")
+            if case.kind == "time" and self.device.casefold() == "cpu":
+                raise ValueError(f"{case.title} is a kernel's time, of a CPU; a CPU's is of kind 'host_time'")
+
+    def text(self) -> str:
+        """The content of its file."""
+        head = {"schema": SCHEMA, **{each.name: getattr(self, each.name) for each in fields(self)[:-1]}}
+        lines = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in head.items()]
+        cases = [f"  {json.dumps(_flat(case))}" for case in self.cases]
+        return "{\n" + ",\n".join(lines) + ',\n "cases": [\n' + ",\n".join(cases) + "\n ]\n}\n"
+
+    def write(self, folder: Path) -> Path:
+        """Its file in `folder`, named by time and commit, and by a number where another run has that name already."""
+        folder.mkdir(parents=True, exist_ok=True)
+        commit = re.sub("[^0-9A-Za-z]", "", self.commit)[:10] or "unversioned"
+        stem = f"{re.sub('[-:]', '', self.time)}_{commit}"
+        for number in itertools.count(1):
+            file = folder / (f"{stem}.json" if number == 1 else f"{stem}_{number}.json")
+            try:
+                with file.open("x") as out:
+                    out.write(self.text())
+                break
+            except FileExistsError:
+                if file.read_bytes() == self.text().encode():
+                    break
+        return file
+
+
+def read(file: Path) -> Run:
+    """The run in a file that `Run.write` made. Raises HistoryError."""
+    with naming(file, "remove the file, or add the run anew from pytest-benchmark's JSON"):
+        raw = json_of(file)
+        if raw.get("schema") != SCHEMA:
+            raise ValueError(f"it is of schema {raw.get('schema')!r}, and {SCHEMA} is what can be read")
+        kinds = {"device": str, "time": str, "commit": str, "dirty": bool, "versions": dict, "ceilings": dict}
+        head = {name: taken(raw, name, kind) for name, kind in kinds.items()}
+        return Run(**head, cases=tuple(_unflat(each) for each in taken(raw, "cases", list)))
+
+
+def folder_name(device: str) -> str:
+    """Raises ValueError for a device whose name has neither letters nor digits."""
+    name = re.sub(r"[^0-9A-Za-z._+-]+", "-", device).strip("-.") if isinstance(device, str) else ""
+    if not name:
+        raise ValueError(f"{device!r:.60} names no device")
+    return name
+
+
+def printable(text: str) -> str:
+    """Newlines, and all else that shows nothing or that a terminal obeys, as Python writes them."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+@contextmanager
+def naming(file: Path, remedy: str) -> Iterator[None]:
+    """What is wrong with `file` becomes one line: which file, what is wrong, the remedy."""
+    try:
+        yield
+    except HistoryError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: of brackets without an end
+        what = error.strerror if isinstance(error, OSError) else error
+        raise HistoryError(printable(f"{file}: {what}; {remedy}")) from error
+
+
+def json_of(file: Path) -> dict[str, Any]:
+    """The object in `file`. Raises ValueError."""
+    text = file.read_text()
+    if not text.strip():
+        raise ValueError("it is empty")
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"it holds a {type(raw).__name__}, where a run is an object")
+    return raw
+
+
+def taken(raw: object, name: str, kind: type) -> Any:
+    """raw[name], of that kind. Raises ValueError."""
+    if not isinstance(raw, dict) or not isinstance(raw.get(name), kind):
+        found = f"{raw[name]!r:.60}" if isinstance(raw, dict) and name in raw else "missing"
+        raise ValueError(f"{name!r} is {found}, and a {kind.__name__} is wanted")
+    return raw[name]
+
+
+def _check_figures(whose: str, figures: Mapping[str, Any]) -> None:
+    for key, value in figures.items():
+        if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{key!r} of {whose} is {value!r:.60}, neither a word nor a finite number")
+
+
+def _check_seconds(whose: str, seconds: list[Figure | None]) -> None:
+    numbers = [each for each in seconds if isinstance(each, int | float)]
+    without = numbers != [each for each in seconds if each is not None] or seconds[1] is None
+    if without or numbers[0] <= 0 or numbers != sorted(numbers):
+        raise ValueError(f"p20, median and p80 of the seconds of {whose} are {seconds}; they must rise, from above 0")
+
+
+def _flat(case: Case) -> dict[str, Figure]:
+    head = {each.name: getattr(case, each.name) for each in fields(case)[:-1]}
+    return head | dict(sorted(case.figures.items()))
+
+
+def _unflat(raw: object) -> Case:
+    head = {each.name: taken(raw, each.name, str) for each in fields(Case)[:-1]}
+    assert isinstance(raw, dict), "taken has looked"
+    return Case(**head, figures={key: value for key, value in raw.items() if key not in head})

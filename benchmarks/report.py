@@ -1,0 +1,170 @@
+"""A run in Markdown, for the summary of a CI job: `python -m benchmarks.report FILE [--against FILE]`.
+
+FILE is a run of the history, or what pytest-benchmark wrote. Each figure of a way stands with its ratio to Weft's: 1.30 beside a
+time is a way that takes 1.30 times as long as Weft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks import history
+from benchmarks.compare import changes
+from benchmarks.record import STATUSES, Case, HistoryError, Run, printable
+
+TIMES = {"time": "time", "host_time": "time of the host"}
+SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all its numbers
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+
+
+def report(run: Run, against: Run | None = None) -> str:
+    """The whole page. Raises HistoryError where `against` is of another device."""
+    groups = {group: list(cases) for group, cases in itertools.groupby(run.cases, key=lambda case: case.group)}
+    statuses = Counter(case.status for case in run.cases)
+    counted = ", ".join(f"{statuses[status]} {status}" for status in STATUSES)
+    of = f"{escaped(run.device)}, commit {escaped(run.commit[:10])}{' with changes' if run.dirty else ''}, {run.time}"
+    lines = [f"# Benchmarks on {of}", "", f"Of {len(run.cases)} cases {counted}."]
+    means = [f"- in {escaped(group)}: {told}" for group, cases in groups.items() if (told := _means(cases))]
+    if means:
+        lines += ["", "Over Weft's, in the geometric mean of a group:", "", *means]
+    for group, cases in groups.items():
+        lines += ["", f"## {escaped(group)}", "", *_ways_side_by_side(cases)]
+    if against:
+        lines += ["", *_changed(run, against)]
+    return "\n".join(lines) + "\n"
+
+
+def escaped(raw: str) -> str:
+    """Such that Markdown shows `raw` as it is, in a cell of a table too."""
+    marks = re.sub(r"[\\`*_\[\]#|~$]", r"\\\g<0>", printable(raw))
+    return marks.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def quantity(label: str, value: float) -> str:
+    """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "91.0%" for a roofline."""
+    if label == "roofline":
+        return f"{value:.1%}"
+    unit = "s" if label in TIMES.values() else "B" if label.endswith("bytes") else ""
+    if not unit:
+        return f"{value:.6g}"
+    factor, prefix = next((each for each in PREFIXES if abs(value) >= each[0]), (1.0, ""))
+    return f"{value / factor:.4g} {prefix}{unit}"
+
+
+def _figures(case: Case) -> dict[str, float]:
+    """What is shown of a measured case, by its label."""
+    if case.status != "measured":
+        return {}
+    if case.kind == "count":
+        return dict(sorted(case.numbers.items()))
+    shown = {key: case.numbers[key] for key in SHOWN if key in case.numbers}
+    return {TIMES[case.kind]: case.seconds.median, **shown}
+
+
+def _ratios(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float]]:
+    """Of each way but Weft, each figure over Weft's; a share of the roofline is a ratio already."""
+    weft = {case.name: _figures(case) for case in cases if case.way == "Weft"}
+    for case in cases:
+        for label, value in _figures(case).items():
+            own = weft.get(case.name, {}).get(label)
+            if case.way != "Weft" and label != "roofline" and own and value / own > 0:
+                yield case, label, value / own
+
+
+def _means(cases: Sequence[Case]) -> str:
+    """Of each baseline: the geometric means of its ratios to Weft."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for case, label, ratio in _ratios(cases):
+        if not case.ours:
+            ratios.setdefault(case.way, {}).setdefault(label, []).append(ratio)
+    return "; ".join(
+        f"{escaped(way)} "
+        + ", ".join(f"{statistics.geometric_mean(each):.2f} {escaped(label)}" for label, each in by_label.items())
+        for way, by_label in ratios.items()
+    )
+
+
+def _ways_side_by_side(cases: Sequence[Case]) -> list[str]:
+    """A row for each figure of each name."""
+    ways = sorted({case.way for case in cases}, key=lambda way: (way != "Weft", not way.startswith("Weft,"), way))
+    ratios = {(case.key, label): ratio for case, label, ratio in _ratios(cases)}
+    rows = []
+    for name, of_name in itertools.groupby(cases, key=lambda case: case.name):
+        by_way = {case.way: case for case in of_name}
+        labels = dict.fromkeys(label for way in ways if way in by_way for label in _figures(by_way[way])) or {"": None}
+        for label in labels:
+            cells = [_cell(by_way.get(way), label, ratios) for way in ways]
+            rows.append([escaped(name), escaped(label), *cells])
+    return _table(["case", "figure", *map(escaped, ways)], rows)
+
+
+def _cell(case: Case | None, label: str, ratios: dict[tuple[tuple[str, str, str], str], float]) -> str:
+    if case is None:
+        return ""
+    if case.status != "measured":
+        return escaped(f"{case.status}: {case.figures['error']}" if "error" in case.figures else case.status)
+    figures = _figures(case)
+    if label not in figures:
+        return ""
+    ratio = ratios.get((case.key, label), math.nan)
+    return quantity(label, figures[label]) + ("" if math.isnan(ratio) else f" ({ratio:.2f})")
+
+
+def _changed(run: Run, against: Run) -> list[str]:
+    """Times beyond the noise, numbers that were counted, and cases that came, went or changed their status."""
+    rows = []
+    for change in changes(run, [against]):
+        low, high = change.noise
+        if low > 1 or high < 1:
+            label, ratio = TIMES[change.case.kind], f"{change.ratio:.2f} ({low:.2f} to {high:.2f})"
+            before, now = (quantity(label, each.median) for each in (change.before, change.case.seconds))
+            rows.append([*_named(change.case), label, before, now, ratio])
+    old, new = ({case.key: case for case in each.cases} for each in (against, run))
+    for key in sorted(old.keys() | new.keys()):
+        statuses = [cases[key].status if key in cases else "not there" for cases in (old, new)]
+        if statuses[0] != statuses[1]:
+            rows.append([*_named(new.get(key) or old[key]), "status", *statuses, ""])
+            continue
+        was, becomes = _figures(old[key]), _figures(new[key])
+        for label in sorted((was.keys() | becomes.keys()) - {*TIMES.values(), "roofline"}):
+            if was.get(label) != becomes.get(label):
+                told = [quantity(label, each[label]) if label in each else "" for each in (was, becomes)]
+                quotient = f"{was[label] / becomes[label]:.2f}" if label in was and becomes.get(label) else ""
+                rows.append([*_named(new[key]), escaped(label), *told, quotient])
+    head = f"## Changed since commit {escaped(against.commit[:10])}, {against.time}"
+    if not rows:
+        return [head, "", "Nothing, beyond the noise of times."]
+    table = _table(["group", "case", "way", "figure", "before", "now", "before / now (noise)"], sorted(rows))
+    return [head, "", *table]
+
+
+def _named(case: Case) -> list[str]:
+    return [escaped(case.group), escaped(case.name), escaped(case.way)]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A run in Markdown.")
+    parser.add_argument("file", type=Path, help="a run of benchmarks/results, or what --benchmark-json wrote")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="a run before it: what has changed since")
+    options = parser.parse_args(arguments)
+    try:
+        against = history.load(options.against) if options.against else None
+        print(report(history.load(options.file), against), end="")
+    except HistoryError as error:
+        sys.exit(f"benchmarks.report: {error}")
+
+
+if __name__ == "__main__":
+    main()
