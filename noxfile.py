@@ -37,8 +37,8 @@ nox.logger.logger.addFilter(lambda record: "uv binary not found" not in record.g
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """The tests; arguments go to pytest. Without any, all of them, files in parallel."""
-    workers = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile")
+    """The tests; arguments go to pytest. Without any, all of them, on several workers."""
+    workers = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
     _pytest(session, *(session.posargs or workers))
 
 

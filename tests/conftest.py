@@ -14,3 +14,12 @@ def pool() -> Iterator[Pool]:
     """Gloo worker processes: `pool.run(function, *arguments, ranks=4)` returns the results by rank."""
     with Pool() as pool:
         yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With pytest-xdist, tests that start processes run on one worker, since together they would crowd the cores; the others
+    a file at a time.
+    """
+    for item in items:
+        starts = "pool" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("processes" if starts else item.path.name))
