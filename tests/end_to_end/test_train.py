@@ -179,7 +179,7 @@ def test_bad_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "short.txt").write_text("hello")
     before = sorted(tmp_path.rglob("*"))
-    done = weft(*arguments, cwd=tmp_path, timeout=20)
+    done = weft(*arguments, cwd=tmp_path, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
     said = re.sub(r"[│╭╮╰╯─\s]+", " ", done.stderr).strip()  # a message about an option is drawn in a box
@@ -190,7 +190,7 @@ def test_bad_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_
 
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "3"}
-    done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, timeout=20, **world)
+    done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, timeout=60, **world)
     assert done.returncode == 2
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
 
@@ -241,7 +241,7 @@ def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[i
             disturb(process.pid, workers)
             disturbed = time.monotonic()
             process.stdout.close()
-            status = process.wait(timeout=20)
+            status = process.wait(timeout=60)
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
                 assert time.monotonic() - disturbed < 30
                 time.sleep(0.1)
