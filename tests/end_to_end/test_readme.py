@@ -42,7 +42,7 @@ def test_the_programs_shown_run(document: str, runs: list[tuple[tuple[str, ...],
     for program, (command, output) in zip(programs, runs, strict=True):
         (tmp_path / "program.py").write_text(program)
         done = subprocess.run(
-            [*command, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=115, check=False
+            [*command, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
         )
         assert done.returncode == 0, done.stderr
         assert re.search(output, done.stdout), done.stdout

@@ -136,7 +136,7 @@ def test_processes_that_a_launcher_started_join_one_run(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=90,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -179,7 +179,7 @@ def test_bad_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "short.txt").write_text("hello")
     before = sorted(tmp_path.rglob("*"))
-    done = weft(*arguments, cwd=tmp_path, timeout=60)
+    done = weft(*arguments, cwd=tmp_path, timeout=20)
     assert done.returncode == 2
     assert done.stdout == ""
     said = re.sub(r"[│╭╮╰╯─\s]+", " ", done.stderr).strip()  # a message about an option is drawn in a box
@@ -190,7 +190,7 @@ def test_bad_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_
 
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "3"}
-    done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, timeout=60, **world)
+    done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, timeout=20, **world)
     assert done.returncode == 2
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
 
@@ -227,7 +227,7 @@ def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, 
 def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[int, list[str]]:
     """Starts a long run, does something to it at step 3, and gives its exit status and what it said of it.
 
-    Fails unless all its processes have ended within 30 s.
+    Fails unless all its processes have ended within 10 s.
     """
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
     with subprocess.Popen(
@@ -241,9 +241,9 @@ def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[i
             disturb(process.pid, workers)
             disturbed = time.monotonic()
             process.stdout.close()
-            status = process.wait(timeout=60)
+            status = process.wait(timeout=20)
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
-                assert time.monotonic() - disturbed < 30
+                assert time.monotonic() - disturbed < 10
                 time.sleep(0.1)
             return status, process.stderr.read().strip().splitlines()
         finally:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear_cross_entropy
-from weft.kernels.cross_entropy import library as of_logits
+from weft.kernels.cross_entropy import custom_ops as of_logits
 from weft.kernels.cross_entropy import options as checks
-from weft.kernels.linear_cross_entropy import library as of_products
+from weft.kernels.cross_entropy.options import Options
+from weft.kernels.linear_cross_entropy import custom_ops as of_products
 
 from tests.kernels.cross_entropy.cases import given
 from tests.kernels.linear_cross_entropy.cases import make
@@ -24,6 +26,7 @@ ASKED: list[Any] = [
     pytest.param({"denominator": 7.0, "weight": True, "label_smoothing": 0.1}, id="denominator"),
     pytest.param({"reduction": "none", "z_loss": 0.1, "softcap": 5.0}, id="none"),
     pytest.param({"return_lse": True, "label_smoothing": 0.1}, id="lse"),
+    pytest.param({"inplace_backward": True}, id="in-place"),
 ]
 
 
@@ -67,13 +70,11 @@ def test_the_custom_ops_are_what_they_declare(device, reduction, wanted):
     case = make((5,), V, device, bias=True)
     leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(case.leaves(), wanted, strict=True)]
     x, weight, bias = leaves
-    asked = (-100, reduction, 0.1, 0.1, None, 1.0)
+    asked = Options(reduction=reduction, label_smoothing=0.1, z_loss=0.1).flat()
     logits = (x @ weight.T).detach().requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(of_logits._forward, (logits, case.target, None, None, *asked), test_utils=checks)
-    torch.library.opcheck(
-        of_products._forward, (x, weight, case.target, bias, None, None, wanted, 2, *asked, False), test_utils=checks
-    )
+    opcheck(of_logits.forward, (logits, case.target, None, None, *asked), test_utils=checks)
+    opcheck(of_products.forward, (x, weight, case.target, bias, None, None, wanted, 2, *asked), test_utils=checks)
 
 
 class Launched:
@@ -101,7 +102,7 @@ class NoReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("loss", [of_the_logits, of_the_product])
-@pytest.mark.parametrize("options", [*ASKED, pytest.param({"inplace_backward": True}, id="in-place")])
+@pytest.mark.parametrize("options", ASKED)
 def test_the_host_waits_for_no_device(interpreted, monkeypatch, loss, options):
     """So that a CUDA graph takes all of it: the path of a GPU, without the kernels, and without the check of a CPU."""
     from weft.kernels.cross_entropy import kernel

@@ -1,7 +1,6 @@
 """The check of the order of plans: ranks that would hang raise instead, and say who was about to do what."""
 
 import time
-import timeit
 
 import pytest
 import torch
@@ -143,8 +142,10 @@ def test_meshes_that_differ(pool):
 
 
 def test_without_the_check_nothing_is_said():
-    seconds = timeit.repeat(lambda: announce("A", EVERY), number=1000, repeat=20)
-    assert min(seconds) < 0.01  # the others are the machine's doing
+    start = time.perf_counter()
+    for _ in range(1000):
+        announce("A", EVERY)
+    assert time.perf_counter() - start < 0.01
 
 
 def reshards_that_differ():

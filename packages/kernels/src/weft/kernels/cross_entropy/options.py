@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,6 +53,19 @@ class Options:
             raise ValueError(f"softcap is {self.softcap!r}; give a finite bound above 0, or None for no bound")
         if not math.isfinite(self.logit_scale):
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
+
+    def flat(self) -> tuple[Any, ...]:
+        """As arguments of a custom op, in the order of SCHEMA."""
+        return tuple(getattr(self, part.split()[1]) for part in SCHEMA.split(", "))
+
+    @classmethod
+    def of_flat(cls, *values: Any) -> Options:
+        """From the arguments of a custom op."""
+        return cls(**{part.split()[1]: value for part, value in zip(SCHEMA.split(", "), values, strict=True)})
+
+
+# What a custom op is asked for; inplace_backward is not, since whoever traces it decides on memory.
+SCHEMA = "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, bool return_lse"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from weft.reshard.groups import axis_group, of_this_world
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function, reference
-from .library import compiled
+from .custom_ops import compiled
 from .options import Asked, Options, check, check_contiguous, form_of
 
 Reduction = Literal["none", "mean", "sum"]
@@ -68,10 +68,7 @@ def cross_entropy(
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
     check_not_leaf(logits, options)
-    scalar = as_denominator(denominator, weight, logits)
-    if denominator is None and reduction == "mean" and isinstance(target, DTensor):
-        scalar = global_count(target, weight, ignore_index, torch.promote_types(logits.dtype, torch.float32))
-    operands = (logits, target, weight, scalar)
+    operands = (logits, target, weight, divisor(denominator, target, weight, logits, options))
     if torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in operands):
         outputs = compiled(*operands, options=options)
     else:
@@ -105,7 +102,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    asked = scalar = failed = None
+    asked = scalar = failed = None  # what fails on one rank is gathered, so that the others learn of it
     try:
         asked, scalar = Options(**options), as_denominator(denominator, weight, logits)
         check_not_leaf(logits, asked)
@@ -115,14 +112,26 @@ def vocab_parallel_cross_entropy(
         failed = error
     held = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size, target.numel())
     gather = starting_checked(group, held, failed)
-    if asked is None or failed is not None:
-        gather(stand_in(target.numel(), logits, options))()  # the others learn of it, too
-        raise failed or AssertionError("gathering raises what failed")
+    if failed is not None:
+        gather(_stand_in(target.numel(), logits, options))()
+    assert asked is not None, "otherwise it failed, and the gather raised that"
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
         options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
     )  # fmt: skip
     return outputs if asked.return_lse else outputs[0]
+
+
+def divisor(
+    denominator: float | Tensor | None, target: Tensor, weight: Tensor | None, like: Tensor, options: Options
+) -> Tensor | None:
+    """What "mean" divides by: what was given, see `as_denominator`, or of DTensors the global count, by one all-reduce; None
+    where the local tokens are all that there are.
+    """
+    given = as_denominator(denominator, weight, like)
+    if given is None and options.reduction == "mean" and isinstance(target, DTensor):
+        return _global_count(target, weight, options.ignore_index, torch.promote_types(like.dtype, torch.float32))
+    return given
 
 
 def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -165,7 +174,7 @@ def _check_divisor(denominator: Any) -> float:
 
 def check_not_leaf(logits: Tensor, options: Options) -> None:
     """Raises ValueError for a gradient in the memory of a parameter: logits that are a leaf, or a view of one."""
-    if not options.inplace_backward:
+    if not options.inplace_backward or torch.compiler.is_compiling():  # compiled, it is not done in place
         return
     node, leaf = logits.grad_fn, logits if logits.is_leaf and logits.requires_grad else None
     while node is not None and leaf is None:  # up to where several tensors meet, in memory of its own
@@ -181,7 +190,7 @@ def _memory(tensor: Tensor) -> int:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
 
 
-def global_count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def _global_count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weights of all tokens of the global target that are not ignored: their number, where there are none."""
     layout = layout_of(target)
     local = target.to_local()
@@ -276,12 +285,12 @@ def starting_checked(group: dist.ProcessGroup, held: Classes, failed: ValueError
         if not statistics.is_cuda:
             _check_places(dist.get_process_group_ranks(group), places.tolist(), held)
             return gathered
-        met = ("classes", group, held)
+        met = ("classes", group, held.start, held.size, held.vocab_size)
         if met not in of_this_world() and not torch.cuda.is_current_stream_capturing():
             _check_places(dist.get_process_group_ranks(group), places.tolist(), held)
             of_this_world()[met] = True
         sizes = places[:, 0, 1].sum() + HALF * places[:, 1, 1].sum()
-        fits = (sizes == held.vocab_size) & (places[:, 1, 2] == 0).all()
+        fits = (sizes == held.vocab_size) & (places[:, 0, 2] == held.tokens).all() & (places[:, 1, 2] == 0).all()
         return torch.where(fits, gathered, torch.nan)
 
     return lambda statistics: Pending(running(statistics)).wait
@@ -290,7 +299,7 @@ def starting_checked(group: dist.ProcessGroup, held: Classes, failed: ValueError
 HALF = 1 << 20  # numbers are sent in two parts
 
 
-def stand_in(tokens: int, logits: Tensor, options: Asked) -> Tensor:
+def _stand_in(tokens: int, logits: Tensor, options: Asked) -> Tensor:
     """Statistics of a rank that has none, of the shape and dtype that the others gather."""
     dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
     return torch.zeros(tokens, 4 if options.get("label_smoothing") else 3, dtype=dtype, device=logits.device)

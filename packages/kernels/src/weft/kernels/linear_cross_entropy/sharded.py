@@ -19,7 +19,7 @@ from ..cross_entropy.sharded import (
     Classes,
     Reduction,
     as_denominator,
-    global_count,
+    divisor,
     starting,
     starting_checked,
 )
@@ -27,7 +27,7 @@ from ..matmul.sharded import LINEAR
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many
 from . import function
-from .library import compiled
+from .custom_ops import compiled
 
 
 def linear_cross_entropy(
@@ -74,9 +74,7 @@ def linear_cross_entropy(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
-    scalar = as_denominator(denominator, weight, input)
-    if denominator is None and reduction == "mean" and isinstance(target, DTensor):
-        scalar = global_count(target, weight, ignore_index, torch.promote_types(input.dtype, torch.float32))
+    scalar = divisor(denominator, target, weight, input, options)
     operands = (input, linear_weight, target, linear_bias, weight, scalar)
     asked: dict[str, Any] = {
         "options": options,

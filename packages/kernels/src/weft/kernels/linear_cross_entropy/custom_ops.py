@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
-from ..cross_entropy.options import Options
+from ..cross_entropy.options import SCHEMA, Options
 from . import function
 from .function import in_forward
 from .gradients import Wanted
@@ -26,16 +27,19 @@ def compiled(
     chunk_tokens: int | None,
 ) -> tuple[Tensor, ...]:
     """(loss,) or (loss, lse). A second backward may follow whatever was asked: the compiler decides on memory."""
-    made = _forward(
-        input, linear_weight, target, linear_bias, weight, denominator, list(wanted), chunk_tokens, options.ignore_index,
-        options.reduction, float(options.label_smoothing), float(options.z_loss), options.softcap, float(options.logit_scale),
-        options.return_lse,
-    )  # fmt: skip
+    made = forward(
+        input, linear_weight, target, linear_bias, weight, denominator, list(wanted), chunk_tokens, *options.flat()
+    )
     return tuple(made[: 1 + options.return_lse])
 
 
-@torch.library.custom_op("weft::linear_cross_entropy", mutates_args=())
-def _forward(
+@custom_op(
+    "weft::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator, "
+    f"bool[] wanted, int? chunk_tokens, {SCHEMA}) -> Tensor[]",
+)
+def forward(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -44,16 +48,10 @@ def _forward(
     denominator: Tensor | None,
     wanted: list[bool],
     chunk_tokens: int | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    return_lse: bool,
+    *asked: Any,
 ) -> list[Tensor]:
     """The outputs, then what backward needs and is no input: the gradients made in forward, or denominator and statistics."""
-    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, return_lse)
+    options = Options.of_flat(*asked)
     outputs, saved = function.forward(
         input, linear_weight, target, linear_bias, weight, denominator,
         options=options, wanted=_wanted(wanted), chunk_tokens=chunk_tokens,
@@ -66,7 +64,7 @@ def _forward(
     return [*outputs, *(outputs[0].new_empty(0) if each is None else each for each in made)]
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(
     input: Tensor,
     linear_weight: Tensor,
@@ -78,7 +76,7 @@ def _(
     chunk_tokens: int | None,
     *asked: Any,
 ) -> list[Tensor]:
-    options = _options(*asked)
+    options = Options.of_flat(*asked)
     lse = torch.empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32), device=input.device)
     nothing = lse.new_empty(0)
     outputs = [torch.empty_like(lse) if options.reduction == "none" else lse.new_empty(()), lse][
@@ -92,28 +90,27 @@ def _(
     return [*outputs, counted, lse.new_empty(1, target.numel(), columns)]
 
 
-@torch.library.custom_op("weft::linear_cross_entropy_backward", mutates_args=())
-def _backward(
+@custom_op(
+    "weft::linear_cross_entropy_backward",
+    mutates_args=(),
+    schema=f"(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, {SCHEMA}) -> Tensor[]",
+)
+def backward(
     grads: list[Tensor | None],
     tensors: list[Tensor | None],
     needed: list[bool],
     chunk_tokens: int | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    return_lse: bool,
+    *asked: Any,
 ) -> list[Tensor]:
     """The gradients of input, linear_weight and linear_bias, those that are needed."""
-    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, return_lse)
-    asked = (needed[0], needed[1], False, needed[2], False, False)
-    found = function.backward(tensors, grads, asked, options=options, wanted=_wanted(needed), chunk_tokens=chunk_tokens)
+    of_each = (needed[0], needed[1], False, needed[2], False, False)
+    found = function.backward(
+        tensors, grads, of_each, options=Options.of_flat(*asked), wanted=_wanted(needed), chunk_tokens=chunk_tokens
+    )
     return [each for each in found if each is not None]
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[bool], *asked: Any) -> list[Tensor]:
     factors = tensors[1:] if len(tensors) == 4 else (tensors[0], tensors[1], tensors[3])
     return [x.new_empty(x.shape) for x, need in zip(factors, needed, strict=True) if need and x is not None]
@@ -121,7 +118,7 @@ def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[boo
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, (wanted, ctx.chunk_tokens), ctx.asked = list(inputs[:6]), inputs[6:8], inputs[8:]
-    options = _options(*ctx.asked)
+    options = Options.of_flat(*ctx.asked)
     made = output[1 + options.return_lse :]
     if _in_forward(options, tensors[0], wanted):
         ctx.save_for_backward(tensors[0].new_empty(0), *made)
@@ -135,12 +132,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     arrived = list(grads[: 1 + ctx.asked[-1]])
-    found = iter(_backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
+    found = iter(backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
     dinput, dweight, dbias = (next(found) if need else None for need in needed)
-    return dinput, dweight, None, dbias, *(None,) * 11
+    return dinput, dweight, None, dbias, *(None,) * (4 + len(ctx.asked))
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _in_forward(options: Options, input: Tensor, wanted: list[bool]) -> bool:
@@ -149,18 +146,3 @@ def _in_forward(options: Options, input: Tensor, wanted: list[bool]) -> bool:
 
 def _wanted(flags: list[bool]) -> Wanted:
     return flags[0], flags[1], flags[2]
-
-
-def _options(
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    return_lse: bool,
-) -> Options:
-    return Options(
-        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-        logit_scale=logit_scale, return_lse=return_lse,
-    )  # fmt: skip
