@@ -1,49 +1,75 @@
-"""Benchmarks run on the tests' worker processes; what they find goes into pytest-benchmark's JSON, where that is asked for."""
+"""Benchmarks run on the tests' worker processes; what they find goes into pytest-benchmark's JSON, and into a table at the end."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks import history, summary, timing
 from tests.conftest import pool
 
-__all__ = ["pool"]
+__all__ = ["Tell", "pool"]
 
-Tell = Callable[..., None]
+P = ParamSpec("P")
+T = TypeVar("T")
 TOLD = pytest.StashKey[list[dict[str, Any]]]()
 
 
-@pytest.fixture
-def tell(request: pytest.FixtureRequest) -> Tell:
+class Tell:
     """tell(case, way, kind, **figures): one way to compute one thing, figures in SI units; see `benchmarks.history`.
 
     kind: "count" of what no clock measured, "host_time" of a CPU, "time" of kernels on a GPU.
     """
-    group = request.path.stem.removeprefix("test_")
 
-    def told(case: str, way: str, kind: str, *, status: str = "measured", **figures: float | str) -> None:
+    def __init__(self, request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> None:
+        self._group = request.path.stem.removeprefix("test_")
+        self._test, self._benchmark = request.node.nodeid, benchmark
+        self._told = request.config.stash.setdefault(TOLD, [])
+
+    def __call__(self, case: str, way: str, kind: str, *, status: str = "measured", **figures: float | str) -> None:
         extra = {"case": case, "way": way, "kind": kind, "status": status, **figures}
-        benchmark = {"name": case, "group": group, "fullname": request.node.nodeid, "stats": {}, "extra_info": extra}
-        request.config.stash.setdefault(TOLD, []).append(benchmark)
+        named = {"name": case, "group": self._group, "fullname": self._test}
+        self._told.append({**named, "stats": {}, "extra_info": extra})
 
-    return told
+    def measuring(self, measure: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `measure` returns: it takes its own times, of several ways in turn, so it is run once."""
+        found: T = self._benchmark.pedantic(measure, args, kwargs, rounds=1, iterations=1)
+        return found
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Tell:
+    return Tell(request, benchmark)
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    """Adds what was told to what pytest-benchmark timed itself."""
-    output_json["benchmarks"] += config.stash.get(TOLD, [])
+    """What was told stands for the tests that told it: pytest-benchmark has seen how long they took."""
+    told = config.stash.get(TOLD, [])
+    tests = {each["fullname"] for each in told}
+    output_json["benchmarks"] = [each for each in output_json["benchmarks"] if each["fullname"] not in tests] + told
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Of which device the run is, and with which versions."""
+    """Of which device the run is, with which versions, and what the device can do."""
     gpu = torch.cuda.is_available()
     machine_info["device"] = torch.cuda.get_device_name() if gpu else "cpu"
-    machine_info["versions"] = {"torch": torch.__version__, "triton": _triton(), "python": platform.python_version()}
-    machine_info["ceilings"] = {}
+    machine_info["versions"] = {"torch": torch.__version__, "triton": _triton()}
+    machine_info["ceilings"] = timing.ceilings() if gpu else {}
+
+
+def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: Any, group_by: str) -> list[Any]:
+    """No table of how long the tests took: `pytest_terminal_summary` has what they found."""
+    return []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    cases = [history.case_of(each) for each in config.stash.get(TOLD, [])]
+    for line in summary.lines(cases):
+        terminalreporter.write_line(line)
 
 
 def _triton() -> str:

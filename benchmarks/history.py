@@ -76,11 +76,11 @@ def recorded(file: Path, device: str | None = None) -> Run:
         cases: list[Case] = []
         said: dict[str, Any] = {}
         for benchmark in taken(raw, "benchmarks", list):
-            extra = dict(taken(benchmark, "extra_info", dict))
+            extra = taken(benchmark, "extra_info", dict)
             if taken(benchmark, "name", str).removeprefix("test_") == "ceilings":
                 said |= {key: value for key, value in extra.items() if key not in OF_A_CASE}
             else:
-                cases.append(_case(benchmark, extra))
+                cases.append(case_of(benchmark))
         said = {"commit": commit.get("id", ""), "dirty": commit.get("dirty", False)} | said
         asked = [
             device,
@@ -123,7 +123,9 @@ def add(file: Path, device: str | None = None, results: Path = RESULTS) -> Path:
     return path
 
 
-def _case(benchmark: Mapping[str, Any], extra: dict[str, Any]) -> Case:
+def case_of(benchmark: Mapping[str, Any]) -> Case:
+    """The case that one of pytest-benchmark's records tells of, as above. Raises ValueError."""
+    extra = dict(benchmark["extra_info"])
     way, kind, status = extra.pop("way", "Weft"), extra.pop("kind", "host_time"), extra.pop("status", "measured")
     name, _, ids = benchmark["name"].removeprefix("test_").partition("[")
     ids = f"-{ids.removesuffix(']')}-".replace(f"-{way}-", "-", 1).strip("-")

@@ -21,6 +21,7 @@ SCHEMA = 1
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 KINDS = ("time", "host_time", "count")  # a kernel's time on a GPU; a CPU's; counted, by no clock
 STATUSES = ("measured", "absent", "failed")
+POINT = re.compile(r"(.+)_\d{3}")  # the name of a figure that is a point of a curve
 
 Figure = str | int | float
 
@@ -83,6 +84,11 @@ class Case:
         return self.way == "Weft" or self.way.startswith("Weft,")
 
     @property
+    def outcome(self) -> str:
+        """The status, and the error where one was told."""
+        return printable(f"{self.status}: {self.figures['error']}" if "error" in self.figures else self.status)
+
+    @property
     def timed(self) -> bool:
         return self.status == "measured" and self.kind != "count"
 
@@ -95,8 +101,20 @@ class Case:
 
     @property
     def numbers(self) -> dict[str, int | float]:
-        """The figures that are no words; true and false are."""
-        return {key: value for key, value in self.figures.items() if not isinstance(value, str | bool)}
+        """The figures that are no words, as true and false are, and no points of a curve."""
+        return {key: value for key, value in self._all_numbers() if not POINT.fullmatch(key)}
+
+    @property
+    def curves(self) -> dict[str, list[float]]:
+        """The points of each: "step_001", "step_002", … are "step"."""
+        found: dict[str, list[float]] = {}
+        for key, value in sorted(self._all_numbers()):
+            if point := POINT.fullmatch(key):
+                found.setdefault(point[1], []).append(value)
+        return found
+
+    def _all_numbers(self) -> list[tuple[str, int | float]]:
+        return [(key, value) for key, value in self.figures.items() if not isinstance(value, str | bool)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ def quantity(label: str, value: float) -> str:
     return f"{value / factor:.4g} {prefix}{unit}"
 
 
-def _figures(case: Case) -> dict[str, float]:
+def figures_of(case: Case) -> dict[str, float]:
     """What is shown of a measured case, by its label."""
     if case.status != "measured":
         return {}
@@ -69,11 +69,11 @@ def _figures(case: Case) -> dict[str, float]:
     return {TIMES[case.kind]: case.seconds.median, **shown}
 
 
-def _ratios(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float]]:
+def ratios(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float]]:
     """Of each way but Weft, each figure over Weft's; a share of the roofline is a ratio already."""
-    weft = {case.name: _figures(case) for case in cases if case.way == "Weft"}
+    weft = {case.name: figures_of(case) for case in cases if case.way == "Weft"}
     for case in cases:
-        for label, value in _figures(case).items():
+        for label, value in figures_of(case).items():
             own = weft.get(case.name, {}).get(label)
             if case.way != "Weft" and label != "roofline" and own and value / own > 0:
                 yield case, label, value / own
@@ -81,40 +81,42 @@ def _ratios(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float]]:
 
 def _means(cases: Sequence[Case]) -> str:
     """Of each baseline: the geometric means of its ratios to Weft."""
-    ratios: dict[str, dict[str, list[float]]] = {}
-    for case, label, ratio in _ratios(cases):
+    found: dict[str, dict[str, list[float]]] = {}
+    for case, label, ratio in ratios(cases):
         if not case.ours:
-            ratios.setdefault(case.way, {}).setdefault(label, []).append(ratio)
+            found.setdefault(case.way, {}).setdefault(label, []).append(ratio)
     return "; ".join(
         f"{escaped(way)} "
         + ", ".join(f"{statistics.geometric_mean(each):.2f} {escaped(label)}" for label, each in by_label.items())
-        for way, by_label in ratios.items()
+        for way, by_label in found.items()
     )
 
 
 def _ways_side_by_side(cases: Sequence[Case]) -> list[str]:
     """A row for each figure of each name."""
     ways = sorted({case.way for case in cases}, key=lambda way: (way != "Weft", not way.startswith("Weft,"), way))
-    ratios = {(case.key, label): ratio for case, label, ratio in _ratios(cases)}
+    over_weft = {(case.key, label): ratio for case, label, ratio in ratios(cases)}
     rows = []
     for name, of_name in itertools.groupby(cases, key=lambda case: case.name):
         by_way = {case.way: case for case in of_name}
-        labels = dict.fromkeys(label for way in ways if way in by_way for label in _figures(by_way[way])) or {"": None}
+        labels = dict.fromkeys(label for way in ways if way in by_way for label in figures_of(by_way[way])) or {
+            "": None
+        }
         for label in labels:
-            cells = [_cell(by_way.get(way), label, ratios) for way in ways]
+            cells = [_cell(by_way.get(way), label, over_weft) for way in ways]
             rows.append([escaped(name), escaped(label), *cells])
     return _table(["case", "figure", *map(escaped, ways)], rows)
 
 
-def _cell(case: Case | None, label: str, ratios: dict[tuple[tuple[str, str, str], str], float]) -> str:
+def _cell(case: Case | None, label: str, over_weft: dict[tuple[tuple[str, str, str], str], float]) -> str:
     if case is None:
         return ""
     if case.status != "measured":
-        return escaped(f"{case.status}: {case.figures['error']}" if "error" in case.figures else case.status)
-    figures = _figures(case)
+        return escaped(case.outcome)
+    figures = figures_of(case)
     if label not in figures:
         return ""
-    ratio = ratios.get((case.key, label), math.nan)
+    ratio = over_weft.get((case.key, label), math.nan)
     return quantity(label, figures[label]) + ("" if math.isnan(ratio) else f" ({ratio:.2f})")
 
 
@@ -133,7 +135,7 @@ def _changed(run: Run, against: Run) -> list[str]:
         if statuses[0] != statuses[1]:
             rows.append([*_named(new.get(key) or old[key]), "status", *statuses, ""])
             continue
-        was, becomes = _figures(old[key]), _figures(new[key])
+        was, becomes = figures_of(old[key]), figures_of(new[key])
         for label in sorted((was.keys() | becomes.keys()) - {*TIMES.values(), "roofline"}):
             if was.get(label) != becomes.get(label):
                 told = [quantity(label, each[label]) if label in each else "" for each in (was, becomes)]

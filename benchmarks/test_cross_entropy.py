@@ -93,7 +93,8 @@ def _liger(logits: Any, target: Any) -> dict[str, dict[str, float]]:
 
 def test_cross_entropy_traffic(tell: Tell) -> None:
     pytest.importorskip("triton")
-    run = subprocess.run(
+    run = tell.measuring(
+        subprocess.run,
         [sys.executable, "-c", PROGRAM],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 from weft.mesh import Layout, ProcessMesh, infer
+
+from benchmarks.conftest import Tell
+from benchmarks.timing import Host, in_turn
 
 MESH = ProcessMesh.grid(pp=16, dp=64, cp=8, tp=16)  # 131,072 ranks
 INPUT, WEIGHT = Layout(MESH, "dp: S(0), cp: S(1), tp: S(2)"), Layout(MESH, "tp: S(0)")
@@ -31,10 +33,9 @@ CASES = {  # what, its budget in microseconds
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mesh_time(name: str, benchmark: BenchmarkFixture) -> None:
+def test_mesh_time(name: str, tell: Tell) -> None:
     call, budget = CASES[name]
-    benchmark.extra_info.update(case=name, way="Weft", kind="host_time")
-    benchmark.pedantic(call, rounds=50, iterations=200, warmup_rounds=2)
-    median = benchmark.stats.stats.median * 1e6
-    print(f"\n{name}: {median:.2f} us, budget {budget} us, CPU time")
-    assert median < budget
+    timed = tell.measuring(in_turn, {"Weft": call}, Host(), rounds=50, calls=200)["Weft"]
+    tell(name, "Weft", "host_time", **timed.figures)
+    print(f"\n{name}: {timed.median * 1e6:.2f} us, budget {budget} us, CPU time")
+    assert timed.median * 1e6 < budget

@@ -19,7 +19,7 @@ def test_reshard_bytes_over_a_slow_axis(tell: Tell) -> None:
     links = Topology({"node": Link(0.0, 1.0), "gpu": Link(0.0, math.inf)})  # seconds are bytes over the slow axis
     src, dst = Layout(mesh, "node: S(0), gpu: S(0)"), Layout(mesh)
     lacked = 4 * SIZE * SIZE / 2  # the other node's half
-    into_node = 4 * plan(src, dst, (SIZE, SIZE), torch.float32, topology=links).seconds
+    into_node = 4 * tell.measuring(plan, src, dst, (SIZE, SIZE), torch.float32, topology=links).seconds
     inner_first = 4 * lacked  # every rank of the node receives it
     print("\n2 nodes x 4, S0S0 -> RR, bytes into a node over what it lacks:")
     print(f"weft {into_node / lacked:.2f}, gathering the inner axis first, as DTensor does {inner_first / lacked:.2f}")

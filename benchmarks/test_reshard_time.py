@@ -7,13 +7,11 @@ all-to-all as an all-gather and a slice: they say nothing of a GPU's links.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -41,7 +39,6 @@ PARTIAL: tuple[Pair, ...] = (
     (("P", "P"), ("S0", "S1")),
 )
 Seconds = dict[str, list[float]]  # by way, of each round
-RESULT = Path(__file__).parent / "results" / "reshard_time.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ def _part(layout: Placements, *, addend: bool = False) -> torch.Tensor:
 @pytest.mark.timeout(600)
 def test_reshard_time(pool: Pool, tell: Tell) -> None:
     pairs = [*sorted(CASE.pairs()), *PARTIAL]
-    by_rank = pool.run(measure, pairs, ranks=RANKS, timeout=580)
+    by_rank = tell.measuring(pool.run, measure, pairs, ranks=RANKS, timeout=580)
     ratios = [_ratio(pair, ranks) for pair, ranks in zip(pairs, zip(*by_rank, strict=True), strict=True)]
     moving = [ratio for ratio in ratios if ratio.moves]
     print(f"\nlayout changes of a 64 MB fp32 tensor, mesh 2x2, {RANKS} gloo processes, CPU time, {ROUNDS} rounds")
@@ -123,8 +120,6 @@ def test_reshard_time(pool: Pool, tell: Tell) -> None:
         tell(case, "Weft", "host_time", **{name: each * dtensor for name, each in times.items()})
         tell(case, "DTensor", "host_time", seconds_median=dtensor)
         tell(case, "DTensor, again", "host_time", seconds_median=ratio.again * dtensor)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text("[\n" + ",\n".join(json.dumps(asdict(ratio)) for ratio in ratios) + "\n]\n")
 
 
 def _ratio(pair: Pair, ranks: Sequence[Seconds]) -> Ratio:

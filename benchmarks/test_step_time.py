@@ -28,6 +28,7 @@ from weft.reshard.groups import device_mesh
 
 from benchmarks.baselines import TorchLlama, average_gradients, parallelize_by_torch
 from benchmarks.conftest import Tell
+from benchmarks.timing import Timed
 from tests.support.pool import Pool
 
 WARMUP, STEPS = 5, 40
@@ -127,7 +128,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.timeout(600)
 def test_step_time_against_torch(pool: Pool, tell: Tell) -> None:
-    ranks = pool.run(measure, ranks=RANKS, timeout=540)
+    ranks = tell.measuring(pool.run, measure, ranks=RANKS, timeout=540)
     weft, torch_ = ranks[0]["weft"], ranks[0]["torch"]
     assert weft.losses[0] == pytest.approx(torch_.losses[0], rel=1e-6)
     assert weft.losses[:WARMUP] == pytest.approx(torch_.losses[:WARMUP], rel=1e-5)  # later, rounding has grown
@@ -146,10 +147,8 @@ def test_step_time_against_torch(pool: Pool, tell: Tell) -> None:
         ratios = _spread([a / b for a, b in zip(seconds[name], seconds["torch"], strict=True)], 2)
         counted = ", ".join(f"{count} {kind}" for kind, count in sorted(way.collectives.items()))
         print(f"{name:12}{times:>22}{ratios:>30}   {counted}")
-        low, *_, high = statistics.quantiles(seconds[name], n=5)
-        figures = {"seconds_median": statistics.median(seconds[name]), "seconds_p20": low, "seconds_p80": high}
-        case = "a step of llama-tiny, dp=2 x tp=2"
-        tell(case, name.replace("weft", "Weft"), "host_time", collectives=way.collectives.total(), **figures)
+        figures = Timed(tuple(seconds[name])).figures | {"collectives": way.collectives.total()}
+        tell("a step of llama-tiny, dp=2 x tp=2", name.replace("weft", "Weft"), "host_time", **figures)
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -1,0 +1,44 @@
+"""What Weft's kernels cost once compiled: registers, spills, shared memory, and how wide their loops load and store.
+
+Compiled for GPUs that need not be here; nothing runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.conftest import Tell
+
+TARGET = "sm_90"
+
+
+def compiled() -> list[dict[str, Any]]:
+    """The reports, of a process in which kernels are compiled even where they are interpreted here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "weft.kernels.aot", "--target", TARGET, "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    reports: list[dict[str, Any]] = json.loads(run.stdout)
+    return reports
+
+
+@pytest.mark.timeout(300)
+def test_compiled(tell: Tell) -> None:
+    pytest.importorskip("triton")
+    reports = tell.measuring(compiled)
+    print(f"\ncompiled for {TARGET}{'':31}{'registers':>10}{'spills':>8}{'shared':>8}   bits in loops")
+    for report in reports:
+        bits = [int(number) for access in report["loop_accesses"] for number in re.findall(r"\d+", access)]
+        widths = ", ".join(f"{count} {access}" for access, count in report["loop_accesses"].items())
+        cost = {name: report[name] for name in ("registers", "spill_bytes", "shared_bytes")}
+        print(f"{report['variant']:44}{''.join(f'{value:>9}' for value in cost.values())}   {widths}")
+        widest = {"widest_loop_access_bits": max(bits)} if bits else {}
+        tell(report["variant"], f"Weft, {TARGET}", "count", **cost, **widest)
+    assert not [report["variant"] for report in reports if report["spill_bytes"]]
