@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, history
 from benchmarks.compare import Budgets, Change, Comparison
 from benchmarks.record import Case, Run, Spread
-from tests.architecture.rules import ROOT
 from tests.benchmarks.cases import case, counted, run, unmeasured
 
 BUDGETS = Budgets(group=0.95, case=0.90, counts={"traffic bytes": 6.05}, retired=frozenset({"old"}))
@@ -180,9 +179,10 @@ def spread(seconds: list[float]) -> dict[str, Any]:
 
 
 def noise_of_pairs() -> list[float]:
-    """Half of p20 to p80, relative, of every fourth pair that benchmarks/results/reshard_time.json has of a busy host."""
-    rows = json.loads((ROOT / "benchmarks/results/reshard_time.json").read_text())
-    return [(row["p80"] - row["p20"]) / row["weft"] / 2 for row in rows if row["moves"]][::4]
+    """Half of p20 to p80, relative, of every fourth layout change that the history timed: of a busy host."""
+    (*_, newest) = history.runs("cpu").runs.values()
+    pairs = [case.seconds for case in newest.cases if case.group == "reshard_time" and case.ours]
+    return [(each.p80 - each.p20) / each.median / 2 for each in pairs][::4]
 
 
 @pytest.mark.parametrize(
