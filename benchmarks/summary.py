@@ -7,8 +7,8 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from benchmarks.figures import figures, quantity, ratios
 from benchmarks.record import Case, printable
-from benchmarks.report import figures_of, quantity, ratios
 
 NAME = 52  # columns of it
 
@@ -29,9 +29,9 @@ def _of_a_name(cases: Sequence[Case], width: int) -> Iterator[str]:
         beside.setdefault(label, []).append(f"{printable(case.way)} {ratio:.2f}")
     ours = [case for case in cases if case.way == "Weft"] or list(cases)
     for case in ours:
-        figures = {label: f"{printable(label)} {quantity(label, value)}" for label, value in figures_of(case).items()}
-        compared = [f"{told}; {', '.join(beside[label])}" for label, told in figures.items() if label in beside]
-        alone = [told for label, told in figures.items() if label not in beside]
+        shown = {label: f"{printable(label)} {quantity(label, value)}" for label, value in figures(case).items()}
+        compared = [f"{told}; {', '.join(beside[label])}" for label, told in shown.items() if label in beside]
+        alone = [told for label, told in shown.items() if label not in beside]
         title = printable(case.name if case.way == "Weft" else f"{case.name}, {case.way.removeprefix('Weft, ')}")
         told = [*compared, ", ".join(alone) if case.status == "measured" else case.outcome]
         for line in filter(None, told):
