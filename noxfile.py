@@ -53,6 +53,12 @@ def test_gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def test_first_hour(session: nox.Session) -> None:
+    """Clones this repository and types what its README shows, all of it: half an hour."""
+    _pytest(session, "-m", "first_hour", "--timeout=7200", *session.posargs)
+
+
+@nox.session
 def benchmark(session: nox.Session) -> None:
     """The benchmarks; arguments go to pytest."""
     _pytest(session, "benchmarks", "--capture=no", "--timeout=1200", *session.posargs)
@@ -62,6 +68,18 @@ def benchmark(session: nox.Session) -> None:
 def benchmark_compare(session: nox.Session) -> None:
     """Compares a run of the benchmarks with those before it; arguments go to benchmarks/compare.py."""
     session.run(sys.executable, "-m", "benchmarks.compare", *session.posargs)  # the standard library is enough
+
+
+@nox.session
+def benchmark_keep(session: nox.Session) -> None:
+    """Adds a run of the benchmarks to benchmarks/results; arguments: the file that --benchmark-json wrote."""
+    session.run(sys.executable, "-m", "benchmarks.history", "add", *session.posargs)
+
+
+@nox.session
+def benchmark_report(session: nox.Session) -> None:
+    """Prints a run of the benchmarks as Markdown; arguments go to benchmarks/report.py."""
+    session.run(sys.executable, "-m", "benchmarks.report", *session.posargs)
 
 
 @nox.session

@@ -10,7 +10,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import history, summary, timing
-from tests.conftest import pool
+from tests.support.fixtures import pool
 
 __all__ = ["Tell", "pool"]
 

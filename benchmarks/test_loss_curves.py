@@ -15,7 +15,6 @@ import pytest
 import torch
 from weft.models.train.config import Run
 from weft.models.train.data import find_corpus
-from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
 
 from benchmarks.conftest import Tell
@@ -44,6 +43,8 @@ MESHES = (Mesh(1, 1), Mesh(4, 1), Mesh(2, 2), Mesh(1, 4), Mesh(2, 2, sequence_pa
 
 def quietly(run: Run) -> None:
     """On every rank."""
+    from weft.models.train.loop import train
+
     with contextlib.redirect_stdout(io.StringIO()):
         train(run, torch.device("cpu"))
 
@@ -63,6 +64,8 @@ def trained(pool: Pool, folder: Path) -> dict[Mesh, list[float]]:
 
 @pytest.mark.timeout(600)
 def test_loss_curves(pool: Pool, tell: Tell, tmp_path: Path) -> None:
+    for needed in ("rich", "safetensors"):  # by training, which shows its steps and saves its weights
+        pytest.importorskip(needed)
     losses = tell.measuring(trained, pool, tmp_path)
     alone = losses[MESHES[0]]
     print(f"\nloss of llama-tiny on Weft's own source, {STEPS} steps; difference to one process, relative")

@@ -1,12 +1,15 @@
 """The commands that the documents name exist, and the README's are those that CI runs."""
 
+import re
+
 import pytest
 
 from tests.architecture.rules import ROOT, code_blocks, nox_sessions, run_commands, unknown_sessions
 
 SESSIONS = nox_sessions((ROOT / "noxfile.py").read_text())
 PAGES = [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md"))]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/test.yml", *PAGES]
+WORKFLOWS = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob(".github/workflows/*.yml"))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", ".ci/run", *WORKFLOWS, *PAGES]
 
 
 def words_in_blocks(markdown: str) -> list[list[str]]:
@@ -34,6 +37,17 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     ran = {session for words in run_commands(workflow) for session in words if session in SESSIONS}
     ci = {session for words in run_commands((ROOT / ".ci/run").read_text()) for session in words}
     assert ran == ci
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_workflows_call_sessions_and_nothing_else(workflow: str) -> None:
+    commands = re.findall(r"^[ -]*run:(.*)$", (ROOT / workflow).read_text(), re.MULTILINE)
+    assert commands
+    assert [command for command in commands if not command.startswith(" ./run ")] == []
+
+
+def test_nobody_elses_pull_request_reaches_the_gpu() -> None:
+    assert "pull_request" not in (ROOT / ".github/workflows/gpu-benchmark.yml").read_text()
 
 
 def test_unknown_sessions_are_caught() -> None:

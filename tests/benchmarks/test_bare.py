@@ -1,0 +1,56 @@
+"""The benchmarks need torch, triton, numpy, pytest and pytest-benchmark, and what these need: a bare machine with a GPU has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.architecture.rules import ROOT
+
+PROGRAM = """
+import re, sys
+from importlib import metadata
+
+def name_of(requirement):
+    return re.match(r"[\\w.-]+", requirement)[0].lower().replace("_", "-")
+
+here = {name_of(each.metadata["Name"]): each for each in metadata.distributions()}
+wanted, needed = ["torch", "triton", "numpy", "pytest", "pytest-benchmark"], set()
+while wanted:
+    name = wanted.pop()
+    if name in here and name not in needed:
+        needed.add(name)
+        wanted += [name_of(each) for each in here[name].requires or () if "extra ==" not in each]
+absent = {
+    package for package, owners in metadata.packages_distributions().items()
+    if not needed & set(map(name_of, owners)) and package not in ("weft", "tests", "benchmarks")
+}
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}, as on a bare machine", name=name)
+
+sys.meta_path.insert(0, Bare())
+assert {"hypothesis", "rich"} <= absent, absent
+import pytest
+sys.exit(pytest.main([*sys.argv[1:], "-p", "pytest_benchmark.plugin"]))
+"""
+
+
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_bare_machine_collects_all_benchmarks_and_runs_one() -> None:
+    done = bare("benchmarks", "-k", "slow_axis", "-q")
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_what_a_bare_machine_lacks_cannot_be_imported() -> None:
+    done = bare("tests/kernels/random", "-q", "--collect-only")
+    assert "No module named 'hypothesis', as on a bare machine" in done.stdout + done.stderr
