@@ -54,6 +54,21 @@ def test_anchor_12_no_gradient_is_lost_behind_a_reduction(pool):
     pool.run(gradients_through_a_reduction, ranks=2)
 
 
+def differentiated_twice():
+    x, weight = distribute(normal(4, 8), Layout(TWO, "tp: S(0)")), distribute(normal(6, 8), Layout(TWO))
+    output = kernels.linear(x.requires_grad_(), weight)
+    (gradient,) = torch.autograd.grad(output, x, torch.ones_like(output), create_graph=True)
+    try:
+        gradient.backward(torch.ones_like(gradient))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_second_derivative_is_refused(pool):
+    for message in pool.run(differentiated_twice, ranks=2):
+        assert "the ops of weft.kernels have no second derivative" in message
+
+
 def data_parallel_loss(target):
     """The mean loss of the global batch, tokens cut over dp, and the gradient of the logits."""
     layout = Layout(FOUR, "tp: S(0)")
