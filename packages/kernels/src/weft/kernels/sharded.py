@@ -15,7 +15,7 @@ from weft.mesh import Layout, LayoutError, Replicate, infer
 from weft.mesh.infer.terms import one_mesh
 from weft.reshard import layout_of
 from weft.reshard.dtensor import wrap
-from weft.reshard.groups import this_rank
+from weft.reshard.groups import process_mesh, this_rank
 
 from .op import Op, Tensors
 
@@ -55,14 +55,15 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
-    whole = Layout(next(layout_of(tensor).mesh for tensor in tensors if isinstance(tensor, DTensor)))
-    layouts = tuple(
-        layout_of(tensor) if isinstance(tensor, DTensor) else None if tensor is None else whole for tensor in tensors
-    )
+    layouts = tuple(None if tensor is None else _layout(tensor, mesh) for tensor in tensors)
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
     fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
     sharding = _sharding(op, layouts, shapes, fixed)
     return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
+    return layout_of(tensor) if isinstance(tensor, DTensor) else Layout(process_mesh(mesh))
 
 
 @lru_cache(maxsize=65536)
