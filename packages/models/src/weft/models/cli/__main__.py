@@ -1,0 +1,5 @@
+"""`python -m weft.models.cli` is `weft`."""
+
+from . import main
+
+main()
