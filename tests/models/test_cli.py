@@ -100,7 +100,7 @@ class TestHelp:
                 assert (status, err) == (0, "")
 
     def test_all_of_them_stand_in_the_help_of_weft(self, weft: Weft) -> None:
-        assert weft() == weft("--help") == weft("-h")
+        assert weft() == weft("--help") == weft("-h") == weft("help")
         _, out, _ = weft("--help")
         assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == list(COMMANDS)
 

@@ -27,10 +27,9 @@ Examples
   {PROGRAM} train --mesh.dp 4 --steps 500
   {PROGRAM} layout "tp: S(0)" --mesh tp=4
 
-{PROGRAM} COMMAND --help tells the rest of
-each, {PROGRAM} --version the version.
-Status: 0 done, 1 a run that stopped,
-2 input that cannot be used.
+{PROGRAM} COMMAND --help has examples,
+options and exit statuses.
+{PROGRAM} --version says what is installed.
 """
 
 
