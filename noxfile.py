@@ -95,6 +95,12 @@ def generate(session: nox.Session) -> None:
 
 
 @nox.session
+def layout(session: nox.Session) -> None:
+    """Draws a layout, or plans a change of one; arguments go to `weft layout`."""
+    _replace_by(session, _weft(session), "-m", "weft.models.cli", "layout", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Ruff: rules and format. `-- --fix` repairs."""
     python = _environment(session, "lint", ["ruff"])

@@ -47,6 +47,13 @@ def run(checkout: Path, *arguments: str, python: str = ECHO) -> subprocess.Compl
         pytest.param(["train", "--", "--steps", "3"], ["train"], ["--steps", "3"], id="explicit"),
         pytest.param(["lint", "types"], ["lint", "types"], [], id="two-sessions"),
         pytest.param(["test", "tests/mesh", "-x"], ["test"], ["tests/mesh", "-x"], id="path"),
+        pytest.param(
+            ["layout", "dp: S(0), tp: S(1)", "--mesh", "dp=2,tp=2"],
+            ["layout"],
+            ["dp: S(0), tp: S(1)", "--mesh", "dp=2,tp=2"],
+            id="a-layout",
+        ),
+        pytest.param(["layout", "", "--mesh", "dp=2"], ["layout"], ["", "--mesh", "dp=2"], id="an-empty-layout"),
         pytest.param(["test", "-k", "train"], ["test"], ["-k", "train"], id="a-session-name-as-argument"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The programs of the pages under docs/ run as they stand: all of a page's blocks as one, and print what the page shows."""
+"""The programs and the `weft layout` commands of the pages under docs/ run as they stand, and print what the page shows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from weft.models.cli import main
 
 from tests.architecture.rules import ROOT
 from tests.support.pool import Pool
 
 # A block, and where one follows it directly what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+# A command that is quick enough to be called here, and what it prints.
+LAYOUT = re.compile(r"^```sh\n((?:weft|\./run) layout .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
 
 
@@ -51,6 +55,28 @@ def test_a_pages_programs_run_and_print_what_it_shows(page: Path, tmp_path: Path
     on_processes = "init_process_group" in program
     printed = pool.run(run_in_world, program, tmp_path)[0] if on_processes else run_alone(program, tmp_path)
     assert printed == "".join(shown for _, shown in blocks)
+
+
+COMMANDS = [
+    pytest.param(command, shown, id=f"{path.stem}-{number}")
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    for number, (command, shown) in enumerate(LAYOUT.findall(path.read_text()))
+]
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS)
+def test_a_layout_command_prints_what_the_page_shows(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, *arguments = shlex.split(command)
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert capsys.readouterr().out == shown
+
+
+def test_the_pages_show_a_layout_and_a_change_of_layout() -> None:
+    assert len(COMMANDS) >= 2
 
 
 def test_every_kind_of_page_has_programs() -> None:

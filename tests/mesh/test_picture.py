@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh
-from weft.mesh.picture import draw
+from weft.mesh.picture import coloured, draw
 
 from tests.support.shards import every_layout, split
 
@@ -195,6 +195,15 @@ def test_a_mesh_of_131072_ranks_is_drawn_at_once(text):
     assert min(end - start for start, end in itertools.pairwise(times)) < 0.05
 
 
+@pytest.mark.parametrize("shape", [None, (4096, 4096)], ids=str)
+@pytest.mark.parametrize("text", ["", "tp: S(0)", "dp: S(0), tp: S(1)", "tp: S(1)"])
+def test_a_picture_fits_a_narrow_terminal(text, shape):
+    layout = Layout(ProcessMesh.grid(**HUGE), text)
+    wide, narrow = layout.explain(shape).splitlines()[1:], layout.explain(shape, width=40).splitlines()[1:]
+    assert max(map(len, narrow)) <= 40
+    assert narrow == wide or max(map(len, wide)) > 40
+
+
 def test_a_dim_that_the_tensor_does_not_have_is_refused():
     with pytest.raises(LayoutError, match="shards dim 1 of a tensor of shape"):
         Layout(ProcessMesh.grid(dp=1), "dp: S(1)").explain((8,))
@@ -214,6 +223,11 @@ class TestOnATerminal:
         )
         assert "\x1b[36m 0 2 \x1b[0m" in text
         assert "\x1b[33m 1 3 \x1b[0m" in text
+
+    def test_what_stands_between_pictures_or_for_cells_that_are_left_out_has_no_colour(self):
+        text = coloured("+---+      +-----+-----+\n| 0 |  ->  | ... | 0   |\n+---+      +-----+-----+")
+        coloured_parts = [(text.plain[span.start : span.end], span.style) for span in text.spans]
+        assert coloured_parts == [(" 0 ", "cyan"), (" 0   ", "cyan")]
 
     @pytest.mark.parametrize("settings", [{}, {"force_terminal": True, "no_color": True}], ids=["file", "no-colour"])
     def test_without_colour_it_is_the_same_picture(self, settings):

@@ -1,5 +1,6 @@
 """Plans: right on every rank (simulated, against slices of the whole tensor), minimal, priced by hand, equal by value."""
 
+import io
 import itertools
 import os
 import pickle
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh
 from weft.reshard import (
     AllGather,
@@ -174,7 +176,36 @@ alive at once on a rank: 256 bytes at most
        +-----+          +-----+\
 """
     )
-    assert "nothing to do" in plan(Layout(GRID), Layout(GRID), (8, 8), F32).explain()
+    nothing = plan(Layout(GRID), Layout(GRID), (8, 8), F32).explain()
+    assert nothing.endswith("nothing to do\n+-----+\n| 0-3 |\n+-----+")
+
+
+def test_explain_lists_what_each_of_a_few_ranks_receives_where_that_differs():
+    uneven = plan(Layout(GRID, "dp: S(0), tp: P"), Layout(GRID, "tp: S(0)"), (8, 6), F32)
+    assert "received by each: rank 0 96, rank 1 144, rank 2 144, rank 3 96 bytes\n" in uneven.explain()
+    even = plan(Layout(LINE, "tp: S(0)"), Layout(LINE), (4,), F32)
+    many = ProcessMesh.grid(tp=17)
+    for made in (even, plan(Layout(many, "tp: S(0)"), Layout(many), (18,), F32)):
+        assert "received by each" not in made.explain()
+
+
+def test_explain_fits_a_narrow_terminal():
+    text = "dp: S(0), tp: S(0)"
+    made = plan(Layout(GRID, text), Layout(GRID, "tp: S(1)"), (8, 8), F32)
+    pictures = {width: made.explain(width=width).partition("\n\n")[2].splitlines() for width in (24, 40)}
+    assert max(map(len, pictures[40])) > 24
+    assert "   ->" in pictures[24]
+    assert max(map(len, pictures[24][1:])) <= 24
+
+
+def test_on_a_terminal_the_cells_of_a_plan_are_coloured():
+    made = plan(Layout(LINE, "tp: S(0)"), Layout(LINE, "tp: S(1)"), (2, 2), F32)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=120)
+    console.print(made)
+    assert "1:2 |\x1b[33m 1 \x1b[0m|      +-----+-----+" in console.file.getvalue()
+    plain = Console(file=io.StringIO(), width=120)
+    plain.print(made)
+    assert plain.file.getvalue() == made.explain() + "\n"
 
 
 def test_explain_states_the_gap_to_the_bound_and_the_time():

@@ -10,7 +10,7 @@ from typing import Any
 from .arguments import as_int, as_shape
 from .errors import LayoutError
 from .extents import chunk
-from .picture import coloured, draw
+from .picture import WIDTH, coloured, draw
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import ProcessMesh, as_mesh
 
@@ -136,16 +136,16 @@ class Layout:
         """In how many parts dim `dim` is cut."""
         return self.mesh.axis_size(*self.shard_order.get(dim, ()))
 
-    def explain(self, global_shape: Sequence[int] | None = None) -> str:
-        """The layout and a picture of who holds what, as lines of ASCII; with the shape, the indices of each part."""
-        return "\n".join(self._explained(global_shape))
+    def explain(self, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> str:
+        """The layout and a picture of who holds what, as lines of ASCII; with the shape, the indices of each part.
 
-    def _explained(self, global_shape: Sequence[int] | None = None) -> list[str]:
-        return [f"{self} on {self.mesh}", *draw(self, global_shape)]
+        width: columns that a picture should not exceed; fewer cells and shorter lists of ranks are drawn to that end.
+        """
+        return "\n".join([f"{self} on {self.mesh}", *draw(self, global_shape, width=width)])
 
     def __rich__(self) -> Any:
         """What `rich.print(layout)` shows: `explain` in colour, where the terminal has it."""
-        return coloured(self._explained())
+        return coloured(self.explain())
 
     def is_partial(self) -> bool:
         return any(isinstance(placement, Partial) for placement in self.placements)
@@ -201,5 +201,5 @@ def _parse(text: str) -> dict[str, Placement]:
             raise LayoutError(f"{item!r} in layout {text!r} is not 'axis: placement'; write it like 'dp: S(0), tp: R'")
         if name in written:
             raise LayoutError(f"axis {name!r} stands twice in layout {text!r}")
-        written[name] = as_placement(placement)
+        written[name] = as_placement(placement.strip())
     return written

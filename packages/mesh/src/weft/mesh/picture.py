@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CELLS = 6  # drawn along a dim; of more, the first ones and the last
 ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first two and how many there are
-WIDTH = 72  # of a picture; the first of FITS that is not wider is drawn
+WIDTH = 72  # of a picture, if nothing else is asked for; the first of FITS that is not wider is drawn
 SLICES = 4  # drawn where more than two dims are cut; of more, a table of ranks
 LINES = 16  # of that table
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on a terminal; the text says it all without
@@ -39,7 +39,7 @@ class Cell(NamedTuple):
     op: str
 
 
-def draw(layout: Layout, global_shape: Sequence[int] | None = None) -> list[str]:
+def draw(layout: Layout, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> list[str]:
     """Lines of a grid: rows are the first dim that is cut, columns the second; of one cut dim, rows if it is dim 0.
 
     A cell names the ranks that hold it; where the layout is Partial, those of each addend: `0+1`, `max(0, 1)`. With the
@@ -64,23 +64,24 @@ def draw(layout: Layout, global_shape: Sequence[int] | None = None) -> list[str]
         at = {dim: _coordinate(layout, dim, part) for dim, part in zip(others, index, strict=True)}
         if at:
             lines.append(", ".join(f"dim {dim}: {_label(layout, shape, dim, part)}" for dim, part in at.items()))
-        lines += _grid(layout, shape, row, column, {axis: i for part in at.values() for axis, i in part.items()})
+        fixed = {axis: i for part in at.values() for axis, i in part.items()}
+        lines += _grid(layout, shape, row, column, fixed, width)
     return lines
 
 
-def coloured(lines: Sequence[str]) -> Text:
-    """The lines for a terminal, by rich: cells that hold the same are of one colour."""
+def coloured(picture: str) -> Text:
+    """Text with pictures, also side by side, for a terminal, by rich: cells that hold the same are of one colour."""
     from rich.text import Text
 
-    text = Text("\n".join(lines))
+    text = Text(picture)
     colours: dict[str, str] = {}
-    for cell in re.finditer(r"(?<=\|)[^|\n]+(?=\|)", text.plain):
+    for cell in re.finditer(r"(?<=\|) (?!\.\.\. )\S[^|\n]*(?=\|)", text.plain):
         colour = colours.setdefault(cell[0].strip(), COLOURS[len(colours) % len(COLOURS)])
         text.stylize(colour, *cell.span())
     return text
 
 
-def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordinate) -> list[str]:
+def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordinate, width: int) -> list[str]:
     """Rows and columns of cells, with fewer columns and shorter lists of ranks until they fit the width."""
     down, most = _drawn(layout, row, CELLS), _drawn(layout, column, CELLS)
     cells: dict[tuple[Index, Index], Cell] = {
@@ -98,7 +99,7 @@ def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordi
             names = ["", *("..." if j is None else top[j] for j in across)]
             grid = [names, *([left[i], *line] for i, line in zip(down, grid, strict=True))]
         lines = _boxed(grid, head=shape is not None)
-        if max(map(len, lines)) <= WIDTH:
+        if max(map(len, lines)) <= width:
             break
     return lines
 

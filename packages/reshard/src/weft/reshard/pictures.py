@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from weft.mesh import Layout
+from weft.mesh.picture import WIDTH as PICTURE_WIDTH
 from weft.mesh.picture import draw
 
 from .costs import received_elements
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-def explained(plan: Plan) -> str:
-    """The plan's figures, then each step with who holds what before and after it."""
+WIDTH = 105  # columns of an explanation, if nothing else is asked for: two pictures of 48 stand side by side
+LISTED = 16  # ranks whose bytes are listed one by one, where they differ
+INDENT = "   "  # of the pictures
+
+
+def explained(plan: Plan, width: int) -> str:
+    """The plan's figures, then each step with who holds what before and after it, in `width` columns if it can be."""
     received, bound = plan.max_received_bytes, plan.lower_bound_bytes
     gap = "as few as any plan" if received == bound else f"at least {bound:,} by the bound"
     if bound and received != bound:
@@ -26,17 +32,27 @@ def explained(plan: Plan) -> str:
         f"({plan.src}) -> ({plan.dst})",
         f"{plan.dtype} {plan.shape} on {plan.src.mesh}" + (f" -> {plan.dst.mesh}" if _crosses(plan) else ""),
         f"received by the busiest rank: {received:,} bytes, {gap}",
+        *_by_rank(plan),
         f"alive at once on a rank: {plan.peak_bytes:,} bytes at most",
     ]
     if plan.topology is not None:
         lines.append(f"predicted time: {1e6 * plan.seconds:,.1f} us")
     if not plan.steps:
-        lines.append("nothing to do")
+        lines += ["nothing to do", *draw(plan.src, plan.shape, width=width)]
     for number, (step, layout) in enumerate(zip(plan.steps, plan.layouts, strict=True), start=1):
         most = plan.dtype.itemsize * max(received_elements(step, layout, plan.shape, rank) for rank in plan.ranks)
         lines += ["", f"{number}. {written(step, layout)}: {most:,} bytes"]
-        lines += [f"   {line}".rstrip() for line in _beside(layout, follow(step, layout), plan.shape)]
+        pictures = _beside(layout, follow(step, layout), plan.shape, width - len(INDENT))
+        lines += [f"{INDENT}{line}".rstrip() for line in pictures]
     return "\n".join(lines)
+
+
+def _by_rank(plan: Plan) -> list[str]:
+    """What each of a few ranks receives, where that differs."""
+    received = {rank: plan.received_bytes(rank) for rank in plan.ranks[:LISTED]}
+    if len(plan.ranks) > LISTED or len(set(received.values())) == 1:
+        return []
+    return ["received by each: " + ", ".join(f"rank {rank} {count:,}" for rank, count in received.items()) + " bytes"]
 
 
 def written(step: Step, layout: Layout) -> str:
@@ -52,10 +68,10 @@ def _crosses(plan: Plan) -> bool:
     return plan.src.mesh != plan.dst.mesh
 
 
-def _beside(before: Layout, after: Layout, shape: tuple[int, ...]) -> list[str]:
-    left, right = draw(before, shape), draw(after, shape)
-    width, middle = max(map(len, left)), min(len(left), len(right)) // 2
-    if width + max(map(len, right)) > 96:
+def _beside(before: Layout, after: Layout, shape: tuple[int, ...], width: int) -> list[str]:
+    left, right = (draw(layout, shape, width=min(width, PICTURE_WIDTH)) for layout in (before, after))
+    room, middle = max(map(len, left)), min(len(left), len(right)) // 2
+    if room + len("  ->  ") + max(map(len, right)) > width:
         return [*left, "->", *right]
     arrows = ["->" if row == middle else "  " for row in range(max(len(left), len(right)))]
-    return [f"{a or '':{width}}  {arrow}  {b or ''}" for a, arrow, b in zip_longest(left, arrows, right, fillvalue="")]
+    return [f"{a or '':{room}}  {arrow}  {b or ''}" for a, arrow, b in zip_longest(left, arrows, right, fillvalue="")]

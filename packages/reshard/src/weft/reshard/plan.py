@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from weft.mesh import Layout, LayoutError
+from weft.mesh.picture import coloured
 
 from .across import cheapest_across
 from .bounds import lower_bound_elements
 from .costs import peak_elements, received_elements, seconds_of
 from .layouts import check_reductions, dual_layout, without_trivial_axes
-from .pictures import explained, written
+from .pictures import WIDTH, explained, written
 from .search import cheapest
 from .steps import Step, dual, follow
 from .topology import Topology
@@ -102,9 +104,17 @@ class Plan:
         src, dst = dual_layout(self.dst), dual_layout(self.src)
         return Plan(src, dst, self.shape, self.dtype, tuple(steps)[::-1], self.topology)
 
-    def explain(self) -> str:
-        """The steps, each with a picture of who holds what, bytes against the bound, peak memory, predicted seconds."""
-        return explained(self)
+    def explain(self, *, width: int = WIDTH) -> str:
+        """The steps, each with a picture of who holds what, bytes against the bound, peak memory, predicted seconds.
+
+        width: columns that the pictures should not exceed; where they do not fit side by side, they stand one below the
+            other.
+        """
+        return explained(self, width)
+
+    def __rich__(self) -> Any:
+        """What `rich.print(plan)` shows: `explain` in colour, where the terminal has it."""
+        return coloured(self.explain())
 
     def _each(self, cost: Callable[[Step, Layout, Sequence[int], int], int], rank: int) -> list[int]:
         return [cost(step, layout, self.shape, rank) for step, layout in zip(self.steps, self.layouts, strict=True)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from ..llama.config import LlamaConfig
 from .data import Corpus
@@ -12,11 +15,13 @@ from .data import Corpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh's axes; what is not given follows from the number of processes."""
+    """Processes along each axis; their product is all GPUs, 4 processes on a CPU, or those that a launcher started."""
 
-    dp: int | None = None
+    dp: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: processes / tp)")] = None
     """Data parallel: each of these reads its own part of every batch."""
-    tp: int | None = None
+    tp: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 2; 1 for an odd number of processes)")
+    ] = None
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
@@ -25,10 +30,12 @@ class MeshConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is read."""
+    """The text and its parts; a token is a byte."""
 
-    path: Path | None = None
-    """A text file, or a folder of them; by default the source of this machine's own Python standard library."""
+    path: Annotated[
+        Path | None, arg(metavar="PATH", help_behavior_hint="(default: the source of Python's standard library)")
+    ] = None
+    """A text file in UTF-8, or a folder of them."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
     sequence_length: int = 64
@@ -63,25 +70,25 @@ class OptimizerConfig:
 class TrainConfig:
     """One training run."""
 
-    model: LlamaConfig
-    """The network."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 200
     """Updates of the weights."""
-    sequence_parallel: bool = False
-    """Shard activations on the tokens between the tensor-parallel layers."""
-    seed: int = 0
-    """Of the initial weights, the order of the data, dropout and the sample."""
+    output: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: outputs/RECIPE-TIME)")] = None
+    """Folder to make for the results."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""
     log_every: int = 10
     """Steps between lines where the output is no terminal."""
-    output: Path | None = None
-    """Folder to make for the results; by default outputs/<recipe>-<time>."""
+    seed: int = 0
+    """Decides the initial weights, the order of the data, dropout and the sample."""
+    sequence_parallel: bool = False
+    """Shard activations on the tokens between the tensor-parallel layers."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    model: LlamaConfig
+    """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
         _at_least("train", self, 1, "steps", "log_every")

@@ -15,6 +15,8 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..terminal import PROGRAM
+
 if TYPE_CHECKING:
     from .config import Run
 
@@ -117,7 +119,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         train(run, device)
     except TrainingError as error:
         if dist.get_rank() == 0:
-            print(f"\nweft train: {error}", file=sys.stderr, flush=True)
+            print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
         dist.barrier()  # said before any process ends
         sys.exit(STOPPED)
     except RuntimeError as error:

@@ -21,6 +21,7 @@ from ..generation import generate
 from ..initialization import initialize
 from ..llama.model import Llama
 from ..parallel import parallelize
+from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
 from .observe import CollectiveCount
@@ -64,7 +65,7 @@ def train(run: Run, device: torch.device) -> None:
                 results.save(trainer.model, f"checkpoint-{step + 1}")
     seconds = time.perf_counter() - start
     results.save(trainer.model, "checkpoint")
-    report.line("sample\n" + "\n".join(f"  | {line}" for line in trainer.sample().split("\n")))
+    report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     report.line(next_steps(run.folder, run.recipe, losses[0], losses[-1], seconds))
 
 

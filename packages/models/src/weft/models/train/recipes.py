@@ -32,3 +32,8 @@ def recipe(name: str) -> TrainConfig:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown recipe {name!r}; {hint}the recipes are {', '.join(RECIPES)}")
     return RECIPES[name]
+
+
+def size_in_words(model: LlamaConfig) -> str:
+    tied = ", one table for embedding and output" if model.tie_embeddings else ""
+    return f"Llama, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers{tied}"

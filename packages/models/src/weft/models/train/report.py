@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from weft.mesh import Layout
 
+from ..terminal import PROGRAM
 from .config import Run, TrainConfig, general_name
+from .recipes import size_in_words
+
+BESIDE_BAR = 75  # columns of what stands beside the bar: without as many and more there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +81,15 @@ class Report:
     @contextlib.contextmanager
     def steps(self, config: TrainConfig) -> Iterator[_Steps]:
         """Where metrics are shown: a bar on a terminal, lines otherwise."""
-        if not self._console.is_terminal or self._console.quiet:
+        # rich takes a pipe for a terminal where FORCE_COLOR is set: colours are welcome there, a moving cursor is not
+        if self._console.quiet or not (self._console.is_interactive and self._console.file.isatty()):
             yield _Steps(self, config, None)
             return
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.description}"), console=self._console) as bar:
+        room = min(self._console.width - BESIDE_BAR, 40)
+        columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
+        columns += [BarColumn(bar_width=room), TimeRemainingColumn()] if room > 0 else []
+        columns += [TextColumn("{task.description}", table_column=Column())]  # the one that is wrapped
+        with Progress(*columns, console=self._console) as bar:
             yield _Steps(self, config, bar)
 
 
@@ -110,16 +118,12 @@ def _counted(counts: Counter[str]) -> str:
 
 def describe(run: Run, *, gpus: int) -> str:
     """The one line of what runs."""
-    model, processes = run.config.model, run.dp * run.tp
+    processes = run.dp * run.tp
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     return (
-        f"{run.recipe}: Llama, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers, on "
-        f"{run.corpus.name}; {device}, {backend}, {processes} process{'es' if processes > 1 else ''}, "
-        f"mesh dp={run.dp} x tp={run.tp}"
+        f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
+        f"{processes} process{'es' if processes > 1 else ''}, mesh dp={run.dp} x tp={run.tp}"
     )
-
-
-PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
 
 
 def next_steps(folder: Path, recipe: str, first: float, last: float, seconds: float) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torch import nn
@@ -14,10 +12,9 @@ from weft.mesh import Layout, ProcessMesh
 
 from ..checkpoint import save_pretrained
 from ..parallel import ParallelPlan
+from ..versions import versions
 from .config import TrainConfig, general_name
 from .report import Metrics
-
-PACKAGES = ("weft-mesh", "weft-reshard", "weft-kernels", "weft-models", "torch", "triton")
 
 
 class Results:
@@ -37,8 +34,7 @@ class Results:
         self._write("config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str))
         kinds = {f"{general_name(name)}: {layout or 'whole'}": None for name, layout in layouts.items()}
         self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds]))
-        versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-        self._write("versions.json", json.dumps(versions, indent=2))
+        self._write("versions.json", json.dumps(versions(), indent=2))
 
     def add(self, metrics: Metrics) -> None:
         """A line of metrics.jsonl, there at once."""
@@ -53,10 +49,3 @@ class Results:
 
     def _write(self, name: str, text: str) -> None:
         (self._folder / name).write_text(text + "\n", encoding="utf-8")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,0 +1,67 @@
+"""What the commands share: their arguments by tyro, and one line for input that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import tyro
+
+from ..terminal import PROGRAM
+
+T = TypeVar("T")
+
+
+def parse(
+    kind: type[T],
+    arguments: Sequence[str],
+    *,
+    command: str,
+    about: str,
+    default: T | None = None,
+    compact_below: int = 0,
+) -> T:
+    """The arguments as a `kind`. Help, and mistakes that tyro finds, end the program, with status 0 and 2.
+
+    command: with its leading arguments, as it stands in the usage.
+    about: what `--help` says above the options: headings, and indented lines, which are wrapped.
+    compact_below: columns of a terminal that is too narrow for descriptions beside the options; --help-verbose has them.
+    """
+    width = shutil.get_terminal_size().columns
+    on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro asks the one, and writes to both
+    tyro._experimental_options["utf8_boxes"] = on_terminal
+    tyro._experimental_options["ansi_codes"] = on_terminal and not os.environ.get("NO_COLOR")
+    return tyro.cli(
+        kind,
+        default=tyro.MISSING_NONPROP if default is None else default,
+        args=arguments,
+        prog=f"{PROGRAM} {command}",
+        description=_wrapped(about, width),
+        compact_help=width < compact_below,
+        config=(tyro.conf.AvoidSubcommands,),  # a rope scaling that a recipe has not is not to be chosen here
+    )
+
+
+def _wrapped(text: str, width: int) -> str:
+    """The text with its lines wrapped, each with its own indent: tyro keeps breaks before spaces alone."""
+
+    def wrapped(line: str) -> str:
+        indent = line[: len(line) - len(line.lstrip())]
+        return textwrap.fill(line, width, subsequent_indent=indent)
+
+    return "\n".join(map(wrapped, text.splitlines()))
+
+
+@contextmanager
+def refusing(command: str) -> Iterator[None]:
+    """Input that cannot be used is one line, and status 2; what goes wrong later keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
+        sys.exit(2)

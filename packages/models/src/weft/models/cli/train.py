@@ -1,0 +1,71 @@
+"""`weft train`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from ..llama.config import check_tensor_parallel
+from ..terminal import PROGRAM
+from ..train.config import Run, TrainConfig, mesh_sizes
+from ..train.data import check_enough, find_corpus
+from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
+from ..train.recipes import RECIPES, recipe, size_in_words
+from ..train.report import describe
+from .arguments import parse, refusing
+
+DEFAULT_RECIPE = "llama-tiny"
+ABOUT = f"""\
+  Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
+
+Examples
+  {PROGRAM} train
+  {PROGRAM} train --data.path book.txt
+  {PROGRAM} train --mesh.dp 4 --mesh.tp 1
+  {PROGRAM} train llama-tiny-tied --steps 500
+
+Recipes
+{{recipes}}
+  The options show the defaults of the one that is named; of {DEFAULT_RECIPE} where none is.
+
+Prints
+  the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside that of one process; the steps; a sample.
+
+Saves
+  metrics.jsonl, config.json, plan.txt, versions.json, and checkpoint/, which transformers loads.
+
+Exit status
+  0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted.
+"""
+
+
+def run(arguments: list[str]) -> int:
+    with refusing("train"):
+        settled, gpus = _settle(arguments)
+    if os.environ.get("RANK", "0") == "0":
+        print(describe(settled, gpus=gpus), flush=True)
+    return launch(settled, gpus=gpus)
+
+
+def _settle(arguments: list[str]) -> tuple[Run, int]:
+    """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
+    recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
+    config = parse(
+        TrainConfig,
+        arguments,
+        command="train [RECIPE]",
+        about=ABOUT.format(recipes=recipes),
+        default=recipe(name),
+        compact_below=60,
+    )
+    gpus, world = gpu_count(), launched_processes()
+    dp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
+    check_tensor_parallel(config.model, tp)
+    corpus = find_corpus(config.data.path)
+    check_enough(corpus, config.data.sequence_length)
+    folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists():
+        raise ValueError(f"the output folder {folder} exists; give another with --output, or remove it")
+    return Run(recipe=name, config=config, corpus=corpus, dp=dp, tp=tp, folder=folder), gpus

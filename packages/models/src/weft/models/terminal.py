@@ -1,0 +1,15 @@
+"""What this package says on a terminal, whoever prints it: how the user has called it, and text that is safe to show."""
+
+from __future__ import annotations
+
+import os
+import re
+
+PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
+
+_CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for control characters, by which a terminal would be moved, coloured or renamed."""
+    return _CONTROLS.sub("\ufffd", text)

@@ -1,0 +1,129 @@
+"""Colours, boxes and moving lines: on a terminal that has them, and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from weft.mesh import Layout, ProcessMesh
+
+from tests.support.terminal import ESCAPE, in_pipe, on_terminal
+
+WEFT = (sys.executable, "-m", "weft.models.cli")
+LAYOUT = (*WEFT, "layout", "dp: S(0), tp: S(1)", "--mesh", "dp=2,tp=2", "--shape", "8,6")
+HELP = (*WEFT, "layout", "--help")
+MISTAKE = (*WEFT, "train", "--stpes", "3")
+DRAWN = Layout(ProcessMesh.grid(dp=2, tp=2), "dp: S(0), tp: S(1)").explain((8, 6)) + "\n"
+PLAIN = [pytest.param({"NO_COLOR": "1"}, id="no-color"), pytest.param({"TERM": "dumb"}, id="dumb")]
+
+
+class TestLayout:
+    def test_it_is_coloured_on_a_terminal(self) -> None:
+        status, sent = on_terminal(LAYOUT)
+        assert status == 0
+        assert "|\x1b[36m 0   \x1b[0m|\x1b[33m 1   \x1b[0m|" in sent
+        assert ESCAPE.sub("", sent) == DRAWN
+
+    @pytest.mark.parametrize("settings", PLAIN)
+    def test_it_is_plain_on_a_terminal_that_asks_for_that(self, settings: dict[str, str]) -> None:
+        assert on_terminal(LAYOUT, **settings) == (0, DRAWN)
+
+    def test_it_is_plain_in_a_pipe(self) -> None:
+        assert in_pipe(LAYOUT) == (0, DRAWN)
+
+    def test_a_pipe_may_be_given_colours(self) -> None:
+        status, written = in_pipe(LAYOUT, FORCE_COLOR="1")
+        assert status == 0
+        assert "\x1b[36m 0   \x1b[0m" in written
+        assert ESCAPE.sub("", written) == DRAWN
+
+    def test_it_fits_a_narrow_terminal(self) -> None:
+        wide = (*WEFT, "layout", "dp: S(1)", "--mesh", "dp=16", "--shape", "4096,4096")
+        for columns in (40, 80):
+            status, sent = on_terminal(wide, columns=columns, NO_COLOR="1")
+            assert status == 0
+            assert 0.6 * min(columns, 72) < max(map(len, sent.splitlines()[1:])) <= columns
+
+
+class TestHelp:
+    @pytest.mark.parametrize(("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")])  # fmt: skip
+    def test_it_is_coloured_and_in_boxes_on_a_terminal(self, command: tuple[str, ...], ends: int) -> None:
+        status, sent = on_terminal(command)
+        assert status == ends
+        assert ESCAPE.search(sent)
+        assert "╭─" in ESCAPE.sub("", sent)
+
+    @pytest.mark.parametrize("command", [pytest.param(HELP, id="help"), pytest.param(MISTAKE, id="mistake")])
+    @pytest.mark.parametrize("settings", PLAIN)
+    def test_it_has_no_colour_where_that_is_asked_for(self, command: tuple[str, ...], settings: dict[str, str]) -> None:
+        _, sent = on_terminal(command, **settings)
+        assert not ESCAPE.search(sent)
+
+    @pytest.mark.parametrize(("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")])  # fmt: skip
+    def test_it_is_plain_ascii_in_a_pipe(self, command: tuple[str, ...], ends: int) -> None:
+        status, written = in_pipe(command)
+        assert status == ends
+        assert written.isascii()
+        assert "\x1b" not in written
+
+    def test_it_names_the_program_as_the_user_called_it(self) -> None:
+        for arguments in (("--help",), ("train", "--help"), ("layout", "--help"), ("trian",), ("layout", "R")):
+            _, written = in_pipe((*WEFT, *arguments), WEFT_PROGRAM="./run")
+            assert "./run" in written
+            assert "weft layout" not in written
+            assert "weft train" not in written
+
+
+STEPS = """
+from dataclasses import replace
+from weft.models.train.recipes import recipe
+from weft.models.train.report import Metrics, Report
+
+report = Report(speaks=True)
+config = replace(recipe("llama-tiny"), steps=3, log_every=2)
+with report.steps(config) as shown:
+    for step in (1, 2, 3):
+        metrics = Metrics(step=step, loss=3.25, grad_norm=1.5, lr=0.1, tokens_per_second=3036.0, memory_bytes=420 * 2**20)
+        shown.show(metrics)
+        if step == 1:
+            report.line("check")
+report.line("after")
+"""
+
+
+class TestStepsOfTraining:
+    """What `weft train` shows of its steps."""
+
+    COMMAND = (sys.executable, "-c", STEPS)
+    LINES = tuple(
+        "check" if step is None else f"step {step}/3  loss 3.2500  grad norm 1.500  3,036 tokens/s  420 MiB"
+        for step in (1, None, 2, 3)
+    )
+
+    @pytest.mark.parametrize("columns", [40, 80, 140])
+    def test_a_terminal_has_one_place_for_them_where_nothing_is_cut_off(self, columns: int) -> None:
+        status, sent = on_terminal(self.COMMAND, columns=columns)
+        assert status == 0
+        assert sent.count("\x1b[?25l") == sent.count("\x1b[?25h") == 1  # the cursor is hidden, and comes back
+        last = ESCAPE.sub("", sent[sent.rindex("\x1b[2K") :])
+        shown, after = " ".join(last.replace("━", "").split()).rsplit(" ", 1)
+        assert after == "after"
+        assert "…" not in sent
+        assert shown.startswith("step 3/3 ")
+        assert shown.endswith("loss 3.2500 grad norm 1.500 3,036 tokens/s 420 MiB")
+        assert max(map(len, ESCAPE.sub("", sent.replace("\r", "\n")).splitlines())) <= columns
+
+    @pytest.mark.parametrize("settings", PLAIN[1:])
+    def test_a_terminal_that_cannot_move_its_cursor_has_lines(self, settings: dict[str, str]) -> None:
+        status, sent = on_terminal(self.COMMAND, **settings)
+        assert (status, sent.splitlines()) == (0, [*self.LINES, "after"])
+
+    @pytest.mark.parametrize("settings", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "force-color"])
+    def test_a_pipe_has_lines(self, settings: dict[str, str]) -> None:
+        status, written = in_pipe(self.COMMAND, **settings)
+        assert (status, written.splitlines()) == (0, [*self.LINES, "after"])
+
+    def test_without_colour_the_line_is_still_in_one_place(self) -> None:
+        _, sent = on_terminal(self.COMMAND, NO_COLOR="1")
+        assert "\x1b[2K" in sent
+        assert not [code for code in ESCAPE.findall(sent) if code.endswith("m")]

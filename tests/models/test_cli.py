@@ -1,0 +1,216 @@
+"""What the `weft` command says for its arguments, in this process."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from weft.mesh import Layout, ProcessMesh
+from weft.models.cli import COMMANDS, main
+from weft.models.cli import train as train_command
+from weft.models.terminal import printable
+from weft.models.train.recipes import RECIPES
+from weft.reshard import plan
+
+
+class Weft:
+    """Calls `weft`: its exit status, and what it wrote to either stream."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        status = 0
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        out, err = self._capsys.readouterr()
+        return status, out, err
+
+
+@pytest.fixture
+def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Weft:
+    monkeypatch.setenv("COLUMNS", "80")
+    return Weft(capsys)
+
+
+class TestHelp:
+    @pytest.mark.parametrize("columns", [40, 80, 120])
+    @pytest.mark.parametrize("command", [*COMMANDS, None])
+    def test_no_line_is_wider_than_the_terminal(
+        self, weft: Weft, monkeypatch: pytest.MonkeyPatch, command: str | None, columns: int
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        status, out, err = weft(*filter(None, [command]), "--help")
+        assert (status, err) == (0, "")
+        usage, *lines = out.splitlines()
+        assert usage.startswith("usage: weft")
+        assert not [line for line in lines if len(line.rstrip()) > columns]
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_option_is_described_and_every_default_is_a_value_or_words(self, weft: Weft, command: str) -> None:
+        _, out, _ = weft(command, "--help")
+        options = re.split(r"^ +(?=--?[a-z])", out[out.index("Exit status") :], flags=re.MULTILINE)[1:]
+        assert len(options) >= 4
+        for option in options:
+            described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
+            assert described, option
+            assert option.startswith("-h,") or "(default: " in option or "(required)" in option
+        assert "None" not in out
+
+    def test_the_most_used_options_come_first(self, weft: Weft) -> None:
+        _, out, _ = weft("train", "--help")
+        order = ["--steps", "--output", "--data.path", "--mesh.dp", "--optimizer.lr", "--model.vocab-size"]
+        places = [out.index(f"{name} ", out.index("Exit status")) for name in order]
+        assert places == sorted(places)
+
+    def test_every_recipe_is_there_with_its_size(self, weft: Weft) -> None:
+        _, out, _ = weft("train", "--help")
+        for name, config in RECIPES.items():
+            assert f"  {name}: Llama, {config.model.num_parameters / 1e6:.2f} M parameters, 4 layers" in out
+
+    def test_the_defaults_are_those_of_the_recipe(self, weft: Weft) -> None:
+        def tied(out: str) -> str:
+            return out[out.index("--model.tie-embeddings") :].partition("(default: ")[2].partition(")")[0]
+
+        assert tied(weft("train", "--help")[1]) == "False"
+        assert tied(weft("train", "llama-tiny-tied", "--help")[1]) == "True"
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_the_examples_run(self, weft: Weft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("book.txt").write_text("Call me by my layout. " * 10)
+        monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
+        _, out, _ = weft(command, "--help")
+        shown = out[out.index("Examples\n") :].partition("\n\n")[0].replace("\\\n", "")
+        examples = [shlex.split(line) for line in shown.splitlines()[1:]]
+        assert len(examples) >= 2
+        for program, *arguments in examples:
+            assert (program, arguments[0]) == ("weft", command)
+            status, _, err = weft(*arguments)
+            if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
+                assert "outputs/RUN/checkpoint is not a folder" in err
+            else:
+                assert (status, err) == (0, "")
+
+    def test_all_of_them_stand_in_the_help_of_weft(self, weft: Weft) -> None:
+        assert weft() == weft("--help") == weft("-h") == weft("help")
+        _, out, _ = weft("--help")
+        assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == list(COMMANDS)
+
+    def test_the_version(self, weft: Weft) -> None:
+        status, out, _ = weft("--version")
+        assert status == 0
+        assert re.fullmatch(r"weft \S.* \(torch \S+, triton .*, python 3\.\S+\)\n", out)
+
+    def test_nothing_waits_for_torch(self) -> None:
+        program = """
+import sys
+from weft.models.cli import main
+for arguments in (["--help"], ["train", "--help"], ["layout", "--help"], ["layout", "dp: S(0)", "--mesh", "dp=2"]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert not end.code
+    assert "torch" not in sys.modules, arguments
+    assert arguments != ["--help"] or not {"tyro", "rich"} & set(sys.modules)
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+class TestLayout:
+    @pytest.mark.parametrize("shape", [None, (8, 6), (5, 3, 2), (0, 1)], ids=str)
+    @pytest.mark.parametrize("text", ["dp: S(0), tp: S(1)", "tp: S(0), dp: S(0)", "tp: P(max)", ""])
+    def test_a_layout_is_drawn(self, weft: Weft, text: str, shape: tuple[int, ...] | None) -> None:
+        given = () if shape is None else ("--shape", ",".join(map(str, shape)))
+        layout = Layout(ProcessMesh.grid(dp=2, tp=4), text)
+        assert weft("layout", text, "--mesh", "dp=2,tp=4", *given) == (0, layout.explain(shape) + "\n", "")
+
+    def test_a_scalar_has_an_empty_shape(self, weft: Weft) -> None:
+        _, out, _ = weft("layout", "tp: P", "--mesh", "tp=2", "--shape", "")
+        assert "| 0+1 |" in out
+
+    def test_the_order_of_the_axes_is_the_one_written(self, weft: Weft) -> None:
+        _, out, _ = weft("layout", "tp: S(0)", "--mesh", " tp = 2, dp = 4")
+        assert out.splitlines()[0] == "tp: S(0), dp: R on ProcessMesh.grid(tp=2, dp=4)"
+
+    @pytest.mark.parametrize("dtype", [None, "float64", "float32", "bfloat16", "float16"])
+    def test_a_change_is_explained(self, weft: Weft, dtype: str | None) -> None:
+        mesh = ProcessMesh.grid(dp=2, tp=2)
+        src, dst = Layout(mesh, "dp: S(0), tp: P"), Layout(mesh, "tp: S(0)")
+        given = () if dtype is None else ("--dtype", dtype)
+        status, out, _ = weft("layout", str(src), str(dst), "--mesh", "dp=2,tp=2", "--shape", "5,3", *given)
+        expected = plan(src, dst, (5, 3), getattr(torch, dtype or "float32"))
+        assert (status, out) == (0, expected.explain(width=80) + "\n")
+        assert f"received by the busiest rank: {expected.max_received_bytes} bytes" in out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            pytest.param("'dp: S(0)'", "the mesh is missing; give its axes and their sizes, as --mesh dp=2,tp=4", id="no-mesh"),
+            pytest.param("'pp: S(0)' --mesh dp=2", "the mesh has no axis 'pp'; its axes are dp", id="axis"),
+            pytest.param("R 'pp: R' --mesh dp=2 --shape 4", "'R' in layout 'R' is not 'axis: placement'", id="no-axis"),
+            pytest.param("R --mesh dp", "'dp' in --mesh 'dp' is not 'axis=size'; write it like --mesh dp=2,tp=4", id="mesh"),
+            pytest.param("R --mesh dp=two", "'dp=two' in --mesh", id="size"),
+            pytest.param("R --mesh dp=0", "axis 'dp' has size 0; a size is an int >= 1", id="no-rank"),
+            pytest.param("R --mesh dp=2,dp=2", "axis 'dp' stands twice in --mesh", id="axis-twice"),
+            pytest.param("R --mesh 2d=2", "axis name '2d' is not an identifier", id="name"),
+            pytest.param("R --mesh dp=2000000", "2,000,000 ranks, and at most 1,048,576 are drawn", id="many"),
+            pytest.param("'dp: X' --mesh dp=2", "'X' is not a placement; write R, S(dim) or P(op)", id="placement"),
+            pytest.param("'dp: P(mean)' --mesh dp=2", "Partial has no op 'mean'; use one of sum", id="reduction"),
+            pytest.param("'dp: S(1)' --mesh dp=2 --shape 8", "shards dim 1 of a tensor of shape (8,)", id="dims"),
+            pytest.param("'dp: R' --mesh dp=2 --shape 8x6", "--shape '8x6' is not a list of sizes", id="shape"),
+            pytest.param("'dp: R' --mesh dp=2 --shape -8,6", "--shape '-8,6' is not a list of sizes", id="below-0"),
+            pytest.param("'dp: R' 'dp: S(0)' --mesh dp=2", "give that of the whole tensor, as --shape 8,6", id="no-shape"),
+            pytest.param("'dp: R' 'dp: S(1)' --mesh dp=2 --shape 8", "shards dim 1", id="dims-of-the-target"),
+            pytest.param("'dp: P' 'dp: P(max)' --mesh dp=2 --shape 8", "goes from P(sum) to P(max); reshard to Replicate() in between", id="reductions"),
+            pytest.param(
+                "'dp: R' 'dp: S(0)' --mesh dp=2000 --shape 8",
+                "2,000 ranks, and at most 1,024 are asked what they receive; give a smaller --mesh",
+                id="many-to-ask",
+            ),
+        ],
+    )  # fmt: skip
+    def test_bad_input_is_one_line(self, weft: Weft, arguments: str, message: str) -> None:
+        status, out, err = weft("layout", *shlex.split(arguments))
+        assert (status, out) == (2, "")
+        (line,) = err.splitlines()
+        assert line.startswith("weft layout: ")
+        assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(["trian"], "weft: unknown command 'trian'; did you mean 'train'? the commands are ", id="command"),
+        pytest.param(
+            ["x"], "weft: unknown command 'x'; the commands are train, generate, layout", id="no-such-command"
+        ),
+        pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),
+        pytest.param(["train", "--stpes", "3"], "Perhaps you meant: --steps INT Updates of the weights.", id="option"),
+        pytest.param(["layout", "R", "--mehs", "dp=2"], "Perhaps you meant: --mesh SIZES", id="option-of-layout"),
+    ],
+)
+def test_a_typing_error_gets_a_suggestion(weft: Weft, arguments: list[str], said: str) -> None:
+    status, out, err = weft(*arguments)
+    assert (status, out) == (2, "")
+    assert said in re.sub(r"(\s|--{2,})+", " ", err)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        pytest.param("def f():\n\treturn 'ä…'", "def f():\n\treturn 'ä…'", id="text"),
+        pytest.param("a\x1b[31mb", "a\ufffd[31mb", id="colour"),
+        pytest.param("\x00\a\b\r\f\v\x7f\x9b", "\ufffd" * 8, id="controls"),
+    ],
+)
+def test_control_characters_do_not_reach_a_terminal(text: str, shown: str) -> None:
+    assert printable(text) == shown
