@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -65,6 +66,14 @@ class TestHelp:
         assert status == ends
         assert written.isascii()
         assert "\x1b" not in written
+
+    @pytest.mark.parametrize("command", [pytest.param((*WEFT, "train", "--help"), id="help"), pytest.param(LAYOUT, id="layout")])  # fmt: skip
+    def test_a_reader_that_has_enough_is_no_error(self, command: tuple[str, ...]) -> None:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            said = process.stderr.read()
+        assert (process.returncode, said) == (1, "")
 
     def test_it_names_the_program_as_the_user_called_it(self) -> None:
         for arguments in (("--help",), ("train", "--help"), ("layout", "--help"), ("trian",), ("layout", "R")):

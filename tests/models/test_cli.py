@@ -102,7 +102,7 @@ class TestHelp:
     def test_all_of_them_stand_in_the_help_of_weft(self, weft: Weft) -> None:
         assert weft() == weft("--help") == weft("-h") == weft("help")
         _, out, _ = weft("--help")
-        assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == list(COMMANDS)
+        assert re.findall(r"^  (\w+): ", out, re.MULTILINE) == list(COMMANDS)
 
     def test_the_version(self, weft: Weft) -> None:
         status, out, _ = weft("--version")

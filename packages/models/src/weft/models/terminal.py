@@ -1,9 +1,10 @@
-"""What this package says on a terminal, whoever prints it: how the user has called it, and text that is safe to show."""
+"""What this package says on a terminal, whoever prints it: how the user has called it, and text that fits and is safe to show."""
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
 
 PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
 
@@ -13,3 +14,13 @@ _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """The text with U+FFFD for control characters, by which a terminal would be moved, coloured or renamed."""
     return _CONTROLS.sub("\ufffd", text)
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with its lines wrapped, each with its own indent."""
+
+    def of_line(line: str) -> str:
+        indent = line[: len(line) - len(line.lstrip())]
+        return textwrap.fill(line, width, subsequent_indent=indent)
+
+    return "\n".join(map(of_line, text.splitlines()))

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import difflib
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..terminal import PROGRAM
+from ..terminal import PROGRAM, wrapped
 
 COMMANDS = ("train", "generate", "layout")
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
 
-Trains models on meshes of processes,
-and shows how tensors lie on them.
+Trains models on meshes of processes, and shows how tensors lie on them.
 
-  train     train a model on a mesh
-  generate  let a trained model go on
-            with a text
-  layout    draw who holds what of a
-            tensor, and plan a change
+Commands
+  train: train a model on a mesh
+  generate: let a trained model go on with a text
+  layout: draw who holds what of a tensor, and plan a change
 
 Examples
   {PROGRAM} train --data.path book.txt
   {PROGRAM} train --mesh.dp 4 --steps 500
   {PROGRAM} layout "tp: S(0)" --mesh tp=4
 
-{PROGRAM} COMMAND --help has examples,
-options and exit statuses.
-{PROGRAM} --version says what is installed.
+{PROGRAM} COMMAND --help has examples, options and exit statuses. {PROGRAM} --version says what is installed.
 """
 
 
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; exits with 0, with 1 where a run stopped, and with 2 for input that cannot be used."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(HELP, end="")
+        print(wrapped(HELP, shutil.get_terminal_size().columns))
         return
     if command == "--version":
         print(_version())
@@ -47,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hint = f"did you mean {near[0]!r}? " if near else ""
         print(f"{PROGRAM}: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(import_module(f".{command}", __name__).run(rest))
+    try:
+        status = import_module(f".{command}", __name__).run(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a pager or `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        status = 1  # as rich ends then
+    sys.exit(status)
 
 
 def _version() -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import tyro
 
-from ..terminal import PROGRAM
+from ..terminal import PROGRAM, wrapped
 
 T = TypeVar("T")
 
@@ -41,20 +40,10 @@ def parse(
         default=tyro.MISSING_NONPROP if default is None else default,
         args=arguments,
         prog=f"{PROGRAM} {command}",
-        description=_wrapped(about, width),
+        description=wrapped(about, width),
         compact_help=width < compact_below,
         config=(tyro.conf.AvoidSubcommands,),  # a rope scaling that a recipe has not is not to be chosen here
     )
-
-
-def _wrapped(text: str, width: int) -> str:
-    """The text with its lines wrapped, each with its own indent: tyro keeps breaks before spaces alone."""
-
-    def wrapped(line: str) -> str:
-        indent = line[: len(line) - len(line.lstrip())]
-        return textwrap.fill(line, width, subsequent_indent=indent)
-
-    return "\n".join(map(wrapped, text.splitlines()))
 
 
 @contextmanager
