@@ -13,16 +13,13 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import history
 from benchmarks.compare import changes
+from benchmarks.figures import TIMES, by_baseline, figures, ordered, quantity, ratios
 from benchmarks.record import STATUSES, Case, HistoryError, Run, printable
-
-TIMES = {"time": "time", "host_time": "time of the host"}
-SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all its numbers
-PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
 def report(run: Run, against: Run | None = None) -> str:
@@ -48,74 +45,39 @@ def escaped(raw: str) -> str:
     return marks.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def quantity(label: str, value: float) -> str:
-    """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "91.0%" for a roofline."""
-    if label == "roofline":
-        return f"{value:.1%}"
-    unit = "s" if label in TIMES.values() else "B" if label.endswith("bytes") else ""
-    if not unit:
-        return f"{value:.6g}"
-    factor, prefix = next((each for each in PREFIXES if abs(value) >= each[0]), (1.0, ""))
-    return f"{value / factor:.4g} {prefix}{unit}"
-
-
-def _figures(case: Case) -> dict[str, float]:
-    """What is shown of a measured case, by its label."""
-    if case.status != "measured":
-        return {}
-    if case.kind == "count":
-        return dict(sorted(case.numbers.items()))
-    shown = {key: case.numbers[key] for key in SHOWN if key in case.numbers}
-    return {TIMES[case.kind]: case.seconds.median, **shown}
-
-
-def _ratios(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float]]:
-    """Of each way but Weft, each figure over Weft's; a share of the roofline is a ratio already."""
-    weft = {case.name: _figures(case) for case in cases if case.way == "Weft"}
-    for case in cases:
-        for label, value in _figures(case).items():
-            own = weft.get(case.name, {}).get(label)
-            if case.way != "Weft" and label != "roofline" and own and value / own > 0:
-                yield case, label, value / own
-
-
 def _means(cases: Sequence[Case]) -> str:
     """Of each baseline: the geometric means of its ratios to Weft."""
-    ratios: dict[str, dict[str, list[float]]] = {}
-    for case, label, ratio in _ratios(cases):
-        if not case.ours:
-            ratios.setdefault(case.way, {}).setdefault(label, []).append(ratio)
     return "; ".join(
         f"{escaped(way)} "
         + ", ".join(f"{statistics.geometric_mean(each):.2f} {escaped(label)}" for label, each in by_label.items())
-        for way, by_label in ratios.items()
+        for way, by_label in by_baseline(cases).items()
     )
 
 
 def _ways_side_by_side(cases: Sequence[Case]) -> list[str]:
     """A row for each figure of each name."""
-    ways = sorted({case.way for case in cases}, key=lambda way: (way != "Weft", not way.startswith("Weft,"), way))
-    ratios = {(case.key, label): ratio for case, label, ratio in _ratios(cases)}
+    ways = ordered(case.way for case in cases)
+    over = {(case.key, label): ratio for case, label, ratio in ratios(cases)}
     rows = []
     for name, of_name in itertools.groupby(cases, key=lambda case: case.name):
         by_way = {case.way: case for case in of_name}
-        labels = dict.fromkeys(label for way in ways if way in by_way for label in _figures(by_way[way])) or {"": None}
+        labels = dict.fromkeys(label for way in ways if way in by_way for label in figures(by_way[way])) or {"": None}
         for label in labels:
-            cells = [_cell(by_way.get(way), label, ratios) for way in ways]
+            cells = [_cell(by_way.get(way), label, over) for way in ways]
             rows.append([escaped(name), escaped(label), *cells])
     return _table(["case", "figure", *map(escaped, ways)], rows)
 
 
-def _cell(case: Case | None, label: str, ratios: dict[tuple[tuple[str, str, str], str], float]) -> str:
+def _cell(case: Case | None, label: str, over: dict[tuple[tuple[str, str, str], str], float]) -> str:
     if case is None:
         return ""
     if case.status != "measured":
         return escaped(f"{case.status}: {case.figures['error']}" if "error" in case.figures else case.status)
-    figures = _figures(case)
-    if label not in figures:
+    shown = figures(case)
+    if label not in shown:
         return ""
-    ratio = ratios.get((case.key, label), math.nan)
-    return quantity(label, figures[label]) + ("" if math.isnan(ratio) else f" ({ratio:.2f})")
+    ratio = over.get((case.key, label), math.nan)
+    return quantity(label, shown[label]) + ("" if math.isnan(ratio) else f" ({ratio:.2f})")
 
 
 def _changed(run: Run, against: Run) -> list[str]:
@@ -133,7 +95,7 @@ def _changed(run: Run, against: Run) -> list[str]:
         if statuses[0] != statuses[1]:
             rows.append([*_named(new.get(key) or old[key]), "status", *statuses, ""])
             continue
-        was, becomes = _figures(old[key]), _figures(new[key])
+        was, becomes = figures(old[key]), figures(new[key])
         for label in sorted((was.keys() | becomes.keys()) - {*TIMES.values(), "roofline"}):
             if was.get(label) != becomes.get(label):
                 told = [quantity(label, each[label]) if label in each else "" for each in (was, becomes)]

@@ -1,0 +1,64 @@
+"""What is shown of a case, with its unit, and its ratio to Weft's: the same in Markdown and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from benchmarks.record import Case
+
+TIMES = {"time": "time", "host_time": "time of the host"}
+SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all its numbers
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+
+
+def quantity(label: str, value: float) -> str:
+    """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "91.0%" for a roofline."""
+    if label == "roofline":
+        return f"{value:.1%}"
+    unit = "s" if label in TIMES.values() else "B" if label.endswith("bytes") else ""
+    if not unit:
+        return f"{value:.6g}"
+    factor, prefix = next((each for each in PREFIXES if abs(value) >= each[0]), (1.0, ""))
+    return f"{value / factor:.4g} {prefix}{unit}"
+
+
+def figures(case: Case) -> dict[str, float]:
+    """What is shown of a measured case, by its label."""
+    if case.status != "measured":
+        return {}
+    if case.kind == "count":
+        return dict(sorted(case.numbers.items()))
+    shown = {key: case.numbers[key] for key in SHOWN if key in case.numbers}
+    return {TIMES[case.kind]: case.seconds.median, **shown}
+
+
+def every_figure(case: Case) -> dict[str, float]:
+    """The same, and what else was counted beside a time."""
+    rest = {key: value for key, value in sorted(case.numbers.items()) if not key.startswith("seconds")}
+    return figures(case) | rest if case.status == "measured" else {}
+
+
+def ordered(ways: Iterable[str]) -> list[str]:
+    """Weft, its forms, the baselines."""
+    return sorted(set(ways), key=lambda way: (way != "Weft", not way.startswith("Weft,"), way))
+
+
+def ratios(
+    cases: Sequence[Case], of: Callable[[Case], Mapping[str, float]] = figures
+) -> Iterator[tuple[Case, str, float]]:
+    """Of each way but Weft, each figure over Weft's; a share of the roofline is a ratio already."""
+    weft = {(case.group, case.name): of(case) for case in cases if case.way == "Weft"}
+    for case in cases:
+        for label, value in of(case).items():
+            own = weft.get((case.group, case.name), {}).get(label)
+            if case.way != "Weft" and label != "roofline" and own and value / own > 0:
+                yield case, label, value / own
+
+
+def by_baseline(cases: Sequence[Case]) -> dict[str, dict[str, list[float]]]:
+    """Of each baseline, by label: its ratios to Weft."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for case, label, ratio in ratios(cases):
+        if not case.ours:
+            found.setdefault(case.way, {}).setdefault(label, []).append(ratio)
+    return found
