@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -196,16 +195,33 @@ def naming(file: Path, remedy: str) -> Iterator[None]:
 
 def json_of(file: Path) -> dict[str, Any]:
     """The object in `file`. Raises ValueError."""
+    raw = _parsed(file)
+    if not isinstance(raw, dict):
+        raise ValueError(f"it holds a {type(raw).__name__}, where a run is an object")
+    return raw
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The objects in the list in `file`. Raises ValueError."""
+    raw = _parsed(file)
+    if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
+        raise ValueError("it holds no list of objects")
+    return raw
+
+
+def _parsed(file: Path) -> Any:
     text = file.read_text()
     if not text.strip():
         raise ValueError("it is empty")
     try:
-        raw = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is no JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"it holds a {type(raw).__name__}, where a run is an object")
-    return raw
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one that can be divided by another and shown: 0, or of a size that something measured may have."""
+    return isinstance(value, int | float) and (value == 0 or 1e-100 < abs(value) < 1e100)
 
 
 def taken(raw: object, name: str, kind: type) -> Any:
@@ -218,8 +234,8 @@ def taken(raw: object, name: str, kind: type) -> Any:
 
 def _check_figures(whose: str, figures: Mapping[str, Any]) -> None:
     for key, value in figures.items():
-        if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{key!r} of {whose} is {value!r:.60}, neither a word nor a finite number")
+        if not isinstance(value, str) and not is_number(value):
+            raise ValueError(f"{key!r} of {whose} is {value!s:.60}, neither a word nor a finite number")
 
 
 def _check_seconds(whose: str, seconds: list[Figure | None]) -> None:
