@@ -132,7 +132,7 @@ def block(group: str, title: str, lead: str, cases: Sequence[Case]) -> Block:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """4096 tokens come before 16384."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+    return [(part.isdecimal(), len(part) * part.isdecimal(), part) for part in re.split(r"(\d+)", name)]
 
 
 def _unmeasured(cases: Sequence[Case]) -> list[str]:
@@ -148,6 +148,6 @@ def _without_times(run: Run) -> str:
     if any(case.kind == "time" and case.status == "measured" for case in run.cases):
         return ""
     return (
-        f"No kernel is timed on {printable(run.device)}: what follows is counted, the same on any machine. "
+        f"No kernel is timed on {'a CPU' if run.device.casefold() == 'cpu' else printable(run.device)}: what follows is counted, the same on any machine. "
         "A CPU's time is never shown as a kernel's speed."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 
 from benchmarks.dashboard import charts
@@ -10,13 +11,13 @@ from benchmarks.dashboard.panels import Figure
 from benchmarks.figures import ordered
 from benchmarks.record import Case, printable
 
-PREFIX = "step_"
+STEP = re.compile(r"step_(\d{1,9})")
 
 
 def steps(case: Case) -> dict[int, float]:
     """Losses by step."""
-    found = {key.removeprefix(PREFIX): value for key, value in case.numbers.items() if key.startswith(PREFIX)}
-    return {int(step): value for step, value in sorted(found.items()) if step.isdecimal()}
+    found = {int(step[1]): value for key, value in case.numbers.items() if (step := STEP.fullmatch(key))}
+    return dict(sorted(found.items()))
 
 
 def figures(cases: Sequence[Case]) -> list[Figure]:

@@ -107,7 +107,7 @@ def _speed(timed: Sequence[Case]) -> Fact | None:
     others = sorted((way for way in means if way != first), key=lambda way: -means[way])
     rest = ", ".join(f"{printable(way)} {times(means[way])}" for way in others)
     return Fact(
-        clause=f"{printable(first)} takes {means[first]:.2f} × as long (geometric mean)",
+        clause=f"{printable(first)} takes {means[first]:.2f}× as long (geometric mean)",
         label=f"Time of {printable(first)} ÷ Weft's",
         value=times(means[first]),
         beside=f"geometric means of the shapes that each computes{': ' if rest else ''}{rest}",
@@ -149,16 +149,16 @@ def _reshard(counted: Sequence[Case]) -> Fact | None:
     if not own:
         return None
     most = max(case.numbers["bytes_over_bound_max"] for case in own)
-    clause = f"layout changes receive at most {most:.2f} × the fewest bytes possible"
+    clause = f"layout changes receive at most {most:.2f}× the fewest bytes possible"
     beside = f"the most over {_several(len(own), 'case')}"
     if others:
         worst = max(others, key=lambda case: case.numbers["bytes_over_bound_mean"])
         mean = worst.numbers["bytes_over_bound_mean"]
         mesh = printable(worst.name.partition(",")[0])
-        clause += f" (DTensor {mean:.2f} × in the mean on {mesh})"
-        beside += f"; DTensor {mean:.2f} × in the mean on {mesh}"
+        clause += f" (DTensor {mean:.2f}× in the mean on {mesh})"
+        beside += f"; DTensor {mean:.2f}× in the mean on {mesh}"
         if "bytes_over_bound_max" in worst.numbers:
-            beside += f", {worst.numbers['bytes_over_bound_max']:.3g} × at the most"
+            beside += f", {worst.numbers['bytes_over_bound_max']:.3g}× at the most"
     return Fact(
         clause=clause, label="Bytes received ÷ fewest possible", value=times(most), beside=beside, section="reshard"
     )
@@ -174,7 +174,7 @@ def _traffic(counted: Sequence[Case]) -> Fact | None:
         clause=f"cross-entropy moves {max(own):.2f} bytes a logit",
         label="Bytes moved a bf16 logit",
         value=f"{max(own):.2f} B",
-        beside=f"forward and backward, the most of {_several(len(own), 'form')}{'; ' if rest else ''}{rest}",
+        beside=f"forward and backward, the most of {_several(len(own), 'form')}; 6 are needed{'; ' if rest else ''}{rest}",
         section="kernels",
     )
 

@@ -110,7 +110,7 @@ def _changed(change: Change) -> Row:
     word = "faster" if low > 1 else "slower" if high < 1 else "within the noise"
     heads = (printable(case.group), printable(case.name), printable(case.way), KINDS[case.kind])
     before, now = (quantity("time", each) for each in (change.before.median, case.seconds.median))
-    ratio = Cell(times(change.ratio).removesuffix(" ×"), f"{low:.2f} to {high:.2f}")
+    ratio = Cell(times(change.ratio).removesuffix("×"), f"{low:.2f} to {high:.2f}")
     return Row(heads, (Cell(before), Cell(now), ratio, Cell(word)))
 
 

@@ -59,7 +59,7 @@ def _mesh(mesh: str, rows: Sequence[Mapping[str, Any]], most: float) -> Figure:
         text = f"{row['mean']:.2f}, at most {row['max']:.3g}"
         each = {"label": printable(engine), "ours": engine == "Weft"}
         for ratio, count in row["ratios"].items():
-            tip = f"{engine}: {ratio} × in {count} of {pairs} pairs"
+            tip = f"{engine}: {ratio}× in {count} of {pairs} pairs"
             data.append(each | {"value": float(ratio), "share": count / pairs, "mean": None, "tip": printable(tip)})
         data.append(each | {"mean": row["mean"], "text": text})
     told = "; ".join(f"{each['label']} {each['text']}" for each in data if each["mean"] is not None)

@@ -55,7 +55,7 @@ def named(label: str) -> str:
 
 
 def ways_side_by_side(group: str, title: str, cases: Sequence[Case]) -> Table:
-    """A row for each figure of each case; "2.00 ×" is twice Weft's."""
+    """A row for each figure of each case; "2.00×" is twice Weft's."""
     ways = ordered(case.way for case in cases)
     over = {(case.key, label): ratio for case, label, ratio in ratios(cases, every_figure)}
     rows = []
@@ -95,7 +95,7 @@ def spread_of(case: Case) -> str:
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:.2f} ×" if 0.01 <= ratio < 1000 else f"{ratio:.3g} ×"
+    return f"{ratio:.2f}×" if 0.01 <= ratio < 1000 else f"{ratio:.3g}×"
 
 
 def in_words(case: Case) -> str:

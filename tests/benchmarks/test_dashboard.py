@@ -65,11 +65,11 @@ def first(*runs: Run) -> headline.Headline:
 def test_a_cpus_sentence_claims_no_speed() -> None:
     found = first(cpu_run())
     assert found.sentence == (
-        "Not timed on a GPU yet; by count, layout changes receive at most 1.00 × the fewest bytes possible "
-        "(DTensor 10.05 × in the mean on 4x4x4), and cross-entropy moves 6.00 bytes a logit."
+        "Not timed on a GPU yet; by count, layout changes receive at most 1.00× the fewest bytes possible "
+        "(DTensor 10.05× in the mean on 4x4x4), and cross-entropy moves 6.00 bytes a logit."
     )
     assert [(tile.value, tile.section) for tile in found.tiles] == [
-        ("1.00 ×", "reshard"),
+        ("1.00×", "reshard"),
         ("6.00 B", "kernels"),
         ("2.24 GB", "kernels"),
         ("21", "models"),
@@ -81,7 +81,7 @@ def test_a_gpus_sentence_has_its_share_of_the_roofline_and_the_mean_of_its_ratio
         run(case(roofline=0.88), case("b", roofline=0.934), case(way="eager torch", median=2e-3, roofline=0.4))
     )
     assert found.sentence == (
-        "On an NVIDIA H200, Weft's kernels reach 88 to 93% of the roofline, and eager torch takes 2.00 × as long (geometric mean)."
+        "On an NVIDIA H200, Weft's kernels reach 88 to 93% of the roofline, and eager torch takes 2.00× as long (geometric mean)."
     )
 
 
@@ -90,7 +90,7 @@ def test_the_measure_of_the_roofline_and_the_noise_are_no_rivals() -> None:
     assert [tile.value for tile in first(run(*cases)).tiles] == ["90%"]
     assert [tile.value for tile in first(run(*cases, case(way="torch", median=3e-3, roofline=0.3))).tiles] == [
         "90%",
-        "3.00 ×",
+        "3.00×",
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_time_of_the_host_is_never_shown_as_a_kernels() -> None:
     cases += [host("many", f"case {number}", way, 1.0) for way in ("Weft", "DTensor") for number in range(9)]
     found = {section.name: section for section in blocks.sections(run(*cases, device="cpu"))}
     assert set(found) == {"kernels", "models", "more"} and not found["kernels"].blocks
-    assert found["kernels"].lead.startswith("No kernel is timed on cpu")
+    assert found["kernels"].lead.startswith("No kernel is timed on a CPU: what follows is counted")
     figures = [figure for section in found.values() for block in section.blocks for figure in block.figures]
     assert len(figures) == 3 and all("host time" in figure.note for figure in figures)
 

@@ -46,7 +46,7 @@ def raw_file(folder: Path, name: str) -> Path:
 
 def number(text: str) -> float:
     """The number that is shown: "1.5 ms" is 0.0015, "91.0%" is 0.91."""
-    told = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)(%| ?×)?(?: ([TGMkmµn]?)[sB])?", text)
+    told = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)(%|×)?(?: ([TGMkmµn]?)[sB])?", text)
     assert told, f"{text!r} is no number"
     return float(told[1]) * (0.01 if told[2] == "%" else 1) * PREFIXES[told[3] or ""]
 
@@ -121,10 +121,10 @@ def check_changes(tables: list[Row], runs: list[Row]) -> None:
             newest = of_runs[-1]
             check(before, median)
             check(now, newest["seconds_median"])
-            check(f"{ratio} ×", median / newest["seconds_median"])
+            check(f"{ratio}×", median / newest["seconds_median"])
             ends = low / newest["seconds_p80"], high / newest["seconds_p20"]
             for told, end in zip(noise.split(" to "), ends, strict=True):
-                check(f"{told} ×", end)
+                check(f"{told}×", end)
             assert word == ("faster" if ends[0] > 1 else "slower" if ends[1] < 1 else "within the noise")
 
 
@@ -169,7 +169,7 @@ def tiles(run: Row) -> list[str]:
             rivals.setdefault(case["way"], []).append(case["seconds_median"] / weft["seconds_median"])
     if rivals:
         means = {way: math.prod(each) ** (1 / len(each)) for way, each in rivals.items()}
-        found.append(f"{means.get('eager torch', max(means.values())):.2f} ×")
+        found.append(f"{means.get('eager torch', max(means.values())):.2f}×")
     for some in (timed, counted):
         if some is counted:
             most = [
@@ -177,7 +177,7 @@ def tiles(run: Row) -> list[str]:
                 for case in counted
                 if case["way"] == "Weft" and "bytes_over_bound_max" in case
             ]
-            found += [f"{max(most):.2f} ×"] if most else []
+            found += [f"{max(most):.2f}×"] if most else []
             logits = [
                 case["bytes_a_logit"] for case in counted if case["way"].startswith("Weft") and "bytes_a_logit" in case
             ]
