@@ -38,9 +38,14 @@ def every_figure(case: Case) -> dict[str, float]:
     return figures(case) | rest if case.status == "measured" else {}
 
 
+def place(way: str) -> tuple[bool, bool, str]:
+    """To sort by: Weft, its forms, the baselines."""
+    return way != "Weft", not way.startswith("Weft,"), way
+
+
 def ordered(ways: Iterable[str]) -> list[str]:
-    """Weft, its forms, the baselines."""
-    return sorted(set(ways), key=lambda way: (way != "Weft", not way.startswith("Weft,"), way))
+    """Each way once."""
+    return sorted(set(ways), key=place)
 
 
 def ratios(

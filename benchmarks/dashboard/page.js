@@ -5,6 +5,7 @@
   const root = document.documentElement;
   const probe = document.body.appendChild(document.createElement("span"));
   probe.hidden = true;
+  const views = new Map(); // by place: a chart drawn anew leaves no listeners behind
 
   function colour(name) {
     probe.style.color = `var(--${name})`;
@@ -45,7 +46,9 @@
     const options = { mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, tooltip, config: config() };
     const inner = place.firstElementChild ?? place.appendChild(document.createElement("div"));
     inner.setAttribute("aria-hidden", "true"); // the place has the chart in words, the table its numbers
-    await window.vegaEmbed(inner, spec, options);
+    views.get(inner)?.finalize();
+    const { view } = await window.vegaEmbed(inner, spec, options);
+    views.set(inner, view);
   }
 
   function drawPast(select) {

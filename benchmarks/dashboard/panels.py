@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from benchmarks.dashboard import charts
 from benchmarks.dashboard.charts import Datum, Spec
 from benchmarks.dashboard.headline import is_rival
 from benchmarks.dashboard.tables import named, spread_of, times
-from benchmarks.figures import TIMES, by_baseline, ordered, quantity
+from benchmarks.figures import TIMES, by_baseline, ordered, place, quantity
 from benchmarks.record import Case, printable
 
 FEW = 6  # cases, of which each has a chart of its own
@@ -197,7 +197,5 @@ def _told(data: Sequence[Datum]) -> str:
     return "; ".join(f"{each['label']} {each['text']}" for each in data)
 
 
-def _in_order(cases: Any) -> list[Case]:
-    some = list(cases)
-    place = {way: at for at, way in enumerate(ordered(case.way for case in some))}
-    return sorted(some, key=lambda case: place[case.way])
+def _in_order(cases: Iterable[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: place(case.way))

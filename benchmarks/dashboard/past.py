@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from benchmarks.dashboard import charts
 from benchmarks.dashboard.charts import Spec
 from benchmarks.dashboard.sources import Device
 from benchmarks.dashboard.tables import Cell, Row, Table, spread_of, times
-from benchmarks.figures import ordered, quantity
+from benchmarks.figures import ordered, place, quantity
 from benchmarks.record import Case, Run, printable
 
 KINDS = {"time": "time", "host_time": "host time"}
@@ -73,10 +72,13 @@ def _timed(run: Run, kind: str, group: str, name: str) -> list[Case]:
     return [case for case in run.cases if case.timed and (case.kind, case.group, case.name) == (kind, group, name)]
 
 
+def _in_order(case: Case) -> tuple[bool, str, str, tuple[bool, bool, str]]:
+    """Kernels first, and Weft before what it is compared with."""
+    return case.kind != "time", case.group, case.name, place(case.way)
+
+
 def _over_the_runs(device: Device, names: tuple[str, ...]) -> Table:
-    newest = sorted(
-        (case for case in device.newest.cases if case.timed), key=lambda case: (case.kind != "time", case.key)
-    )
+    newest = sorted((case for case in device.newest.cases if case.timed), key=_in_order)
     by_run = [{(case.key, case.kind): case for case in run.cases if case.timed} for run in device.runs.values()]
     rows = []
     for case in newest:
@@ -96,12 +98,13 @@ def _over_the_runs(device: Device, names: tuple[str, ...]) -> Table:
 def _beside_those_before(device: Device) -> Iterator[Table]:
     if device.comparison is None or not device.comparison.changes:
         return
-    rows = tuple(_changed(change) for change in device.comparison.changes)
+    changes = sorted(device.comparison.changes, key=lambda change: _in_order(change.case))
+    rows = tuple(map(_changed, changes))
     yield Table(
         name="changes",
         caption=f"The newest run beside the median of {device.earlier} before it; above 1 is faster now",
         head=("group", "case", "way", "clock", "before", "now", "before / now", "in words"),
-        rows=tuple(itertools.chain(rows)),
+        rows=rows,
     )
 
 
