@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.dashboard import charts
 from benchmarks.dashboard.charts import Datum, Spec
@@ -154,7 +153,7 @@ def _spread(cases: Sequence[Case]) -> list[Figure]:
     return [Figure(title=title, note=note, told=told, spec=charts.spread(data, axis), wide=True)]
 
 
-def _amounts(title: str, label: str, cases: Sequence[Case], naming: Any) -> Figure:
+def _amounts(title: str, label: str, cases: Sequence[Case], naming: Callable[[Case], str]) -> Figure:
     data = [_datum_of(case, label, naming(case)) for case in _in_order(cases)]
     axis = charts.amount_axis("B" if label.endswith("bytes") else "")
     return _figure(
