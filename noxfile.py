@@ -17,6 +17,8 @@ PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dep
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
 PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
+BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
 
 # Imports every module of the package it is given, and prints what else was loaded.
@@ -59,6 +61,14 @@ def test_first_hour(session: nox.Session) -> None:
 
 
 @nox.session
+def test_browser(session: nox.Session) -> None:
+    """The tests of the results' page in Chromium; they fail where there is none. CHROMIUM names its program."""
+    python = _environment(session, "browser", list(BROWSER_TOOLS))
+    only = ("--confcutdir=tests/browser", "-m", "browser")  # the other conftest.py needs torch
+    session.run(python, "-m", "pytest", "--timeout=120", *only, "tests/browser", *session.posargs)
+
+
+@nox.session
 def benchmark(session: nox.Session) -> None:
     """The benchmarks; arguments go to pytest."""
     _pytest(session, "benchmarks", "--capture=no", "--timeout=1200", *session.posargs)
@@ -80,6 +90,13 @@ def benchmark_keep(session: nox.Session) -> None:
 def benchmark_report(session: nox.Session) -> None:
     """Prints a run of the benchmarks as Markdown; arguments go to benchmarks/report.py."""
     session.run(sys.executable, "-m", "benchmarks.report", *session.posargs)
+
+
+@nox.session
+def dashboard(session: nox.Session) -> None:
+    """The page of the benchmarks' results in dashboard/index.html; arguments go to benchmarks/dashboard."""
+    python = _environment(session, "dashboard", list(DASHBOARD_TOOLS))
+    session.run(python, "-m", "benchmarks.dashboard", *session.posargs)
 
 
 @nox.session

@@ -11,7 +11,7 @@ SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all it
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
-def quantity(label: str, value: float) -> str:
+def quantity(label: str, value: float, digits: int = 4) -> str:
     """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "91.0%" for a roofline."""
     if label == "roofline":
         return f"{value:.1%}"
@@ -19,7 +19,7 @@ def quantity(label: str, value: float) -> str:
     if not unit:
         return f"{value:.6g}"
     factor, prefix = next((each for each in PREFIXES if abs(value) >= each[0]), (1.0, ""))
-    return f"{value / factor:.4g} {prefix}{unit}"
+    return f"{value / factor:.{digits}g} {prefix}{unit}"
 
 
 def figures(case: Case) -> dict[str, float]:
@@ -38,9 +38,14 @@ def every_figure(case: Case) -> dict[str, float]:
     return figures(case) | rest if case.status == "measured" else {}
 
 
+def place(way: str) -> tuple[bool, bool, str]:
+    """To sort by: Weft, its forms, the baselines."""
+    return way != "Weft", not way.startswith("Weft,"), way
+
+
 def ordered(ways: Iterable[str]) -> list[str]:
-    """Weft, its forms, the baselines."""
-    return sorted(set(ways), key=lambda way: (way != "Weft", not way.startswith("Weft,"), way))
+    """Each way once."""
+    return sorted(set(ways), key=place)
 
 
 def ratios(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ SCHEMA = 1
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 KINDS = ("time", "host_time", "count")  # a kernel's time on a GPU; a CPU's; counted, by no clock
 STATUSES = ("measured", "absent", "failed")
-POINT = re.compile(r"(.+)_\d{3}")  # the name of a figure that is a point of a curve
+POINT = re.compile(r"(.+)_(\d{3})")  # the name of a figure that is a point of a curve
 
 Figure = str | int | float
 
@@ -105,12 +104,12 @@ class Case:
         return {key: value for key, value in self._all_numbers() if not POINT.fullmatch(key)}
 
     @property
-    def curves(self) -> dict[str, list[float]]:
-        """The points of each: "step_001", "step_002", … are "step"."""
-        found: dict[str, list[float]] = {}
+    def curves(self) -> dict[str, dict[int, float]]:
+        """The points of each: of "step_001", "step_002", … those of "step" are 1, 2, …"""
+        found: dict[str, dict[int, float]] = {}
         for key, value in sorted(self._all_numbers()):
             if point := POINT.fullmatch(key):
-                found.setdefault(point[1], []).append(value)
+                found.setdefault(point[1], {})[int(point[2])] = value
         return found
 
     def _all_numbers(self) -> list[tuple[str, int | float]]:
@@ -214,16 +213,33 @@ def naming(file: Path, remedy: str) -> Iterator[None]:
 
 def json_of(file: Path) -> dict[str, Any]:
     """The object in `file`. Raises ValueError."""
+    raw = _parsed(file)
+    if not isinstance(raw, dict):
+        raise ValueError(f"it holds a {type(raw).__name__}, where a run is an object")
+    return raw
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The objects in the list in `file`. Raises ValueError."""
+    raw = _parsed(file)
+    if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
+        raise ValueError("it holds no list of objects")
+    return raw
+
+
+def _parsed(file: Path) -> Any:
     text = file.read_text()
     if not text.strip():
         raise ValueError("it is empty")
     try:
-        raw = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is no JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"it holds a {type(raw).__name__}, where a run is an object")
-    return raw
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one that can be divided by another and shown: 0, or of a size that something measured may have."""
+    return isinstance(value, int | float) and (value == 0 or 1e-100 < abs(value) < 1e100)
 
 
 def taken(raw: object, name: str, kind: type) -> Any:
@@ -236,8 +252,8 @@ def taken(raw: object, name: str, kind: type) -> Any:
 
 def _check_figures(whose: str, figures: Mapping[str, Any]) -> None:
     for key, value in figures.items():
-        if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{key!r} of {whose} is {value!r:.60}, neither a word nor a finite number")
+        if not isinstance(value, str) and not is_number(value):
+            raise ValueError(f"{key!r} of {whose} is {value!s:.60}, neither a word nor a finite number")
 
 
 def _check_seconds(whose: str, seconds: list[Figure | None]) -> None:

@@ -1,0 +1,111 @@
+"""All that a folder of results holds, and a line on each file that could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks import compare, history
+from benchmarks.compare import Budgets, Comparison
+from benchmarks.history import History
+from benchmarks.record import HistoryError, Run, is_number, naming, rows_of, taken
+
+ENGINE = {"engine": str, "mesh": str, "shape": list, "pairs": int, "mean": float, "max": float, "ratios": dict}
+VARIANT = {"variant": str, "target": str, "registers": int, "spill_bytes": int, "shared_bytes": int, "accesses": dict}
+Rows = tuple[Mapping[str, Any], ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The runs of a device, oldest first, and the newest beside those before it; None: the budgets cannot be read."""
+
+    name: str
+    runs: Mapping[str, Run]  # by the names of their files
+    comparison: Comparison | None
+
+    @property
+    def newest(self) -> Run:
+        return list(self.runs.values())[-1]
+
+    @property
+    def earlier(self) -> int:
+        """With how many runs the newest was compared."""
+        return min(len(self.runs) - 1, compare.RUNS)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.casefold() == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """devices: a GPU's first.  engines: rows of reshard_bytes.json.  variants: rows of the newest aot/triton-*.json."""
+
+    devices: tuple[Device, ...]
+    engines: Rows
+    variants: Rows
+    triton: str
+    budgets: int
+    problems: tuple[str, ...]
+
+
+def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
+    """Whatever can be read; the rest is told in `problems`."""
+    problems: list[str] = []
+
+    def attempted(read_it: Callable[[], T], otherwise: T) -> T:
+        try:
+            return read_it()
+        except HistoryError as error:
+            problems.append(_within(results, str(error)))
+            return otherwise
+
+    budgets = attempted(lambda: Budgets.read(budgets_file), None)
+    devices = []
+    for folder in history.devices(results):
+        found = history.runs(folder, results)
+        problems += [_within(results, line) for line in found.unreadable]
+        if found.runs:
+            devices.append(_device(found, budgets))
+    compiled = max(results.glob("aot/triton-*.json"), key=_version, default=None)
+    file = results / "reshard_bytes.json"
+    return Results(
+        devices=tuple(sorted(devices, key=lambda device: (device.is_cpu, device.name))),
+        engines=attempted(lambda: _rows(file, ENGINE), ()) if file.exists() else (),
+        variants=attempted(lambda: _rows(compiled, VARIANT), ()) if compiled else (),
+        triton=compiled.stem.removeprefix("triton-") if compiled else "",
+        budgets=len(budgets.counts) if budgets else 0,
+        problems=tuple(problems),
+    )
+
+
+def _device(found: History, budgets: Budgets | None) -> Device:
+    *earlier, newest = found.runs.values()
+    comparison = compare.compare(newest, earlier[-compare.RUNS :], budgets) if budgets else None
+    return Device(newest.device, found.runs, comparison)
+
+
+def _rows(file: Path, wanted: Mapping[str, type]) -> Rows:
+    with naming(file, "run what writes it again"):
+        rows = rows_of(file)
+        for row in rows:
+            for name, kind in wanted.items():
+                taken(row, name, kind)
+            ratios = row.get("ratios", {})
+            for number in (row.get("mean", 1), row.get("max", 1), *map(float, ratios), *ratios.values()):
+                if not is_number(number) or number <= 0:
+                    raise ValueError(f"{number!s:.60} is among its numbers, and one above 0 is wanted")
+        return tuple(rows)
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """3.10 is newer than 3.9."""
+    return tuple(int(part) for part in file.stem.removeprefix("triton-").split(".") if part.isdigit())
+
+
+def _within(results: Path, line: str) -> str:
+    """Paths count from the folder of results: the page is read on other machines."""
+    return line.replace(f"{results}/", "")

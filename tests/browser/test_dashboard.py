@@ -1,0 +1,161 @@
+"""The page in a real browser: nothing is fetched, nothing fails, every number is the JSON's, and everybody can use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.dashboard.__main__ import main
+from tests.architecture.rules import ROOT
+from tests.benchmarks import results
+from tests.browser import truth
+from tests.browser.pages import opened
+
+pytestmark = pytest.mark.browser
+SHOTS = ROOT / "dashboard" / "shots"
+MADE: dict[str, Callable[[Path], Path]] = {
+    "cpu": results.of_a_cpu,
+    "gpu": results.of_a_gpu,
+    "hostile": results.hostile,
+    "broken": results.broken,
+    "empty": lambda folder: folder,
+}
+VARIANTS = [
+    pytest.param(scheme, width, id=f"{scheme}-{width}") for scheme in ("light", "dark") for width in (1280, 390)
+]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Of each kind of results: their folder, and the page."""
+    found = {}
+    for name, make in MADE.items():
+        folder = tmp_path_factory.mktemp(name)
+        page = tmp_path_factory.mktemp("pages") / f"{name}.html"
+        main(["--results", str(make(folder)), "--output", str(page)])
+        found[name] = folder, page
+    return found
+
+
+@pytest.mark.parametrize(("scheme", "width"), VARIANTS)
+@pytest.mark.parametrize("name", MADE)
+def test_everybody_can_read_it_without_a_network(
+    made: dict[str, tuple[Path, Path]], chromium: Any, name: str, scheme: str, width: int
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    _, file = made[name]
+    with opened(chromium, file, scheme=scheme, width=width) as found:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        found.page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}-first.png")
+        found.page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}.png", full_page=True)
+        for unfold in (lambda: None, found.open_all):
+            unfold()
+            sizes = found.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+            assert sizes[0] <= sizes[1], "the page itself does not scroll sideways"
+            violations = Axe().run(found.page).response["violations"]
+            assert not violations, json.dumps([(each["id"], each["nodes"][0]["html"]) for each in violations])
+        empty = found.page.evaluate(
+            "[...document.querySelectorAll('.chart')].filter(each => !each.querySelector('svg')).length"
+        )
+        assert empty == 0, "every chart is drawn"
+        assert found.page.evaluate("[...document.querySelectorAll('.chart')].every(each => each.ariaLabel.length > 10)")
+    assert found.requests == [file.as_uri()]
+    assert found.complaints == []
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_number_is_that_of_the_json(made: dict[str, tuple[Path, Path]], chromium: Any, name: str) -> None:
+    folder, file = made[name]
+    with opened(chromium, file) as found:
+        tables = found.tables()
+        devices = found.page.evaluate("[...document.querySelectorAll('article:not(#any)')].map(each => each.id)")
+        tiles = {
+            device: found.page.evaluate(
+                "id => [...document.querySelectorAll(`#${id} .tiles .value`)].map(each => each.textContent)", device
+            )
+            for device in devices
+        }
+        sentences = found.page.evaluate("[...document.querySelectorAll('.sentence')].map(each => each.textContent)")
+    newest = truth.runs_by_device(folder)
+    assert len(devices) == len(newest)
+    for device, runs in zip(devices, newest, strict=True):
+        own = [table for table in tables if table["article"] == device]
+        truth.check_groups([table for table in own if table["name"].startswith("group ")], runs[-1])
+        truth.check_history([table for table in own if table["name"] == "history"], runs)
+        truth.check_changes([table for table in own if table["name"] == "changes"], runs)
+        assert tiles[device] == truth.tiles(runs[-1])
+    for sentence, runs in zip(sentences, newest, strict=False):
+        assert all(value.rstrip(" B") in sentence.replace(" to ", "–") for value in truth.tiles(runs[-1])[:2])
+    truth.check_shared([table for table in tables if table["article"] == "any"], folder)
+
+
+@pytest.mark.parametrize("key", ["Enter", "Space"])
+def test_the_theme_is_chosen_by_keyboard_and_kept_in_memory_alone(
+    made: dict[str, tuple[Path, Path]], chromium: Any, key: str
+) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    letters = "getComputedStyle(document.querySelector('.chart svg text')).fill"
+    with opened(chromium, made["cpu"][1]) as found:
+        light = found.page.evaluate(ground), found.page.evaluate(letters)
+        for _ in range(9):
+            found.page.keyboard.press("Tab")
+            if found.page.evaluate("document.activeElement.id") == "theme":
+                break
+        found.page.keyboard.press(key)
+        found.drawn()
+        dark = found.page.evaluate(ground), found.page.evaluate(letters)
+        assert light[0] != dark[0] and light[1] != dark[1], "the page and its charts"
+        assert found.page.get_attribute("#theme", "aria-pressed") == "true"
+        assert found.page.evaluate("document.cookie") == ""
+        found.page.reload()
+        found.drawn()
+        assert found.page.evaluate(ground) == light[0]
+
+
+def test_a_case_of_the_history_is_chosen_by_keyboard(made: dict[str, tuple[Path, Path]], chromium: Any) -> None:
+    with opened(chromium, made["gpu"][1]) as found:
+        select, chart = found.page.locator("select").first, found.page.locator("[id$=-past]").first
+        before = chart.inner_html(), chart.get_attribute("aria-label")
+        select.focus()
+        found.page.keyboard.press("ArrowDown")
+        found.page.wait_for_function(
+            "before => document.querySelector('[id$=-past]').innerHTML !== before", arg=before[0]
+        )
+        assert chart.get_attribute("aria-label") != before[1]
+    assert found.complaints == []
+
+
+def test_words_of_the_results_are_text_in_the_page_and_in_tips(
+    made: dict[str, tuple[Path, Path]], chromium: Any
+) -> None:
+    with opened(chromium, made["hostile"][1]) as found:
+        found.open_all()
+        assert found.page.title() == "Weft: benchmarks"
+        assert found.page.locator("main img").count() == 0
+        assert found.page.locator("script").count() == 3, "the data, Vega and the page's own"
+        assert results.HOSTILE in found.page.locator("main").inner_text()
+        label = found.page.locator(".chart svg text", has_text="</script>").first
+        label.hover()
+        tip = found.page.locator("#vg-tooltip-element.visible")
+        assert "<img src=x" in tip.inner_text()
+        assert tip.locator("img").count() == 0
+    assert found.complaints == []
+
+
+def test_the_raw_files_are_in_the_page(made: dict[str, tuple[Path, Path]], chromium: Any) -> None:
+    folder, file = made["gpu"]
+    with opened(chromium, file) as found:
+        buttons = found.page.locator("button[data-file]")
+        assert buttons.count() == 4
+        for at in range(buttons.count()):
+            name = buttons.nth(at).get_attribute("data-file")
+            with found.page.expect_download() as download:
+                buttons.nth(at).click()
+            told = json.loads(Path(download.value.path()).read_text())
+            assert told == json.loads(truth.raw_file(folder, name).read_text())
+    assert all(url.startswith(("file:", "blob:")) for url in found.requests)
