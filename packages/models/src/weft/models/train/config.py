@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import arg
+from typing import Annotated, Any
 
 from ..llama.config import LlamaConfig
 from .data import Corpus
+
+try:
+    from tyro.conf import arg
+except ModuleNotFoundError:  # on a machine where only kernels and models are run, from source, without the command
+
+    def arg(**shown_in_help: Any) -> Any: ...  # type: ignore[no-redef]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
