@@ -33,12 +33,12 @@ def compiled() -> list[dict[str, Any]]:
 def test_compiled(tell: Tell) -> None:
     pytest.importorskip("triton")
     reports = tell.measuring(compiled)
-    print(f"\ncompiled for {TARGET}{'':31}{'registers':>10}{'spills':>8}{'shared':>8}   bits in loops")
+    print(f"\ncompiled for {TARGET}{'':55}{'registers':>9}{'spills':>9}{'shared':>9}   bits in loops")
     for report in reports:
         bits = [int(number) for access in report["loop_accesses"] for number in re.findall(r"\d+", access)]
         widths = ", ".join(f"{count} {access}" for access, count in report["loop_accesses"].items())
         cost = {name: report[name] for name in ("registers", "spill_bytes", "shared_bytes")}
-        print(f"{report['variant']:44}{''.join(f'{value:>9}' for value in cost.values())}   {widths}")
+        print(f"{report['variant']:69}{''.join(f'{value:>9}' for value in cost.values())}   {widths}")
         widest = {"widest_loop_access_bits": max(bits)} if bits else {}
         tell(report["variant"], f"Weft, {TARGET}", "count", **cost, **widest)
     assert not [report["variant"] for report in reports if report["spill_bytes"]]

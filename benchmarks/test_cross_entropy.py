@@ -107,6 +107,7 @@ def test_cross_entropy_traffic(tell: Tell) -> None:
         print(f"{name:46}{row['forward']:9.2f}{row['backward']:10.2f}{both:8.2f}   {row['gathered']:.0f} bytes")
     if not any(name.startswith("Liger") for name in found):
         print("Liger                                         not installed: pip install liger-kernel")
+        tell("cross_entropy", "Liger", "count", status="absent")
     for name, row in found.items():
         way, _, case = name.partition(", ")
         figures = {"bytes_a_logit": row["forward"] + row["backward"], "gathered_bytes_a_token": row["gathered"]}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import history
 from benchmarks.dashboard.__main__ import main
 from tests.architecture.rules import ROOT
 from tests.benchmarks import results
@@ -18,6 +19,7 @@ from tests.browser.pages import opened
 pytestmark = pytest.mark.browser
 SHOTS = ROOT / "dashboard" / "shots"
 MADE: dict[str, Callable[[Path], Path]] = {
+    "ours": lambda folder: history.RESULTS,  # of which the README has a picture
     "cpu": results.of_a_cpu,
     "gpu": results.of_a_gpu,
     "hostile": results.hostile,
@@ -25,7 +27,10 @@ MADE: dict[str, Callable[[Path], Path]] = {
     "empty": lambda folder: folder,
 }
 VARIANTS = [
-    pytest.param(scheme, width, id=f"{scheme}-{width}") for scheme in ("light", "dark") for width in (1280, 390)
+    pytest.param(name, scheme, width, id=f"{name}-{scheme}-{width}")
+    for name in MADE
+    for scheme in ("light", "dark")
+    for width in (1280, 390)
 ]
 
 
@@ -41,8 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
     return found
 
 
-@pytest.mark.parametrize(("scheme", "width"), VARIANTS)
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(("name", "scheme", "width"), VARIANTS)
 def test_everybody_can_read_it_without_a_network(
     made: dict[str, tuple[Path, Path]], chromium: Any, name: str, scheme: str, width: int
 ) -> None:

@@ -18,7 +18,7 @@ BOOK = "It was the best of times, it was the worst of times, it was the age of w
 # What a command must have said, by its first words.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
-    "./run generate": r"def ",
+    "./run layout": r"0:4 \| 0   \| 1   \| 2   \| 3 \|",
     "./run test": r"\d+ passed",
     "./run benchmark": r"cross_entropy: Weft's figures, and the others' over them",
     "./run dashboard": r"dashboard/index\.html",
