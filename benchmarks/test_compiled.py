@@ -5,34 +5,20 @@ Compiled for GPUs that need not be here; nothing runs.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
+from benchmarks.compiled import compiled
 from benchmarks.conftest import Tell
 
 TARGET = "sm_90"
 
 
-def compiled() -> list[dict[str, Any]]:
-    """The reports, of a process in which kernels are compiled even where they are interpreted here."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "weft.kernels.aot", "--target", TARGET, "--json"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr
-    reports: list[dict[str, Any]] = json.loads(run.stdout)
-    return reports
-
-
 @pytest.mark.timeout(300)
 def test_compiled(tell: Tell) -> None:
     pytest.importorskip("triton")
-    reports = tell.measuring(compiled)
+    reports = tell.measuring(compiled, TARGET)
     print(f"\ncompiled for {TARGET}{'':55}{'registers':>9}{'spills':>9}{'shared':>9}   bits in loops")
     for report in reports:
         bits = [int(number) for access in report["loop_accesses"] for number in re.findall(r"\d+", access)]

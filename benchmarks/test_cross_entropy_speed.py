@@ -7,7 +7,7 @@ The same numbers first: each way's gradient against float64. Without a GPU nothi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import losses
+from benchmarks.compiled import Report, compiled, dearest
 from benchmarks.conftest import Tell
 from benchmarks.losses import Way
 from benchmarks.timing import Clock, Device, in_turn, sets_for
@@ -35,11 +36,12 @@ Row = dict[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What was measured. rows: the figures of each way.  absent: ways whose package is not installed."""
+    """What was measured. rows: the figures of each way.  absent: ways whose package is not installed.  failed: why, of each."""
 
     case: str
-    rows: Mapping[str, Row]
+    rows: dict[str, Row]
     absent: list[str]
+    failed: Mapping[str, str]
 
     def roofline(self, way: str) -> float:
         return float(self.rows[way]["roofline"])
@@ -54,13 +56,16 @@ class Found:
             median, p20, p80 = (float(row[f"seconds_{which}"]) * 1e3 for which in ("median", "p20", "p80"))
             spread = f"{p20:.3f} to {p80:.3f}"
             lines.append(f"{name:34}{median:9.3f}{spread:>17}{share:>13}{held:>9}")
-        return "\n".join(lines + [f"{name:34}not installed" for name in self.absent])
+        lines += [f"{name:34}not installed" for name in self.absent]
+        return "\n".join(lines + [f"{name:34}failed: {error}" for name, error in self.failed.items()])
 
     def tell_all(self, tell: Tell) -> None:
         for way, row in self.rows.items():
             tell(self.case, way, "time", **row)
         for way in self.absent:
             tell(self.case, way, "time", status="absent")
+        for way, error in self.failed.items():
+            tell(self.case, way, "time", status="failed", error=error)
 
 
 def of_logits(N: int, V: int, device: str, clock: Clock, rounds: int = 20) -> Found:
@@ -71,11 +76,12 @@ def of_logits(N: int, V: int, device: str, clock: Clock, rounds: int = 20) -> Fo
     ways, absent = losses.of_logits(operands)
     rows = operands[0][0].detach()[:ROWS].double().requires_grad_()
     F.cross_entropy(rows, operands[0][1][:ROWS], reduction="sum").backward()
-    errors = {name: _error(name, way()[0][:ROWS].double() * N, rows.grad) for name, way in ways.items()}
+    errors, failed = _errors(ways, N, rows.grad)
     copies = {
         "a copy of the logits": _copying([logits.detach() for logits, _ in operands]),
         "a copy of a shard": _copying([logits for logits, _ in shards]),
     }
+    ways = {name: ways[name] for name in errors}
     of_shard = losses.of_a_shard(shards)
     found = _measured(copies | ways | of_shard, clock, rounds, sets)
     for name in ways | of_shard:
@@ -83,7 +89,7 @@ def of_logits(N: int, V: int, device: str, clock: Clock, rounds: int = 20) -> Fo
         found[name] |= _shares(found[copied], found[name], bytes=2 * local[0][0].nbytes)
     for name, error in errors.items():
         found[name]["gradient_error"] = error
-    return Found(case=f"cross_entropy, {N} x {V} bf16", rows=found, absent=absent)
+    return Found(case=f"cross_entropy, {N} x {V} bf16", rows=found, absent=absent, failed=failed)
 
 
 def of_products(N: int, V: int, H: int, device: str, clock: Clock, rounds: int = 10) -> Found:
@@ -93,12 +99,13 @@ def of_products(N: int, V: int, H: int, device: str, clock: Clock, rounds: int =
     rows = x.detach()[:ROWS].double().requires_grad_()
     logits = rows @ weight.detach().double().mT
     F.cross_entropy(logits, target[:ROWS], reduction="sum").backward()
-    errors = {name: _error(name, way()[0][:ROWS].double() * N, rows.grad) for name, way in ways.items()}
+    errors, failed = _errors(ways, N, rows.grad)
+    ways = {name: ways[name] for name in errors}
     found = _measured({"three GEMMs": losses.three_gemms(x, weight)} | ways, clock, rounds, 1)
     for name, error in errors.items():
         found[name] |= _shares(found["three GEMMs"], found[name], flop=6 * N * H * V)
         found[name]["gradient_error"] = error
-    return Found(case=f"linear_cross_entropy, {N} tokens, H={H}, V={V} bf16", rows=found, absent=absent)
+    return Found(case=f"linear_cross_entropy, {N} tokens, H={H}, V={V} bf16", rows=found, absent=absent, failed=failed)
 
 
 def _logits(N: int, V: int, device: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -152,6 +159,24 @@ def _shares(least: Row, row: Row, **needed: int) -> Row:
     return {"roofline": float(least["seconds_median"]) / seconds, **needed, **rates}
 
 
+def _errors(ways: Mapping[str, Way], N: int, truth: Tensor | None) -> tuple[dict[str, float], dict[str, str]]:
+    """Of each way: how far the gradient of its mean over N tokens errs; or, of another's that fails, why.
+
+    Raises AssertionError for a gradient that is wrong, and what Weft's ways raise.
+    """
+    errors, failed = {}, {}
+    for name, way in ways.items():
+        try:
+            gradient = way()[0][:ROWS].double() * N
+        except Exception as error:  # whatever a package that is not ours does on this machine
+            if name.startswith("Weft"):
+                raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            errors[name] = _error(name, gradient, truth)
+    return errors, failed
+
+
 def _error(name: str, gradient: Tensor, truth: Tensor | None) -> float:
     """Of the largest gradient. Raises AssertionError where it is more than rounding."""
     assert truth is not None, "backward made it"
@@ -160,13 +185,32 @@ def _error(name: str, gradient: Tensor, truth: Tensor | None) -> float:
     return error / largest
 
 
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    """Of the kernels, compiled for this GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return compiled(f"sm_{major}{minor}")
+
+
+def _kernels(reports: Sequence[Report], V: int) -> Row:
+    """What the kernels of a loss of bf16 logits cost, and how they are launched for V classes."""
+    from weft.kernels.cross_entropy.launch import config
+
+    launch = config(V)
+    variants = [
+        f"cross_entropy.{name}" for name in ("statistics/bf16-contiguous", "losses/fp32", "gradient/bf16-contiguous")
+    ]
+    return {**dearest(reports, variants), "configuration": f"{launch.block_v} classes at a time, {launch.warps} warps"}
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the speed of kernels is not measured")
 
 
 @needs_gpu
 @pytest.mark.parametrize(("N", "V"), LOGITS)
-def test_cross_entropy_speed(N: int, V: int, tell: Tell) -> None:
+def test_cross_entropy_speed(N: int, V: int, tell: Tell, reports: list[Report]) -> None:
     found = tell.measuring(of_logits, N, V, "cuda", Device())
+    found.rows["Weft"].update(_kernels(reports, V))
     print(f"\n{found}; roofline: a copy")
     found.tell_all(tell)
     if LOGITS[0] == (N, V):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from benchmarks import test_cross_entropy_speed as speed
 from benchmarks import timing
 from benchmarks.timing import Host, Timed, Way, in_turn
+from tests.kernels.test_aot import KEPT
 
 
 def test_the_losses_are_compared_and_timed(monkeypatch):
@@ -29,14 +31,42 @@ def test_the_losses_are_compared_and_timed(monkeypatch):
 
 def test_what_was_found_is_a_table_and_is_told():
     row = Timed((1e-3,) * 5, "events").figures | {"roofline": 0.5, "peak_bytes": 2e9}
-    found = speed.Found(case="a loss", rows={"Weft": row}, absent=["CCE"])
+    found = speed.Found(case="a loss", rows={"Weft": row}, absent=["CCE"], failed={"Liger": "no driver"})
     assert [line.split() for line in str(found).splitlines()[2:]] == [
         ["Weft", "1.000", "1.000", "to", "1.000", "50.0%", "2.00"],
         ["CCE", "not", "installed"],
+        ["Liger", "failed:", "no", "driver"],
     ]
     told = []
     found.tell_all(lambda *case, **figures: told.append((case, figures)))
-    assert told == [(("a loss", "Weft", "time"), row), (("a loss", "CCE", "time"), {"status": "absent"})]
+    assert told == [
+        (("a loss", "Weft", "time"), row),
+        (("a loss", "CCE", "time"), {"status": "absent"}),
+        (("a loss", "Liger", "time"), {"status": "failed", "error": "no driver"}),
+    ]
+
+
+def test_another_packages_failure_is_told_and_ours_is_raised():
+    def fails():
+        raise RuntimeError("0 active drivers\nand more")
+
+    errors, failed = speed._errors({"Liger": fails, "eager torch": lambda: [torch.ones(2) / 4]}, 4, torch.ones(2))
+    assert (errors, failed) == ({"eager torch": 0}, {"Liger": "RuntimeError: 0 active drivers"})
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        speed._errors({"Weft": fails}, 5, torch.ones(2))
+
+
+def test_what_the_kernels_cost_is_told_with_their_speed():
+    kept = [report for report in json.loads(KEPT.read_text()) if report["target"] == "sm_90"]
+    row = speed._kernels(kept, 131072)
+    gradient, statistics = (
+        next(report for report in kept if report["variant"] == f"cross_entropy.{name}/bf16-contiguous")
+        for name in ("gradient", "statistics")
+    )
+    assert row["registers"] == statistics["registers"] > gradient["registers"]
+    assert (row["spill_bytes"], row["configuration"]) == (0, "4096 classes at a time, 8 warps")
+    with pytest.raises(AssertionError, match="compiled once each, and 2 were found"):
+        speed._kernels([report for report in kept if "losses" not in report["variant"]], 131072)
 
 
 def test_a_wrong_gradient_is_not_timed():

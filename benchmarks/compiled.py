@@ -1,0 +1,29 @@
+"""What the kernels cost once compiled, whether or not there is a GPU, and whether or not they are interpreted here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+Report = Mapping[str, Any]  # one of `weft.kernels.aot --json`
+
+
+def compiled(target: str) -> list[Report]:
+    """The reports of all variants, by a process of its own. target: "sm_90", …"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "weft.kernels.aot", "--target", target, "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    reports: list[Report] = json.loads(run.stdout)
+    return reports
+
+
+def dearest(reports: Sequence[Report], variants: Collection[str]) -> dict[str, int]:
+    """The most registers a thread, spilled bytes a thread and shared bytes a program, of some variants."""
+    some = [report for report in reports if report["variant"] in variants]
+    assert len(some) == len(variants), f"{sorted(variants)} are compiled once each, and {len(some)} were found"
+    return {name: max(report[name] for report in some) for name in ("registers", "spill_bytes", "shared_bytes")}

@@ -1,0 +1,70 @@
+"""The README's figures are those of the newest run on a CPU that is kept."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks import history
+from benchmarks.record import Case
+from tests.architecture.rules import ROOT
+
+README = (ROOT / "README.md").read_text()
+STEP, CURVES = "a step of llama-tiny, dp=2 x tp=2", "llama-tiny, 60 steps"
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[tuple[str, str, str], Case]:
+    """The cases by group, name and way."""
+    return {case.key: case for case in list(history.runs("cpu").runs.values())[-1].cases}
+
+
+def test_steps(kept: dict[tuple[str, str, str], Case]) -> None:
+    weft, torch, again = (kept["step_time", STEP, way] for way in ("Weft", "torch", "torch again"))
+    collectives = [case.numbers["collectives"] for case in (weft, torch)]
+    assert "| {} | {} with torch's `parallelize_module`".format(*collectives) in README
+    ratios = [case.seconds.median / torch.seconds.median for case in (weft, again)]
+    assert "| {:.2f} | 1.00 with the same, and {:.2f} again |".format(*ratios) in README
+
+
+def test_layout_changes(kept: dict[tuple[str, str, str], Case]) -> None:
+    shown = []
+    for way in ("Weft", "DTensor"):
+        numbers = kept["reshard_bytes", "4x4x4, 8192 x 8192 fp32", way].numbers
+        shown.append(f"mean {numbers['bytes_over_bound_mean']:.2f}, max {numbers['bytes_over_bound_max']:.3g}")
+    assert f"| {shown[0].replace('max 1', 'max 1.00')} | `DTensor.redistribute`: {shown[1]} |" in README
+    pairs = {name for group, name, _ in kept if group == "reshard_time"}
+    times = {way: [kept["reshard_time", name, way].seconds.median for name in pairs] for way in ("Weft", "DTensor")}
+    ratio = statistics.geometric_mean(a / b for a, b in zip(times["Weft"], times["DTensor"], strict=True))
+    assert f"| {ratio:.2f}, the geometric mean | 1.00 with `DTensor.redistribute` |" in README
+
+
+def test_losses(kept: dict[tuple[str, str, str], Case]) -> None:
+    moved = {way: kept["cross_entropy", "cross_entropy", way].numbers["bytes_a_logit"] for way in LIGER}
+    own = kept["cross_entropy", "cross_entropy, vocab-parallel", "Weft"].numbers["bytes_a_logit"]
+    words = [f"{moved[way]:.1f}" for way in LIGER[1:]]
+    assert f"| {own:.1f}, vocab-parallel too | Liger 0.8: {words[0]}, or {words[1]} where" in README
+    held = {
+        way: kept["linear_cross_entropy", "linear_cross_entropy, 4096 tokens", way].numbers["peak_bytes"]
+        for way in ("Weft, inplace_backward", "eager torch")
+    }
+    assert "| {:.2f} GB | eager torch: {:.2f} GB |".format(*(each / 1e9 for each in held.values())) in README
+
+
+LIGER = ("Weft", "Liger, where the upstream gradient is 1", "Liger, where it is another number")
+
+
+def test_curves(kept: dict[tuple[str, str, str], Case]) -> None:
+    apart = [
+        case.numbers["largest_relative_difference"]
+        for (group, name, _), case in kept.items()
+        if (group, name) == ("loss_curves", CURVES)
+    ]
+    assert len(apart) == 5
+    assert f"| apart by {max(apart):.0e} at most, relative |" in README
+
+
+def test_dispatch(kept: dict[tuple[str, str, str], Case]) -> None:
+    weft, torch = (kept["dispatch", "linear, forward and backward", way].seconds.median for way in ("Weft", "DTensor"))
+    assert f"| {weft / torch:.2f} | 1.00 with DTensor's own dispatch |" in README
