@@ -14,7 +14,9 @@ import torch
 L2_BYTES = (
     256 << 20
 )  # written before each call, so that it finds its operands in device memory: five times an H200's L2
-QUICK = 50e-6  # seconds; where a call takes fewer, the host's launches would be a part of what events see
+# Seconds; where a call takes fewer by events, kernels of 50 µs may be waiting for the host, which needs hundreds of µs for a
+# loss and its gradient.
+QUICK = 1e-3
 
 Way = Callable[[], object]
 
@@ -112,7 +114,7 @@ def in_turn(
 ) -> dict[str, Timed]:
     """Each way once a round; the warmup rounds, in which kernels are compiled and memory is found, are not kept.
 
-    calls: in a round, of a way that needs less than 50 µs for one; on a GPU they are a CUDA graph, and each should find
+    calls: in a round, of a way that needs less than 1 ms for one; on a GPU they are a CUDA graph, and each should find
     other operands: see `sets_for`.
     """
     warm = {name: [clock(way)() for _ in range(warmup)][-1] for name, way in ways.items()}
