@@ -33,8 +33,8 @@ def figures(case: Case) -> dict[str, float]:
 
 
 def every_figure(case: Case) -> dict[str, float]:
-    """The same, and what else was counted beside a time."""
-    rest = {key: value for key, value in sorted(case.numbers.items()) if not key.startswith("seconds")}
+    """The same, what else was counted beside a time, and the points of curves."""
+    rest = {key: value for key, value in sorted(case.all_numbers()) if not key.startswith("seconds")}
     return figures(case) | rest if case.status == "measured" else {}
 
 

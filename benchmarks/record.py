@@ -101,18 +101,19 @@ class Case:
     @property
     def numbers(self) -> dict[str, int | float]:
         """The figures that are no words, as true and false are, and no points of a curve."""
-        return {key: value for key, value in self._all_numbers() if not POINT.fullmatch(key)}
+        return {key: value for key, value in self.all_numbers() if not POINT.fullmatch(key)}
 
     @property
     def curves(self) -> dict[str, dict[int, float]]:
         """The points of each: of "step_001", "step_002", … those of "step" are 1, 2, …"""
         found: dict[str, dict[int, float]] = {}
-        for key, value in sorted(self._all_numbers()):
+        for key, value in sorted(self.all_numbers()):
             if point := POINT.fullmatch(key):
                 found.setdefault(point[1], {})[int(point[2])] = value
         return found
 
-    def _all_numbers(self) -> list[tuple[str, int | float]]:
+    def all_numbers(self) -> list[tuple[str, int | float]]:
+        """With the points of curves, as they are named."""
         return [(key, value) for key, value in self.figures.items() if not isinstance(value, str | bool)]
 
 

@@ -39,9 +39,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
     """Of each kind of results: their folder, and the page."""
     found = {}
     for name, make in MADE.items():
-        folder = tmp_path_factory.mktemp(name)
+        folder = make(tmp_path_factory.mktemp(name))
         page = tmp_path_factory.mktemp("pages") / f"{name}.html"
-        main(["--results", str(make(folder)), "--output", str(page)])
+        main(["--results", str(folder), "--output", str(page)])
         found[name] = folder, page
     return found
 
