@@ -9,6 +9,7 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # times are 
 hypothesis.settings.load_profile("no deadline")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With pytest-xdist, tests that start processes run on one worker, since together they would crowd the cores; the others
     a file at a time.
