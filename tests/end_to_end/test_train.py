@@ -231,8 +231,9 @@ def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[i
     """
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
     with subprocess.Popen(
-        [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=_heeds_interrupts,
+    ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -248,6 +249,11 @@ def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[i
             return status, process.stderr.read().strip().splitlines()
         finally:
             process.kill()
+
+
+def _heeds_interrupts() -> None:
+    """Whether or not these tests do: a shell that starts them in the background has them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _workers(parent: int) -> list[int]:
