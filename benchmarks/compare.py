@@ -136,9 +136,10 @@ def _lost(new: Run, old: Sequence[Run], retired: frozenset[str]) -> tuple[list[s
     absent: list[str] = []
     for key, (case, run) in before.items():
         status = now[key].status if key in now else "gone"
-        told = f"{case.title}: measured in the run of {run.time}, commit {run.commit[:10]}, and now {status}"
+        outcome = now[key].outcome if key in now else status
+        told = f"{case.title}: measured in the run of {run.time}, commit {run.commit[:10]}, and now {outcome}"
         if status == "failed":
-            lost.append(f"{told}: {printable(str(now[key].figures.get('error', 'no error was told')))}")
+            lost.append(told)
         elif status == "gone" and case.name not in retired:
             lost.append(f"{told}; if it is to stay so, name it in `retired` of budgets.toml")
         elif status == "absent":

@@ -7,16 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 Report = Mapping[str, Any]  # one of `weft.kernels.aot --json`
 
 
-def compiled(target: str) -> list[Report]:
-    """The reports of all variants, by a process of its own. target: "sm_90", …"""
+def compiled(*target: str) -> list[Report]:
+    """The reports of all variants, for all targets or for those named: "sm_90", …"""
+    return reported("weft.kernels.aot", "--json", *(word for each in target for word in ("--target", each)))
+
+
+def reported(module: str, *arguments: str) -> list[Report]:
+    """What `python -m module` prints, as a process of its own, in which kernels are not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "weft.kernels.aot", "--target", target, "--json"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", module, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
     reports: list[Report] = json.loads(run.stdout)
     return reports

@@ -84,8 +84,10 @@ class Case:
 
     @property
     def outcome(self) -> str:
-        """The status, and the error where one was told."""
-        return printable(f"{self.status}: {self.figures['error']}" if "error" in self.figures else self.status)
+        """The status; where it failed, with the error."""
+        if self.status != "failed":
+            return self.status
+        return printable(f"failed: {self.figures.get('error', 'no error was told')}")
 
     @property
     def timed(self) -> bool:
@@ -149,8 +151,12 @@ class Run:
         for case in self.cases:
             if case.figures.get("device", self.device) != self.device:
                 raise ValueError(f"it mixes devices: {self.device!r}, and {case.figures['device']!r} in {case.title}")
-            if case.kind == "time" and self.device.casefold() == "cpu":
+            if case.kind == "time" and self.on_cpu:
                 raise ValueError(f"{case.title} is a kernel's time, of a CPU; a CPU's is of kind 'host_time'")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.casefold() == "cpu"
 
     def text(self) -> str:
         """The content of its file."""

@@ -148,6 +148,6 @@ def _without_times(run: Run) -> str:
     if any(case.kind == "time" and case.status == "measured" for case in run.cases):
         return ""
     return (
-        f"No kernel is timed on {'a CPU' if run.device.casefold() == 'cpu' else printable(run.device)}: what follows is counted, the same on any machine. "
+        f"No kernel is timed on {'a CPU' if run.on_cpu else printable(run.device)}: what follows is counted, the same on any machine. "
         "A CPU's time is never shown as a kernel's speed."
     )

@@ -37,7 +37,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        return self.name.casefold() == "cpu"
+        return self.newest.on_cpu
 
 
 @dataclass(frozen=True, slots=True)

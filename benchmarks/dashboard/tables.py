@@ -102,4 +102,4 @@ def in_words(case: Case) -> str:
     """Why there is no figure."""
     if case.status == "absent":
         return "absent: not installed, or not of this device"
-    return f"failed: {printable(str(case.figures.get('error', 'no error was told')))}"
+    return case.outcome

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +12,8 @@ from typing import Any
 import pytest
 import triton
 from weft.kernels.aot import TARGETS, Report, accesses, as_json, as_table, loops, save, tensor_core
+
+from benchmarks.compiled import compiled, reported
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks/results/aot" / f"triton-{triton.__version__}.json"
@@ -41,19 +40,9 @@ def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:
     return {(report["variant"], report["target"]): report for report in reports}
 
 
-def compiled(*arguments: str) -> Reports:
-    """What a Python program prints: in a process of its own, since here kernels are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert run.returncode == 0, run.stderr
-    return by_variant_and_target(json.loads(run.stdout))
-
-
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    return compiled("-m", "weft.kernels.aot", "--json")
+    return by_variant_and_target(compiled())
 
 
 def differences(kept: Reports, fresh: Reports) -> list[str]:
@@ -256,7 +245,7 @@ def test_tensor_core_instructions_are_counted_by_kind(code, counted):
 
 @pytest.fixture(scope="module")
 def products() -> Reports:
-    return compiled("-m", "tests.kernels.matmul_kernels")
+    return by_variant_and_target(reported("tests.kernels.matmul_kernels"))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.library import opcheck
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear_cross_entropy
 from weft.kernels.cross_entropy import custom_ops as of_logits
@@ -73,8 +72,10 @@ def test_the_custom_ops_are_what_they_declare(device, reduction, wanted):
     asked = Options(reduction=reduction, label_smoothing=0.1, z_loss=0.1).flat()
     logits = (x @ weight.T).detach().requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    opcheck(of_logits.forward, (logits, case.target, None, None, *asked), test_utils=checks)
-    opcheck(of_products.forward, (x, weight, case.target, bias, None, None, wanted, 2, *asked), test_utils=checks)
+    library.opcheck(of_logits.forward, (logits, case.target, None, None, *asked), test_utils=checks)
+    library.opcheck(
+        of_products.forward, (x, weight, case.target, bias, None, None, wanted, 2, *asked), test_utils=checks
+    )
 
 
 class Launched:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from . import function
 from .options import SCHEMA, Options
@@ -26,7 +25,9 @@ def compiled(
     return loss, lse
 
 
-@custom_op("weft::cross_entropy", mutates_args=(), schema=f"({TENSORS}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
+@library.custom_op(
+    "weft::cross_entropy", mutates_args=(), schema=f"({TENSORS}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
     options = _with_lse(*asked)
     (loss, lse), saved = function.forward(logits, target, weight, denominator, options=options)
@@ -50,7 +51,7 @@ def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor
     )
 
 
-@custom_op(
+@library.custom_op(
     "weft::cross_entropy_backward",
     mutates_args=(),
     schema=f"(Tensor? grad, Tensor? grad_lse, {TENSORS}, Tensor statistics, {SCHEMA}) -> Tensor",

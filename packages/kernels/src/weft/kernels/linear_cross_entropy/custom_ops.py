@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from ..cross_entropy.options import SCHEMA, Options
 from . import function
@@ -33,7 +32,7 @@ def compiled(
     return tuple(made[: 1 + options.return_lse])
 
 
-@custom_op(
+@library.custom_op(
     "weft::linear_cross_entropy",
     mutates_args=(),
     schema="(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator, "
@@ -65,17 +64,8 @@ def forward(
 
 
 @forward.register_fake
-def _(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    wanted: list[bool],
-    chunk_tokens: int | None,
-    *asked: Any,
-) -> list[Tensor]:
+def _(*given: Any) -> list[Tensor]:
+    input, linear_weight, target, linear_bias, _, denominator, wanted, _, *asked = given
     options = Options.of_flat(*asked)
     lse = torch.empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32), device=input.device)
     nothing = lse.new_empty(0)
@@ -90,7 +80,7 @@ def _(
     return [*outputs, counted, lse.new_empty(1, target.numel(), columns)]
 
 
-@custom_op(
+@library.custom_op(
     "weft::linear_cross_entropy_backward",
     mutates_args=(),
     schema=f"(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, {SCHEMA}) -> Tensor[]",

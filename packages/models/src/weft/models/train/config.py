@@ -10,22 +10,23 @@ from typing import Annotated, Any
 from ..llama.config import LlamaConfig
 from .data import Corpus
 
-try:
-    from tyro.conf import arg
-except ModuleNotFoundError:  # on a machine where only kernels and models are run, from source, without the command
 
-    def arg(**shown_in_help: Any) -> Any: ...  # type: ignore[no-redef]
+def _shown(metavar: str, default: str) -> Any:
+    """How the command's help shows an option whose default is worked out later; nothing where there is no tyro to show it."""
+    try:
+        from tyro.conf import arg
+    except ModuleNotFoundError:
+        return None
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
     """Processes along each axis; their product is all GPUs, 4 processes on a CPU, or those that a launcher started."""
 
-    dp: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: processes / tp)")] = None
+    dp: Annotated[int | None, _shown("INT", "processes / tp")] = None
     """Data parallel: each of these reads its own part of every batch."""
-    tp: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 2; 1 for an odd number of processes)")
-    ] = None
+    tp: Annotated[int | None, _shown("INT", "2; 1 for an odd number of processes")] = None
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
@@ -36,9 +37,7 @@ class MeshConfig:
 class DataConfig:
     """The text and its parts; a token is a byte."""
 
-    path: Annotated[
-        Path | None, arg(metavar="PATH", help_behavior_hint="(default: the source of Python's standard library)")
-    ] = None
+    path: Annotated[Path | None, _shown("PATH", "the source of Python's standard library")] = None
     """A text file in UTF-8, or a folder of them."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
@@ -76,7 +75,7 @@ class TrainConfig:
 
     steps: int = 200
     """Updates of the weights."""
-    output: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: outputs/RECIPE-TIME)")] = None
+    output: Annotated[Path | None, _shown("PATH", "outputs/RECIPE-TIME")] = None
     """Folder to make for the results."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""
