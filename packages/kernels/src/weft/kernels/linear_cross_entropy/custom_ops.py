@@ -25,10 +25,12 @@ def compiled(
     wanted: Wanted,
     chunk_tokens: int | None,
 ) -> tuple[Tensor, ...]:
-    """(loss,) or (loss, lse). A second backward may follow whatever was asked: the compiler decides on memory."""
-    made = forward(
-        input, linear_weight, target, linear_bias, weight, denominator, list(wanted), chunk_tokens, *options.flat()
-    )
+    """(loss,) or (loss, lse). A second backward may follow whatever was asked: the compiler decides on memory.
+
+    The gradients have the inputs' dtype: in torch 2.13 the compiler does not know of another.
+    """
+    flags = [each is not None for each in wanted]
+    made = forward(input, linear_weight, target, linear_bias, weight, denominator, flags, chunk_tokens, *options.flat())
     return tuple(made[: 1 + options.return_lse])
 
 
@@ -53,7 +55,7 @@ def forward(
     options = Options.of_flat(*asked)
     outputs, saved = function.forward(
         input, linear_weight, target, linear_bias, weight, denominator,
-        options=options, wanted=_wanted(wanted), chunk_tokens=chunk_tokens,
+        options=options, wanted=_wanted(input, wanted), chunk_tokens=chunk_tokens,
     )  # fmt: skip
     if _in_forward(options, input, wanted):
         # Of the inputs' dtype, however many chunks there were: that a trace need not know.
@@ -94,8 +96,10 @@ def backward(
 ) -> list[Tensor]:
     """The gradients of input, linear_weight and linear_bias, those that are needed."""
     of_each = (needed[0], needed[1], False, needed[2], False, False)
+    assert tensors[0] is not None, "forward saves the input, or an empty tensor of its dtype"
+    wanted = _wanted(tensors[0], needed)
     found = function.backward(
-        tensors, grads, of_each, options=Options.of_flat(*asked), wanted=_wanted(needed), chunk_tokens=chunk_tokens
+        tensors, grads, of_each, options=Options.of_flat(*asked), wanted=wanted, chunk_tokens=chunk_tokens
     )
     return [each for each in found if each is not None]
 
@@ -131,8 +135,8 @@ forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _in_forward(options: Options, input: Tensor, wanted: list[bool]) -> bool:
-    return any(wanted) and in_forward(options, input.dtype)
+    return in_forward(options, input.dtype, _wanted(input, wanted))
 
 
-def _wanted(flags: list[bool]) -> Wanted:
-    return flags[0], flags[1], flags[2]
+def _wanted(input: Tensor, flags: list[bool]) -> Wanted:
+    return tuple(input.dtype if flag else None for flag in flags)

@@ -40,7 +40,7 @@ def forward(
 
     input: [..., H]. linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size, all of
     the input's dtype. target, weight, denominator: as of cross-entropy.
-    wanted: the gradients that backward will be asked for.  shards: how many there are of the vocabulary.
+    wanted: the dtypes of the gradients that backward will be asked for.  shards: how many there are of the vocabulary.
     gather: see `Gather`; called once a chunk, the next chunk's GEMM running before what it returned is called.
     """
     V = len(linear_weight)
@@ -54,7 +54,7 @@ def forward(
         wide = torch.promote_types(input.dtype, torch.float32)
         denominator = of_target(weight, product.classes, options.ignore_index, wide).sum()
     upstream = sums = None
-    if any(wanted) and in_forward(options, input.dtype):
+    if in_forward(options, input.dtype, wanted):
         upstream, sums = Upstream(torch.ones((), device=input.device), None, denominator), Sums(product, wanted, chunks)
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each chunk the statistics, the loss and the lse
     for rows, logits, gathered in sweep(product, weight, shard, chunks, upstream, gather):
@@ -77,12 +77,13 @@ def forward(
     return outputs, (input, linear_weight, target, linear_bias, weight, denominator, statistics)
 
 
-def in_forward(options: Options, dtype: torch.dtype) -> bool:
-    """Whether the gradients can be made in forward and multiplied by the upstream gradient afterwards.
+def in_forward(options: Options, dtype: torch.dtype, wanted: Wanted) -> bool:
+    """Whether gradients are made in forward and multiplied by the upstream gradient afterwards.
 
     It must be one number; and float16, whose range is why losses are scaled, would lose the gradient of an unscaled loss.
     """
-    return options.reduction != "none" and not options.return_lse and dtype != torch.float16
+    scalar = options.reduction != "none" and not options.return_lse and dtype != torch.float16
+    return scalar and any(each is not None for each in wanted)
 
 
 def backward(
@@ -99,16 +100,16 @@ def backward(
     gather: Gather | None = None,
 ) -> Tensors:
     """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication."""
-    asked: Wanted = (needed[0], needed[1], needed[3])
+    asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))
     input = saved[0]
     assert input is not None, "forward saves it, or an empty tensor of its dtype"
-    if not any(asked):
+    if all(each is None for each in asked):
         return (None,) * 6
-    if in_forward(options, input.dtype):
+    if in_forward(options, input.dtype, wanted):
         assert grads[0] is not None, "the loss is the only output"
         made = [
-            scaled(part, grads[0], input.dtype, options.inplace_backward) if need and part is not None else None
-            for part, need in zip(saved[1:], asked, strict=True)
+            None if dtype is None or part is None else scaled(part, grads[0], dtype, options.inplace_backward)
+            for part, dtype in zip(saved[1:], asked, strict=True)
         ]
         return made[0], made[1], None, made[2], None, None
 
@@ -128,7 +129,8 @@ def backward(
         del logits, dlogits
     del space  # before the sums are rounded
     dx = None if sums.dx is None else sums.dx.view(input.shape)
-    dweight, dbias = (None if total is None else total.to(input.dtype) for total in (sums.dweight, sums.dbias))
+    totals = zip((sums.dweight, sums.dbias), asked[1:], strict=True)
+    dweight, dbias = (None if total is None else total.to(dtype) for total, dtype in totals)
     return dx, dweight, None, dbias, None, None
 
 

@@ -8,43 +8,44 @@ from torch import Tensor
 from ..backend import use_triton
 from .chunks import Product
 
-Wanted = tuple[bool, bool, bool]  # the gradient of input, of weight, of bias
+Wanted = tuple[torch.dtype | None, ...]  # of the gradients of input, weight and bias; None: not wanted
 
 
 class Sums:
     """The gradients of `Product.x`, `weight` and `bias` for as many rows as were added; None for those not wanted.
 
     dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number
-    of chunks; but dweight of a single chunk is what its GEMM gives, in x's dtype.
+    of chunks; but dweight of a single chunk is what its GEMM gives, in x's dtype where that is wanted.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
         x, weight = product.x, product.weight
-        self._product, self._wanted, self._chunks = product, wanted, len(chunks)
+        self._product = product
+        self._of_weight, self._of_bias = (each is not None for each in wanted[1:])
+        self._rounded = len(chunks) == 1 and wanted[1] == x.dtype
         self._wide = torch.promote_types(x.dtype, torch.float32)
-        self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
+        self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
         if not chunks:
-            self.dweight = torch.zeros_like(weight) if wanted[1] else None
-            self.dbias = torch.zeros(len(weight), dtype=self._wide, device=x.device) if wanted[2] else None
+            self.dweight = torch.zeros_like(weight) if self._of_weight else None
+            self.dbias = torch.zeros(len(weight), dtype=self._wide, device=x.device) if self._of_bias else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         """Adds what the gradient [n, V] of the logits of some rows brings; a GEMM for dx, one for dweight."""
         if self.dx is not None:
             torch.mm(dlogits, self._product.weight, out=self.dx[rows])
-        if self._wanted[1]:
+        if self._of_weight:
             self.dweight = self._added(self.dweight, dlogits, self._product.x[rows])
-        if self._wanted[2]:
+        if self._of_bias:
             part = dlogits.sum(0, dtype=self._wide)
             self.dbias = part if self.dbias is None else self.dbias.add_(part)
 
     def _added(self, total: Tensor | None, dlogits: Tensor, x: Tensor) -> Tensor:
         """total + dlogits.T @ x, in the memory of total."""
-        if self._chunks == 1:
-            return torch.mm(
-                dlogits.mT, x, out=torch.empty_like(self._product.weight)
-            )  # out=, so that autocast stays out
+        if self._rounded:
+            out = torch.empty_like(self._product.weight)
+            return torch.mm(dlogits.mT, x, out=out)  # out=, so that autocast stays out
         beta = 1
         if total is None:
             total, beta = torch.empty_like(self._product.weight, dtype=self._wide), 0

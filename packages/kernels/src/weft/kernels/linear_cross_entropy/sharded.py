@@ -28,6 +28,7 @@ from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many
 from . import function
 from .custom_ops import compiled
+from .gradients import Wanted
 
 
 def linear_cross_entropy(
@@ -55,9 +56,11 @@ def linear_cross_entropy(
     chunk_tokens: how many tokens' logits are held at once; without it, as many as fit in 1 GiB (64 MiB on a CPU), if the
     vocabulary is shared evenly.
     inplace_backward: the gradients that forward made are given away and not copied; a second backward gets autograd's error.
+    The gradients of weight and bias have the dtype their `grad_dtype` names, as torch has it for leaves: float32 is the
+    sum as it was made. Under torch.compile they are rounded to the weight's dtype first.
     Memory above inputs and gradients: the logits of a chunk, two chunks' where they are vocab-parallel; with more than one
-    chunk also the weight's gradient in float32, so that the number of chunks does not change its error; and in backward,
-    where they are not given away, the gradients that forward made beside those that are returned.
+    chunk also the weight's gradient in float32, so that the number of chunks does not change its error, unless that is the
+    gradient asked for; and in backward, where they are not given away, the gradients that forward made beside those returned.
     Work: three GEMMs, 6 N H V flop; four for "none", with return_lse and in float16, where backward computes the logits
     again. Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
@@ -145,8 +148,17 @@ def vocab_parallel_linear_cross_entropy(
     return (loss, *lse) if asked.return_lse else loss
 
 
-def _wanted(*tensors: Tensor | None) -> tuple[bool, ...]:
-    return tuple(torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors)
+def _wanted(*tensors: Tensor | None) -> Wanted:
+    """Of each the dtype its gradient shall have; None where none is needed."""
+    if not torch.is_grad_enabled():
+        return (None,) * len(tensors)
+    return tuple(None if tensor is None or not tensor.requires_grad else _grad_dtype(tensor) for tensor in tensors)
+
+
+def _grad_dtype(tensor: Tensor) -> torch.dtype:
+    if torch.compiler.is_compiling() or not tensor.is_leaf:  # torch has it of leaves alone
+        return tensor.dtype
+    return tensor.grad_dtype or tensor.dtype  # None: any will do
 
 
 def _check(input: Form, linear_weight: Tensor, linear_bias: Tensor | None, chunk_tokens: int | None) -> None:
