@@ -66,7 +66,7 @@ def counted() -> dict[str, dict[str, float]]:
             }
     upstream_of_one, chunk = Upstream(torch.ones(())), logits.clone()
     with counted_traffic() as fused:
-        launch.statistics_and_gradient(chunk, target, None, upstream_of_one, Shard(0, CLASSES, Options()))
+        launch.statistics_and_gradient(chunk, target, None, upstream_of_one, Shard(0, CLASSES, Options()), chunk)
     moved = (fused.loaded + fused.stored) / logits.numel()
     found["Weft, in linear_cross_entropy (2 from the L2)"] = {"forward": moved, "backward": 0, "gathered": 0}
     if importlib.util.find_spec("liger_kernel"):

@@ -64,7 +64,7 @@ def test_what_the_kernels_cost_is_told_with_their_speed():
         for name in ("gradient", "statistics")
     )
     assert row["registers"] == statistics["registers"] > gradient["registers"]
-    assert (row["spill_bytes"], row["configuration"]) == (0, "4096 classes at a time, 8 warps")
+    assert (row["spill_bytes"], row["configuration"]) == (0, "8192 classes at a time, 16 warps")
     with pytest.raises(AssertionError, match="compiled once each, and 2 were found"):
         speed._kernels([report for report in kept if "losses" not in report["variant"]], 131072)
 

@@ -19,7 +19,7 @@ DTYPES = [
     pytest.param(torch.float16, id="fp16"),
     pytest.param(torch.float32, id="fp32"),
 ]
-BLOCK = 4096  # classes a program takes at a time
+BLOCK = 8192  # classes a program takes at a time
 
 ASKED: list[Any] = [
     pytest.param({"label_smoothing": 0.1}, id="smoothing"),

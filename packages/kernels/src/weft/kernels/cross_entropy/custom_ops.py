@@ -31,7 +31,7 @@ def compiled(
 def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
     options = _with_lse(*asked)
     (loss, lse), saved = function.forward(logits, target, weight, denominator, options=options)
-    counted, statistics = saved[3:]
+    counted, statistics = saved[3:5]
     assert statistics is not None, "forward saves them"
     if counted is None or denominator is not None:
         counted = statistics.new_empty(0)  # an output may be no input
@@ -66,7 +66,7 @@ def backward(
     statistics: Tensor,
     *asked: Any,
 ) -> Tensor:
-    saved, needed = (logits, target, weight, denominator, statistics), (True, False, False, False)
+    saved, needed = (logits, target, weight, denominator, statistics, None, None), (True, False, False, False)
     dlogits, *_ = function.backward(saved, (grad, grad_lse), needed, options=_with_lse(*asked))
     assert dlogits is not None, "it was asked for"
     return dlogits

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..backend import use_triton
 from ..op import Tensors
 from . import reference
+from .guess import Once, guess
 from .options import Options, check, check_contiguous, form_of
 from .reference import Shard, Upstream, of_target
 
@@ -28,6 +29,7 @@ def forward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
+    once: Once | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """(loss,) or (loss, lse), float32 (float64 for float64 logits), and what `backward` needs.
 
@@ -35,6 +37,7 @@ def forward(
     target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
     denominator: a scalar, what "mean" divides by in place of the weights of the tokens that are not ignored.
     gather: see `Gather`; the only communication.
+    once: where the gradient may be made here, for the first backward.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
@@ -42,16 +45,23 @@ def forward(
     check(form_of(logits), target, weight, denominator, options, vocab_start, vocab_size)
     check_contiguous(logits, options)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(logits)
-    statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
+    if options.reduction == "mean" and denominator is None:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        denominator = of_target(weight, target.reshape(-1), options.ignore_index, wide).sum()
+    guessed = made = None
+    if once is None or gather is not None or not use_triton(logits):
+        statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
+    else:
+        guessed, made = guess(logits.device), _like(logits)
+        upstream = Upstream(guessed, None, denominator)
+        statistics = passes.statistics_and_gradient(logits, target, weight, upstream, shard, made)
     gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 or 4]
     loss, lse = passes.losses(gathered, target, weight, shard)
-    if options.reduction == "mean" and denominator is None:
-        denominator = of_target(weight, target.reshape(-1), options.ignore_index, loss.dtype).sum()
     if options.reduction != "none":
         loss = loss.sum()
     if denominator is not None:
         loss = loss / denominator
-    saved = (logits, target, weight, denominator, gathered)
+    saved = (logits, target, weight, denominator, gathered, guessed, made)
     return ((loss, lse) if options.return_lse else (loss,)), saved
 
 
@@ -64,6 +74,7 @@ def backward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
+    once: Once | None = None,
 ) -> Tensors:
     """The gradient of this shard's logits, in their shape and dtype, and none for the rest; no communication.
 
@@ -71,18 +82,27 @@ def backward(
     """
     if not needed[0]:
         return None, None, None, None
-    logits, target, weight, denominator, gathered = saved
+    logits, target, weight, denominator, gathered, guessed, made = saved
     assert logits is not None and target is not None and gathered is not None, "forward saves them"
     if vocab_size is None:
         vocab_size = vocab_start + logits.shape[-1]
     shard = Shard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if len(grads) > 1 else None, denominator)
-    out = logits if options.inplace_backward else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    dlogits = passes_on(logits).gradient(logits, target, weight, gathered, upstream, shard, out)
+    rest = (logits, target, weight, gathered, upstream, shard)
+    if made is not None and once is not None and not once.given:
+        once.given = True
+        # Whoever is given it may write there, and what was saved is not looked at again: .data has a version of its own.
+        return passes_on(logits).gradient(*rest, made.data, guessed), None, None, None
+    dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
     if options.inplace_backward:
         torch.autograd.graph.increment_version(logits)  # whoever saved them is told, and a second backward
         dlogits = dlogits.detach()
     return dlogits, None, None, None
+
+
+def _like(logits: Tensor) -> Tensor:
+    """Memory for their gradient, contiguous."""
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 class Passes(Protocol):

@@ -1,12 +1,14 @@
 """The passes over the logits, `statistics` (2 bytes a bf16 logit) and `gradient` (4), and `losses` between them.
 
-Where there is one shard and the upstream gradient is known, `gradient` makes the statistics itself: FUSED.
+Where there is one shard and the upstream gradient is known or guessed, `gradient` makes the statistics itself: FUSED.
 
 They know no torch, no ranks.
 
 Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read where it lies.
 Offsets are 64-bit: rows times stride, and classes times the stride of transposed logits, both pass 2**31.
 A logit x counts as scale * x, or where there is a CAP as cap * tanh(scale * x / cap).
+RAGGED rows are contiguous and begin anywhere: what lies in whole 16-byte words is read and written by words, the rest, fewer
+than two words of a row, apart from it.
 """
 
 import triton
@@ -20,6 +22,34 @@ SMALL = tl.constexpr(0.2)  # below it tanh is its series: of (1 - e) / (1 + e) t
 @triton.jit
 def _row_offset(row, T, stride_b, stride_t):
     return (row // T) * stride_b + (row % T) * stride_t
+
+
+@triton.jit
+def _words(ptr, offset, V, RAGGED: tl.constexpr):
+    """The first class of a row that whole words hold, and how many they hold; all, where rows are not RAGGED."""
+    if not RAGGED:
+        return 0, V
+    size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    first = tl.minimum((size - offset % size) % size, V).to(tl.int32)
+    return first, tl.multiple_of((V - first) // size * size, size)
+
+
+@triton.jit
+def _edges(ptr, first, count, V):
+    """The classes that no whole words hold; and which of these lanes are one."""
+    size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    lanes = tl.arange(0, 2 * size)
+    cols = tl.where(lanes < size, lanes, first + count + lanes - size)
+    return cols, cols < tl.where(lanes < size, first, V)
+
+
+@triton.jit
+def _aligned(ptr, offset, first, RAGGED: tl.constexpr):
+    """Where `first` of a row lies; of a RAGGED row at the beginning of a word."""
+    if not RAGGED:
+        return ptr + offset
+    size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    return ptr + tl.multiple_of(offset + first, size)
 
 
 @triton.jit
@@ -42,10 +72,26 @@ def _counted(x, scale, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _read(
+    ptr, cols, in_row, target_col, part_ptr, scale, cap,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """What some logits count as, -inf at the target and outside of the row; and what they add to the sum of all."""
+    x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
+    x = _counted(x, scale, cap, CAP)
+    plain = tl.zeros_like(x)
+    if SUM:
+        plain = tl.where(in_row, x, 0.0)
+        if WEIGHTED:
+            plain *= tl.load(part_ptr + cols, mask=in_row, other=0.0)
+    return tl.where(in_row & (cols != target_col), x, -float("inf")), plain
+
+
+@triton.jit
 def _row_statistics(
-    x_ptr, target, part_ptr,
+    x_ptr, offset, target, part_ptr,
     V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The columns of `statistics`, of one row.
 
@@ -57,7 +103,7 @@ def _row_statistics(
 
     local = target - vocab_start
     is_here = (local >= 0) & (local < classes_read)
-    target_logit = tl.load(x_ptr + local * stride_xv, mask=is_here, other=0.0).to(tl.float32)
+    target_logit = tl.load(x_ptr + offset + local * stride_xv, mask=is_here, other=0.0).to(tl.float32)
     target_logit = tl.where(is_here, _counted(target_logit, scale, cap, CAP), 0.0)
     target_col = tl.where(is_here, local, -1).to(tl.int32)
 
@@ -65,31 +111,38 @@ def _row_statistics(
     largest = tl.full([BLOCK_V], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_V], tl.float32)
     plain = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, classes_read, BLOCK_V):
-        cols = start + lanes
-        in_row = cols < V
-        x = tl.load(x_ptr + cols.to(tl.int64) * stride_xv, mask=in_row, other=-float("inf")).to(tl.float32)
-        x = _counted(x, scale, cap, CAP)
-        if SUM:
-            if WEIGHTED:
-                weight = tl.load(part_ptr + cols, mask=in_row, other=0.0)
-                plain += weight * tl.where(in_row, x, 0.0)
-            else:
-                plain += tl.where(in_row, x, 0.0)
-        x = tl.where(in_row & (cols != target_col), x, -float("inf"))
+    first, count = _words(x_ptr, offset, V, RAGGED)
+    words_ptr = _aligned(x_ptr, offset, first, RAGGED)
+    for start in range(0, tl.minimum(classes_read, count), BLOCK_V):
+        at = start + lanes
+        x, more = _read(
+            words_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, part_ptr, scale, cap,
+            SUM, WEIGHTED, CAP,
+        )  # fmt: skip
+        plain += more
         rise = x - largest
         fade = tl.exp(-tl.abs(rise))
         total = tl.where(rise > 0, total * fade + 1.0, total + fade)
         largest = tl.maximum(largest, x)
-
     row_largest = tl.max(largest, 0)
+    row_plain = tl.sum(plain, 0)
+    if RAGGED:
+        cols, in_row = _edges(x_ptr, first, count, V)
+        x, more = _read(
+            x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, part_ptr, scale, cap,
+            SUM, WEIGHTED, CAP,
+        )  # fmt: skip
+        row_largest = tl.maximum(row_largest, tl.max(x, 0))
+        row_plain += tl.sum(more, 0)
     row_total = tl.sum(total * tl.exp(largest - row_largest), 0)
+    if RAGGED:
+        row_total += tl.sum(tl.exp(x - row_largest), 0)
     # The largest logit adds 1, so a sum of 0 means that every one was -inf, or that there was none.
     row_largest = tl.where(row_total == 0.0, -float("inf"), row_largest)
     is_class = (target >= 0) & (target < vocab_size)
     tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
     row_total = tl.where(ignored | is_class, row_total, float("nan"))
-    return row_largest, row_total, target_logit, tl.sum(plain, 0)
+    return row_largest, row_total, target_logit, row_plain
 
 
 @triton.jit
@@ -108,7 +161,7 @@ def statistics(
     x_ptr, target_ptr, part_ptr, statistics_ptr,
     V, T, stride_xb, stride_xt, stride_xv,
     vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One row: the largest logit and the sum of exp(logit - largest), both without the target; the target's logit; and
     with SUM the sum of all logits, each times its class's weight where they are WEIGHTED: part, of this shard's classes.
@@ -119,8 +172,8 @@ def statistics(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     largest, total, target_logit, plain = _row_statistics(
-        x_ptr + _row_offset(row, T, stride_xb, stride_xt), target, part_ptr,
-        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, BLOCK_V,
+        x_ptr, _row_offset(row, T, stride_xb, stride_xt), target, part_ptr,
+        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
     )  # fmt: skip
     _keep(statistics_ptr, row, largest, total, target_logit, plain, SUM)
 
@@ -195,6 +248,38 @@ def losses(
     tl.store(lse_ptr + rows, tl.where(ignored, 0.0, lse), mask=is_row)
 
 
+@triton.jit
+def _write(
+    x_ptr, dx_ptr, cols, in_row, target_col, part_ptr,
+    largest, log_sum, factor, spread, true, scale, cap,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some logits of a row."""
+    x = tl.load(x_ptr, mask=in_row, other=-float("inf")).to(tl.float32)
+    # Not x - (largest + log_sum): that sum rounds at the size of the logits, not at that of the difference.
+    dx = factor * tl.exp((_counted(x, scale, cap, CAP) - largest) - log_sum)
+    if SUM:
+        if WEIGHTED:
+            dx -= spread * tl.load(part_ptr + cols, mask=in_row, other=0.0)
+        else:
+            dx -= spread
+    dx = tl.where(cols == target_col, true, dx) * scale
+    if CAP:
+        _, slope = _tanh(x * (scale / cap))
+        dx *= slope
+    tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _rows_to_make(N, grad_ptr, guess_ptr, arrived_ptr):
+    """N, or 0 where the grad is the one that was guessed; and the next guess: this grad, if it arrived the last time too."""
+    grad = tl.load(grad_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(arrived_ptr, tl.where(grad == tl.load(arrived_ptr + 1), grad, float("nan")))
+        tl.store(arrived_ptr + 1, grad)
+    return tl.where(grad == tl.load(guess_ptr), 0, N)
+
+
 @triton.jit(
     do_not_specialize=[
         "N", "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
@@ -202,11 +287,13 @@ def losses(
     ]
 )  # fmt: skip
 def gradient(
-    x_ptr, target_ptr, part_ptr, weight_ptr, whole_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr, dx_ptr,
+    x_ptr, target_ptr, part_ptr, weight_ptr, whole_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr,
+    guess_ptr, arrived_ptr, dx_ptr,
     N, V, T, stride_xb, stride_xt, stride_xv, stride_dn, stride_gn, stride_ln, R, stride_r,
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr,
-    GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, FUSED: tl.constexpr, BLOCK_V: tl.constexpr,
+    GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, FUSED: tl.constexpr, MADE: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each row: factor * softmax, less spread times each class's weight with SUM, and `true` in the true
     class's place; times the derivative of what a logit counts as. See `reference.rows`.
@@ -214,21 +301,23 @@ def gradient(
     part, weight: the weights of this shard's classes, and of all classes; whole: their sum.  grad, grad_lse: of the loss and
     of the lse of this row; grad over the denominator where there is one.  With FUSED the statistics are not read but made, of
     the one shard that there is, and stored; with few programs a row is still in the L2 then, and read from there: 4 bytes of
-    device memory a bf16 logit.
+    device memory a bf16 logit. A grad of NaN is none: only the statistics are made.
+    With MADE dx is what FUSED made for the guess, and is made again where the grad, one number, is another.
 
     A row whose factor, spread and true are 0 is not read: its gradient is exactly 0, whatever its logits. The rows of dx are
     contiguous, and may be those of x.
     """
+    if MADE:
+        N = _rows_to_make(N, grad_ptr, guess_ptr, arrived_ptr)
     row = tl.program_id(0).to(tl.int64)
     while row < N:
-        x_row_ptr = x_ptr + _row_offset(row, T, stride_xb, stride_xt)
-        dx_row_ptr = dx_ptr + row * stride_dn
+        offset = _row_offset(row, T, stride_xb, stride_xt)
         target = tl.load(target_ptr + row).to(tl.int64)
         ignored = target == ignore_index
         if FUSED:
             other, total, target_logit, plain = _row_statistics(
-                x_row_ptr, target, part_ptr,
-                V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, BLOCK_V,
+                x_ptr, offset, target, part_ptr,
+                V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
             )  # fmt: skip
             _keep(statistics_ptr, row, other, total, target_logit, plain, SUM)
             largest, log_sum, log_odds = _odds(other, total, target_logit)
@@ -240,8 +329,11 @@ def gradient(
         if WEIGHTED:
             share = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
         grad = 0.0
+        made = True
         if GRAD:
             grad = tl.load(grad_ptr + row * stride_gn)
+            if FUSED:
+                made = grad == grad
             if DENOMINATOR:
                 grad /= tl.load(denominator_ptr)
         grad = tl.where(ignored, 0.0, grad)
@@ -259,29 +351,31 @@ def gradient(
         factor = pull + even
         true = even / (1.0 + tl.exp(log_odds)) - pull / (1.0 + tl.exp(-log_odds)) - spread * share
         true = tl.where(ignored, 0.0, true)
+        first, count = _words(x_ptr, offset, V, RAGGED)
+        x_words_ptr = _aligned(x_ptr, offset, first, RAGGED)
+        dx_words_ptr = _aligned(dx_ptr, row * stride_dn, first, RAGGED)
         lanes = tl.arange(0, BLOCK_V)
 
         if (factor == 0.0) & (true == 0.0) & (spread == 0.0):
-            for start in range(0, V, BLOCK_V):
-                cols = start + lanes
-                tl.store(dx_row_ptr + cols, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=cols < V)
-        else:
+            for start in range(0, count, BLOCK_V):
+                at = start + lanes
+                tl.store(dx_words_ptr + at, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=at < count)
+            if RAGGED:
+                cols, in_row = _edges(x_ptr, first, count, V)
+                tl.store(dx_ptr + row * stride_dn + cols, cols.to(dx_ptr.dtype.element_ty) * 0, mask=in_row)
+        elif made:
             local = target - vocab_start
             target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
-            for start in range(0, V, BLOCK_V):
-                cols = start + lanes
-                in_row = cols < V
-                x = tl.load(x_row_ptr + cols.to(tl.int64) * stride_xv, mask=in_row, other=-float("inf")).to(tl.float32)
-                # Not x - (largest + log_sum): that sum rounds at the size of the logits, not at that of the difference.
-                dx = factor * tl.exp((_counted(x, scale, cap, CAP) - largest) - log_sum)
-                if SUM:
-                    if WEIGHTED:
-                        dx -= spread * tl.load(part_ptr + cols, mask=in_row, other=0.0)
-                    else:
-                        dx -= spread
-                dx = tl.where(cols == target_col, true, dx) * scale
-                if CAP:
-                    _, slope = _tanh(x * (scale / cap))
-                    dx *= slope
-                tl.store(dx_row_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+            for start in range(0, count, BLOCK_V):
+                at = start + lanes
+                _write(
+                    x_words_ptr + at.to(tl.int64) * stride_xv, dx_words_ptr + at, first + at, at < count,
+                    target_col, part_ptr, largest, log_sum, factor, spread, true, scale, cap, SUM, WEIGHTED, CAP,
+                )  # fmt: skip
+            if RAGGED:
+                cols, in_row = _edges(x_ptr, first, count, V)
+                _write(
+                    x_ptr + offset + cols, dx_ptr + row * stride_dn + cols, cols, in_row,
+                    target_col, part_ptr, largest, log_sum, factor, spread, true, scale, cap, SUM, WEIGHTED, CAP,
+                )  # fmt: skip
         row += tl.num_programs(0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..aot import Variant
-from . import kernel
+from . import guess, kernel
 from .reference import Shard, Upstream
 
 
@@ -21,24 +21,23 @@ class Launch:
     warps: int
 
 
-# 16 classes a thread: two 16-byte loads of bf16 in flight for each, and the two float32 that `statistics` keeps for a
-# class fit in the registers with no spill (compiled for sm_80 to sm_100; its speed is not measured yet).
+# 16 classes a thread: two 16-byte loads of bf16 in flight for each, and the two float32 that `statistics` keeps for a class
+# fit in the registers with no spill (compiled for sm_80 to sm_100; its speed is not measured yet). The same for all kernels, so
+# that a loss has the same bits whichever of them made its statistics.
 CLASSES_PER_THREAD = 16
-LONG_ROW = Launch(block_v=4096, warps=8)
-# Where a row is read twice by one program there is a program for each multiprocessor, so that the rows at work stay in the L2
-# from their first reading to their second: 132 of 256 KiB, a vocabulary of 128 Ki in bf16, are 33 MiB of an H100's 50. Its
-# speed is not measured yet.
-FUSED_ROW = Launch(block_v=8192, warps=16)
+LONGEST_BLOCK = 8192
+# Where a row is read twice by one program there are few of them, so that the rows at work stay in the L2 from their first
+# reading to their second: one for each multiprocessor, and more while their rows take no more than this share of it. 132 rows
+# of 256 KiB, a vocabulary of 128 Ki in bf16, are 33 MiB of an H100's 50. Its speed is not measured yet.
+L2_SHARE = 0.7
+WARPS_AT_WORK = 64  # of a multiprocessor, at most
 ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
 
 
-def config(V: int, fused: bool = False) -> Launch:
+def config(V: int) -> Launch:
     """The launch for rows of V classes: a short row is one block, with the warps that it can fill."""
-    if fused and LONG_ROW.block_v < V:
-        return FUSED_ROW
-    block_v = 1 << (max(V, CLASSES_PER_THREAD) - 1).bit_length()  # the power of two at or above V
-    if block_v >= LONG_ROW.block_v:
-        return LONG_ROW
+    row = 1 << (max(V, CLASSES_PER_THREAD) - 1).bit_length()  # the power of two at or above V
+    block_v = min(row, LONGEST_BLOCK)
     return Launch(block_v, warps=max(1, block_v // (32 * CLASSES_PER_THREAD)))
 
 
@@ -68,7 +67,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
             x, target.reshape(N).contiguous(), _float32(part, out), out,
             V, T, *x.stride(),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
-            SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None,
+            SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, RAGGED=_ragged(x),
             BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
@@ -98,24 +97,25 @@ def gradient(
     upstream: Upstream,
     shard: Shard,
     out: Tensor,
+    guessed: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.gradient`."""
+    """See `reference.gradient`. guessed: the upstream gradient of the loss for which `out` has been made."""
     if out.numel():
-        _gradient(
-            logits, target, weight, statistics.contiguous(), upstream, shard, out, config(logits.shape[-1]), False
-        )
+        _gradient(logits, target, weight, statistics.contiguous(), upstream, shard, out, guessed)
     return out
 
 
 def statistics_and_gradient(
-    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard
+    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> Tensor:
-    """See `reference.statistics_and_gradient`; by one kernel, whose second reading of a row is from the L2."""
+    """See `reference.statistics_and_gradient`; by one kernel, whose second reading of a row is from the L2. Of an upstream
+    gradient of NaN it makes the statistics alone.
+    """
     if logits.numel() == 0:
         return statistics(logits, target, weight, shard)
-    out = torch.empty(1, target.numel(), shard.columns, dtype=torch.float32, device=logits.device)
-    _gradient(logits, target, weight, out, upstream, shard, logits, config(logits.shape[-1], fused=True), fused=True)
-    return out[0]
+    made = torch.empty(1, target.numel(), shard.columns, dtype=torch.float32, device=logits.device)
+    _gradient(logits, target, weight, made, upstream, shard, out, fused=True)
+    return made[0]
 
 
 def _gradient(
@@ -126,7 +126,7 @@ def _gradient(
     upstream: Upstream,
     shard: Shard,
     out: Tensor,
-    launch: Launch,
+    guessed: Tensor | None = None,
     fused: bool = False,
 ) -> None:
     x = as_batches(logits)  # [B, T, V]
@@ -135,22 +135,41 @@ def _gradient(
     grad, grad_lse = (_rows(each, N, statistics) for each in (upstream.loss, upstream.lse))
     denominator = statistics if upstream.denominator is None else upstream.denominator.to(torch.float32)
     part = None if weight is None else shard.part(weight, V)
+    launch = config(V)
+    programs = N if guessed is None and not fused else min(N, _programs(x, launch))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        kernel.gradient[(_multiprocessors(logits) if fused else N,)](
+        kernel.gradient[(programs,)](
             x, target.reshape(N).contiguous(), _float32(part, statistics), _float32(weight, statistics),
-            _whole(weight, statistics), statistics, grad, grad_lse, denominator, out,
+            _whole(weight, statistics), statistics, grad, grad_lse, denominator,
+            statistics if guessed is None else guessed, guess.arrived(logits.device), out,
             N, V, T, *x.stride(), V, grad.stride(0), grad_lse.stride(0), len(statistics), statistics.stride(0),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
             float(options.label_smoothing), float(options.z_loss),
             SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, Z_LOSS=options.z_loss > 0,
             GRAD=upstream.loss is not None, GRAD_LSE=upstream.lse is not None,
-            DENOMINATOR=upstream.denominator is not None, FUSED=fused, BLOCK_V=launch.block_v, num_warps=launch.warps,
+            DENOMINATOR=upstream.denominator is not None, FUSED=fused, MADE=guessed is not None,
+            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
 
 
-def _multiprocessors(logits: Tensor) -> int:
-    """Of the device; in the interpreter a few, so that a program has several rows."""
-    return torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 3
+def _ragged(*tensors: Tensor) -> bool:
+    """Whether contiguous rows begin in the same places of 16-byte words in all tensors, and not all of them at their start.
+
+    Of 16-bit logits: a word of float32 is half as many classes, and the kernel spills registers.
+    """
+    row_bytes = tensors[0].shape[-1] * tensors[0].itemsize
+    contiguous = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
+    return contiguous and row_bytes % 16 > 0 and tensors[0].itemsize == 2
+
+
+def _programs(x: Tensor, launch: Launch) -> int:
+    """How many take all rows of x [..., V] in turn; in the interpreter a few, so that one has several rows."""
+    if not x.is_cuda:
+        return 3
+    device = torch.cuda.get_device_properties(x.device)
+    cached = int(L2_SHARE * device.L2_cache_size) // (x.shape[-1] * x.itemsize)
+    at_once = device.multi_processor_count * WARPS_AT_WORK // launch.warps
+    return max(device.multi_processor_count, min(cached, at_once))
 
 
 def _rows(grad: Tensor | None, N: int, other: Tensor) -> Tensor:
@@ -170,7 +189,7 @@ def _whole(weight: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, ...]:
-    """The kernels for long rows of `dtype`, 16-byte aligned; stride_xv is "1" where the classes are contiguous.
+    """The kernels for long rows of `dtype`, 16-byte aligned unless RAGGED; stride_xv is "1" where classes are contiguous.
 
     switches: the constexprs that are on.
     """
@@ -184,22 +203,25 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
         "GRAD_LSE": 0,
         "DENOMINATOR": 1,
         "FUSED": 0,
+        "MADE": 0,
+        "RAGGED": 0,
         **switches,
     }
-    launch = config(1 << 20, fused=bool(on["FUSED"]))
-    logits = {"V": "i32:16", "T": "i32", "stride_xb": "i32:16", "stride_xt": "i32:16", "stride_xv": stride_xv}
+    launch = config(1 << 20)
+    size = "i32" if on["RAGGED"] else "i32:16"
+    logits = {"V": size, "T": "i32", "stride_xb": size, "stride_xt": size, "stride_xv": stride_xv}
     read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "part_ptr": "*fp32:16"}
     classes = {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32"}
     bend = {"scale": "fp32", "cap": "fp32"}
-    arriving = ("weight", "whole", "statistics", "grad", "grad_lse", "denominator")
-    strides = {"stride_dn": "i32:16", "stride_gn": "i32", "stride_ln": "i32", "R": "i32", "stride_r": "i32"}
+    arriving = ("weight", "whole", "statistics", "grad", "grad_lse", "denominator", "guess", "arrived")
+    strides = {"stride_dn": size, "stride_gn": "i32", "stride_ln": "i32", "R": "i32", "stride_r": "i32"}
     return (
         Variant(
             f"cross_entropy.statistics/{name}",
             kernel.statistics,
             {**read, "statistics_ptr": "*fp32:16", **logits, **classes, **bend},
-            {each: on[each] for each in ("SUM", "WEIGHTED", "CAP")} | {"BLOCK_V": LONG_ROW.block_v},
-            LONG_ROW.warps,
+            {each: on[each] for each in ("SUM", "WEIGHTED", "CAP", "RAGGED")} | {"BLOCK_V": launch.block_v},
+            launch.warps,
         ),
         Variant(
             f"cross_entropy.gradient/{name}",
@@ -236,11 +258,14 @@ VARIANTS = (
     *_variants("fp16"),
     *_variants("fp32"),
     *_variants("bf16", stride_xv="i64"),
+    *_variants("bf16", RAGGED=1),
     *_variants("bf16", SUM=1),
     *_variants("bf16", SUM=1, WEIGHTED=1),
     *_variants("bf16", CAP=1),
     *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1, GRAD_LSE=1),
+    *_variants("bf16", MADE=1)[1:],
     *_variants("bf16", FUSED=1)[1:],
+    *_variants("bf16", FUSED=1, RAGGED=1)[1:],
     *_variants("fp32", FUSED=1)[1:],
     *_variants("bf16", FUSED=1, SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1)[1:],
     _losses(),

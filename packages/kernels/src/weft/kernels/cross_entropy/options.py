@@ -54,6 +54,13 @@ class Options:
         if not math.isfinite(self.logit_scale):
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
 
+    def made_ahead(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of logits of that dtype can be made before the one of the loss arrives.
+
+        It must be one number; and float16, whose range is why losses are scaled, would lose the gradient of an unscaled loss.
+        """
+        return self.reduction != "none" and not self.return_lse and dtype != torch.float16
+
     def flat(self) -> tuple[Any, ...]:
         """As arguments of a custom op, in the order of SCHEMA."""
         return tuple(getattr(self, part.split()[1]) for part in SCHEMA.split(", "))

@@ -216,11 +216,11 @@ def gradient(
 
 
 def statistics_and_gradient(
-    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard
+    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> Tensor:
-    """The statistics [N, 3 or 4] of the one shard that there is; its gradient, from the same numbers, replaces the logits."""
+    """The statistics [N, 3 or 4] of the one shard that there is; its gradient, from the same numbers, in `out`."""
     found = statistics(logits, target, weight, shard)
-    gradient(logits, target, weight, found.unsqueeze(0), upstream, shard, logits)
+    gradient(logits, target, weight, found.unsqueeze(0), upstream, shard, out)
     return found
 
 

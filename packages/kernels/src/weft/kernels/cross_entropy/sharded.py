@@ -21,6 +21,7 @@ from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
 from . import function, reference
 from .custom_ops import compiled
+from .guess import Once
 from .options import Asked, Options, check, check_contiguous, form_of
 
 Reduction = Literal["none", "mean", "sum"]
@@ -51,7 +52,8 @@ def cross_entropy(
     denominator: what "mean" divides by, in place of the weights of the tokens that are not ignored; give the global count
     where tokens are sharded, and nothing needs to be counted.
     inplace_backward: the gradient takes the memory of the logits, which must be contiguous and no leaf; whoever saved them
-    for another backward, and a second backward, get autograd's error.
+    for another backward, and a second backward, get autograd's error. Without it the gradient of a scalar loss is made in
+    forward where it can be (on a GPU, by one shard of all classes), for the upstream gradient that is to be expected.
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
     Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward (16
@@ -72,8 +74,14 @@ def cross_entropy(
     if torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in operands):
         outputs = compiled(*operands, options=options)
     else:
-        outputs = apply_many(CROSS_ENTROPY, *operands, options=options)
+        outputs = apply_many(CROSS_ENTROPY, *operands, options=options, once=_once(logits, options))
     return outputs if return_lse else outputs[0]
+
+
+def _once(logits: Tensor, options: Options) -> Once | None:
+    """Where forward may make the gradient: in memory of its own, since others may read the logits before backward."""
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    return Once() if wanted and not options.inplace_backward and options.made_ahead(logits.dtype) else None
 
 
 def vocab_parallel_cross_entropy(
@@ -346,5 +354,6 @@ CROSS_ENTROPY = Op(
     function.backward,
     _rule,
     lambda dtype: torch.promote_types(dtype, torch.float32),
+    varying=("once",),
     overwrites=lambda options: options["options"].inplace_backward,
 )

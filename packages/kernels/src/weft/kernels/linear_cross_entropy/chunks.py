@@ -80,7 +80,7 @@ def sweep(
         if upstream is None:
             statistics = passes.statistics(logits, classes, weight, shard)
         else:
-            statistics = passes.statistics_and_gradient(logits, classes, weight, upstream, shard)
+            statistics = passes.statistics_and_gradient(logits, classes, weight, upstream, shard, logits)
         return lambda: statistics.unsqueeze(0)
 
     spaces = cycle([product.space(chunks) for _ in range(1 if gather is None else 2)])

@@ -78,12 +78,8 @@ def forward(
 
 
 def in_forward(options: Options, dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether gradients are made in forward and multiplied by the upstream gradient afterwards.
-
-    It must be one number; and float16, whose range is why losses are scaled, would lose the gradient of an unscaled loss.
-    """
-    scalar = options.reduction != "none" and not options.return_lse and dtype != torch.float16
-    return scalar and any(each is not None for each in wanted)
+    """Whether gradients are made in forward and multiplied by the upstream gradient afterwards."""
+    return options.made_ahead(dtype) and any(each is not None for each in wanted)
 
 
 def backward(

@@ -1,0 +1,31 @@
+"""What gradient of a scalar loss is going to arrive, so that forward makes that of the logits while it reads them.
+
+It is 1, or what arrived the last two times; where the last two differ there is no guess. A device keeps this for itself, and
+no host waits for it. A guess changes which kernel does the work, and never a number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ARRIVED: dict[torch.device, Tensor] = {}
+
+
+class Once:
+    """Of one forward: whether the gradient that it made has been given away; a second backward makes one of its own."""
+
+    __slots__ = ("given",)
+
+    def __init__(self) -> None:
+        self.given = False
+
+
+def arrived(device: torch.device) -> Tensor:
+    """Of the device [2], float32: the guess, NaN where there is none, and what arrived last; for `kernel.gradient` to keep."""
+    return _ARRIVED.setdefault(device, torch.ones(2, device=device))
+
+
+def guess(device: torch.device) -> Tensor:
+    """The guess as it is now, a number."""
+    return arrived(device)[0].clone()

@@ -1,0 +1,166 @@
+"""The gradient that forward makes for the upstream gradient that it guesses: bytes by what arrives, and bits that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from weft.kernels import cross_entropy
+from weft.kernels.cross_entropy import guess
+from weft.kernels.traffic import counted_traffic
+
+from tests.kernels.cross_entropy.cases import ASKED, given, make
+
+NAN = float("nan")
+SOME = ({}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0})
+
+
+@pytest.fixture(autouse=True)
+def nothing_arrived() -> Iterator[None]:
+    guess._ARRIVED.clear()
+    yield
+    guess._ARRIVED.clear()
+
+
+def step(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -> Tensor:
+    """The gradient."""
+    leaf = logits.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(cross_entropy(leaf, target, **options), leaf, upstream)
+    return gradient
+
+
+def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -> Tensor:
+    """The gradient, made in backward."""
+    with patch.dict(guess._ARRIVED, {logits.device: torch.full((2,), torch.nan, device=logits.device)}):
+        return step(logits, target, upstream, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", ASKED)
+def test_whatever_was_guessed_the_bits_are_the_same(device, options, reduction):
+    V = 37 if options else 9000
+    options = given(options, V, device) | {"reduction": reduction}
+    logits, target, _ = make(5, V, device, torch.bfloat16)
+    whole = cross_entropy(logits, target, **options)
+    for number in (1.0, 1.0, -0.3, -0.3, -0.3, 2.0, NAN, 0.0, 0.0, 0.0):
+        upstream = torch.tensor(number, device=device)
+        found, expected = (way(logits, target, upstream, **options) for way in (step, without_a_guess))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(cross_entropy(logits.requires_grad_(), target, **options).detach(), whole)
+
+
+def moved(numbers: list[float], **options: Any) -> list[tuple[float, float]]:
+    """Bytes a bf16 logit in forward and in backward of steps whose upstream gradients are these."""
+    logits, target = torch.randn(4, 8192).bfloat16().requires_grad_(), torch.tensor([0, 5, 4095, 8191])
+    found = []
+    for number in numbers:
+        with counted_traffic() as forward:
+            loss = cross_entropy(logits, target, **options)
+        with counted_traffic() as backward:
+            torch.autograd.grad(loss, logits, torch.tensor(number))
+        found.append(tuple(round((each.loaded + each.stored) / logits.numel(), 1) for each in (forward, backward)))
+    return found
+
+
+def test_one_that_stays_the_same_costs_one_pass(interpreted):
+    """6 bytes counted, of which 2 are the second reading of a row that is still in the L2."""
+    assert moved([1.0] * 3) == [(6, 0)] * 3
+    assert moved([0.25] * 4) == [(6, 4), (2, 4), (6, 0), (6, 0)]
+
+
+def test_one_that_changes_every_time_costs_two(interpreted):
+    assert moved([1.0, 0.5, 0.3, 0.2, 0.1]) == [(6, 0), (6, 4), (2, 4), (2, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "none"}, {"return_lse": True}],
+    ids=["none", "lse"],
+)
+def test_where_nothing_can_be_guessed_forward_makes_no_gradient(interpreted, options):
+    logits, target, _ = make(4, 8192, "cpu", torch.bfloat16)
+    with counted_traffic() as forward:
+        cross_entropy(logits.requires_grad_(), target, **options)
+    assert forward.stored / logits.numel() < 0.1
+
+
+@pytest.mark.parametrize("context", [torch.no_grad(), torch.enable_grad()], ids=["no-grad", "frozen-logits"])
+def test_without_a_backward_forward_makes_no_gradient(interpreted, context):
+    logits, target, _ = make(4, 8192, "cpu", torch.bfloat16)
+    with counted_traffic() as forward, context:
+        cross_entropy(logits.requires_grad_(not torch.is_grad_enabled()), target)
+    assert forward.stored / logits.numel() < 0.1
+
+
+def test_float16_is_not_made_ahead(interpreted):
+    """Its gradient of an unscaled loss may be 0."""
+    logits, target, _ = make(4, 8192, "cpu", torch.float16)
+    with counted_traffic() as forward:
+        cross_entropy(logits.requires_grad_(), target)
+    assert forward.stored / logits.numel() < 0.1
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0)], ids=str)
+def test_a_second_backward_gets_a_gradient_of_its_own(device, numbers):
+    logits, target, _ = make(5, 37, device, torch.bfloat16)
+    loss = cross_entropy(logits.requires_grad_(), target)
+    for number in numbers:
+        upstream = torch.tensor(number, device=device)
+        (found,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
+        assert torch.equal(found, without_a_guess(logits, target, upstream))
+        found.zero_()  # what the caller does with it is its own matter
+
+
+def test_losses_whose_backwards_come_later(device):
+    """Each keeps the guess that it was made with."""
+    logits, target, _ = make(5, 37, device, torch.bfloat16)
+    losses = [cross_entropy(logits.requires_grad_(), target) for _ in range(3)]
+    for loss, number in zip(losses, (2.0, 1.0, 2.0), strict=True):
+        upstream = torch.tensor(number, device=device)
+        (found,) = torch.autograd.grad(loss, logits, upstream)
+        assert torch.equal(found, without_a_guess(logits, target, upstream))
+
+
+@pytest.mark.parametrize("number", [1.0, 3.0])
+def test_recomputed_by_a_checkpoint(device, number):
+    logits, target, _ = make(5, 37, device, torch.bfloat16)
+    loss = checkpoint(cross_entropy, logits.requires_grad_(), target, use_reentrant=False)
+    upstream = torch.tensor(number, device=device)
+    (found,) = torch.autograd.grad(loss, logits, upstream)
+    assert torch.equal(found, without_a_guess(logits, target, upstream))
+
+
+def test_it_is_saved_where_a_checkpoint_lets_go_of_it(interpreted):
+    """So it takes no memory between a checkpointed forward and its backward."""
+    logits, target, _ = make(5, 37, "cpu", torch.bfloat16)
+    seen: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(tuple(x.shape)) or x, lambda x: x):
+        cross_entropy(logits.requires_grad_(), target)
+    assert seen.count((5, 37)) == 2, "the logits and their gradient"
+
+
+@pytest.mark.parametrize("options", SOME, ids=["plain", "options"])
+@pytest.mark.parametrize("ignored", [slice(0, 0), slice(0, 3), slice(None)], ids=["none", "some", "all"])
+def test_ignored_tokens(device, ignored, options):
+    logits, target, _ = make(5, 37, device, torch.bfloat16)
+    target[ignored] = -100
+    for number in (1.0, 1.0, 3.0):
+        upstream = torch.tensor(number, device=device)
+        found = step(logits, target, upstream, **options)
+        assert torch.equal(found, without_a_guess(logits, target, upstream, **options))
+        assert (found[ignored] == 0).all()
+
+
+def test_a_denominator_that_is_no_number_makes_the_gradient_none(device):
+    logits, target, _ = make(5, 37, device, torch.bfloat16)
+    target[0] = -100
+    nothing = torch.zeros((), device=device)
+    for _ in range(2):
+        found = step(logits, target, torch.ones((), device=device), denominator=nothing)
+        assert (found[0] == 0).all()
+        assert not found[1:].isfinite().any()
