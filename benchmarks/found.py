@@ -73,8 +73,8 @@ class Found:
 
     def _line(self, way: str) -> str:
         row = self.rows[way]
-        measured = any(measure.unit in row for measure in self.measures)
-        share = f"{row['roofline']:.1%}" if "roofline" in row else "another timer" if measured else ""
+        needed = any(measure.unit in row for measure in self.measures)
+        share = f"{row['roofline']:.1%}" if "roofline" in row else "another timer" if needed else ""
         held = f"{float(row['peak_bytes']) / 1e9:.3f}" if "peak_bytes" in row else ""
         median, p20, p80 = (float(row[f"seconds_{which}"]) * 1e3 for which in ("median", "p20", "p80"))
         spread = f"{p20:.3f} to {p80:.3f}"

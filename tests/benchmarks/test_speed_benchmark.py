@@ -194,9 +194,13 @@ def test_a_package_that_cannot_be_imported_ends_no_run(monkeypatch: pytest.Monke
     assert {"Liger", "CCE", "CCE, unfiltered"} <= found.failed.keys() and "Weft" in found.rows
 
 
-def test_what_a_failed_way_held_is_free() -> None:
+def test_what_a_failed_way_held_is_free_before_the_gpu_is_given_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failed = Failures()
     alive: list[str] = []
+    given_back: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(alive.copy()))
 
     class Large:
         def __del__(self) -> None:
@@ -212,7 +216,7 @@ def test_what_a_failed_way_held_is_free() -> None:
 
     with failed.of("eager"):
         way()
-    assert (failed, alive) == ({"eager": "RuntimeError: out of memory for logits"}, [])
+    assert (failed, given_back) == ({"eager": "RuntimeError: out of memory for logits"}, [[]])
 
 
 @pytest.mark.parametrize(
