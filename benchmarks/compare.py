@@ -1,4 +1,4 @@
-"""Compares a run with the median of the five before it on its device: `./run benchmark_compare [NEW] [--against OLD...]`.
+"""Compares a run with the median of the five before it on its device: `./run benchmark_compare [NEW] [--only-measured]`.
 
 A ratio is the time before over the time now, 1.10 is a tenth faster; its noise goes from the 20th percentile before over the
 80th now to the 80th before over the 20th now. What may not be is in budgets.toml; where something is, the exit status is 1.
@@ -11,7 +11,7 @@ import statistics
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import history
@@ -164,10 +164,19 @@ def before(new: Run, results: Path = history.RESULTS) -> tuple[list[Run], tuple[
     return [run for run in found.runs.values() if run != new and run.time <= new.time][-RUNS:], found.unreadable
 
 
+def of_groups(new: Run, old: Sequence[Run]) -> list[Run]:
+    """The cases of `old` whose groups `new` measured, in runs that have any: what -k left out of `new` is not gone."""
+    groups = {case.group for case in new.cases}
+    kept = [(run, tuple(case for case in run.cases if case.group in groups)) for run in old]
+    return [replace(run, cases=cases) for run, cases in kept if cases]
+
+
 def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS, budgets_file: Path = BUDGETS) -> int:
     parser = argparse.ArgumentParser(prog="./run benchmark_compare", description="Compares a run with those before it.")
     parser.add_argument("new", nargs="?", type=Path, help="a run's file; the newest of the history without it")
     parser.add_argument("--against", nargs="+", type=Path, default=[], metavar="OLD", help="not the five runs before")
+    only = "only the groups that the run has, as for a run of some benchmarks (-k NAME); others do not count as gone"
+    parser.add_argument("--only-measured", action="store_true", help=only)
     options = parser.parse_args(arguments)
     try:
         budgets = Budgets.read(budgets_file)
@@ -178,6 +187,8 @@ def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS
         old, unreadable = before(new, results)
         if options.against:
             old, unreadable = [history.load(file) for file in options.against], ()
+        if options.only_measured:
+            old = of_groups(new, old)
         comparison = compare(new, old, budgets)
     except HistoryError as error:
         print(f"benchmark_compare: {error}", file=sys.stderr)

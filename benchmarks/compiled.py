@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,3 @@ def reported(module: str, *arguments: str) -> list[Report]:
     assert run.returncode == 0, run.stderr
     reports: list[Report] = json.loads(run.stdout)
     return reports
-
-
-def dearest(reports: Sequence[Report], variants: Collection[str]) -> dict[str, int]:
-    """The most registers a thread, spilled bytes a thread and shared bytes a program, of some variants."""
-    some = [report for report in reports if report["variant"] in variants]
-    assert len(some) == len(variants), f"{sorted(variants)} are compiled once each, and {len(some)} were found"
-    return {name: max(report[name] for report in some) for name in ("registers", "spill_bytes", "shared_bytes")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import history, summary, timing
+from benchmarks.failures import Failures
 from tests.support.fixtures import pool
 
 __all__ = ["Tell", "pool"]
@@ -17,6 +18,8 @@ __all__ = ["Tell", "pool"]
 P = ParamSpec("P")
 T = TypeVar("T")
 TOLD = pytest.StashKey[list[dict[str, Any]]]()
+COPY_AND_MATMUL = "torch: a copy, and a matmul"
+CEILINGS = pytest.StashKey[Mapping[str, float]]()
 
 
 class Tell:
@@ -58,7 +61,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     gpu = torch.cuda.is_available()
     machine_info["device"] = torch.cuda.get_device_name() if gpu else "cpu"
     machine_info["versions"] = {"torch": torch.__version__, "triton": _triton()}
-    machine_info["ceilings"] = timing.ceilings() if gpu else {}
+    machine_info["ceilings"] = _ceilings(config) if gpu else {}
 
 
 def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: Any, group_by: str) -> list[Any]:
@@ -68,8 +71,25 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: Any, group_b
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     cases = [history.case_of(each) for each in config.stash.get(TOLD, [])]
+    if any(case.kind == "time" for case in cases) and torch.cuda.is_available():
+        terminalreporter.write_line(summary.of_device(torch.cuda.get_device_name(), _ceilings(config)))
+        cases = [history.case_of(each) for each in config.stash[TOLD]]
     for line in summary.lines(cases):
         terminalreporter.write_line(line)
+
+
+def _ceilings(config: pytest.Config) -> Mapping[str, float]:
+    """Measured once; where that fails, it is told as a case, and there are none."""
+    if CEILINGS not in config.stash:
+        failed = Failures()
+        config.stash[CEILINGS] = {}
+        with failed.of(COPY_AND_MATMUL):
+            config.stash[CEILINGS] = timing.ceilings()
+        for way, error in failed.items():
+            extra = {"case": "what the device can do", "way": way, "kind": "time", "status": "failed", "error": error}
+            named = {"name": extra["case"], "group": "device", "fullname": extra["case"]}
+            config.stash.setdefault(TOLD, []).append({**named, "stats": {}, "extra_info": extra})
+    return config.stash[CEILINGS]
 
 
 def _triton() -> str:

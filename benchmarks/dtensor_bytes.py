@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reshard_cases import Case, Pair, Placements, slices
+from benchmarks.timing import Timed
 
 RANKS = 64
 
@@ -35,12 +35,12 @@ RANKS = 64
 class Counted:
     """received: bytes per pair; on_cpu: the same where its all-to-all is an all-gather and a slice.
 
-    seconds: the median time that the planning of a pair took, on the host.
+    planning: the time that the planning of each pair took, on the host.
     """
 
     received: tuple[int, ...]
     on_cpu: tuple[int, ...]
-    seconds: float
+    planning: Timed
 
 
 def counted(work: Sequence[tuple[Case, list[Pair]]], *, min_cost: bool = False) -> list[Counted]:
@@ -102,7 +102,7 @@ def _count(case: Case, pairs: list[Pair], seconds: list[float]) -> Counted:
         assert list(result.shape) == wanted, f"{src} -> {dst} of {case.shape} on {case}: {result.shape}"
         received.append(seen.bytes)
         on_cpu.append(seen.bytes_on_cpu)
-    return Counted(tuple(received), tuple(on_cpu), statistics.median(seconds))
+    return Counted(tuple(received), tuple(on_cpu), Timed(tuple(seconds)))
 
 
 @contextmanager

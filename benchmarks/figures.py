@@ -8,6 +8,7 @@ from benchmarks.record import Case
 
 TIMES = {"time": "time", "host_time": "time of the host"}
 SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all its numbers
+UNITS = {"bytes": "B", "bytes_per_second": "B/s", "flop_per_second": "flop/s"}  # by how a label ends
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
@@ -15,7 +16,7 @@ def quantity(label: str, value: float, digits: int = 4) -> str:
     """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "91.0%" for a roofline."""
     if label == "roofline":
         return f"{value:.1%}"
-    unit = "s" if label in TIMES.values() else "B" if label.endswith("bytes") else ""
+    unit = "s" if label in TIMES.values() else next((unit for end, unit in UNITS.items() if label.endswith(end)), "")
     if not unit:
         return f"{value:.6g}"
     factor, prefix = next((each for each in PREFIXES if abs(value) >= each[0]), (1.0, ""))
@@ -58,6 +59,14 @@ def ratios(
             own = weft.get((case.group, case.name), {}).get(label)
             if case.way != "Weft" and label != "roofline" and own and value / own > 0:
                 yield case, label, value / own
+
+
+def other_timer(case: Case, weft: Case | None, label: str) -> str:
+    """Where a time was not taken as Weft's was, by what it was: their ratio says little."""
+    timer = case.figures.get("timer")
+    if label not in TIMES.values() or weft is None or timer == weft.figures.get("timer", timer):
+        return ""
+    return f" by {timer}"
 
 
 def by_baseline(cases: Sequence[Case]) -> dict[str, dict[str, list[float]]]:

@@ -1,6 +1,6 @@
 """The ways to compute a loss and its gradients that are timed and weighed against Weft's: torch's, Liger's, Apple's.
 
-A way takes the given sets of operands in turn, call by call; what it returns are the gradients.
+A way takes the given sets of operands in turn, call by call.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,100 +18,101 @@ from weft.kernels import cross_entropy, linear_cross_entropy
 from weft.kernels.cross_entropy import function
 from weft.kernels.cross_entropy.options import Options
 
-Way = Callable[[], Sequence[Tensor]]
+from benchmarks.failures import Failures
+from benchmarks.record import ours
+
 Operands = Sequence[tuple[Tensor, ...]]
 SHARDS = 8
+EAGER, AGAIN = "eager torch", "eager torch, again"
+FLOAT32 = "Weft, inplace_backward, float32 gradient"
 
 
-def _eager(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), target)
+@dataclass(frozen=True, slots=True)
+class Made:
+    """loss: one number; of a shard its statistics, [N, 3].  gradients: of the operands that require them, in their order."""
+
+    loss: Tensor
+    gradients: Sequence[Tensor]
 
 
-def _in_turn(call: Callable[..., Sequence[Tensor]], operands: Operands) -> Way:
-    turns = itertools.cycle(operands)
-    return lambda: call(*next(turns))
+Way = Callable[[], Made]
 
 
-def _backward_of(loss: Callable[..., Any], operands: Operands) -> Way:
-    """Forward and backward, the gradients left to whoever wants them."""
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """made: by name.  absent: those whose package is not installed.  failed: why the others are not timed."""
 
-    def gradients(*tensors: Tensor) -> Sequence[Tensor]:
-        return torch.autograd.grad(loss(*tensors), [tensor for tensor in tensors if tensor.requires_grad])
+    made: dict[str, Way] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    failed: Failures = field(default_factory=Failures)
 
-    return _in_turn(gradients, operands)
-
-
-def of_logits(operands: Operands) -> tuple[dict[str, Way], list[str]]:
-    """Ways to the gradient of a mean cross-entropy of logits [N, V], and the names of those that are not installed."""
-    ways = {
-        "Weft": _backward_of(cross_entropy, operands),
-        "eager torch": _backward_of(_eager, operands),
-        "eager torch, again": _backward_of(_eager, operands),
-        "torch.compile": _backward_of(torch.compile(_eager, dynamic=False), operands),
-    }
-    if not importlib.util.find_spec("liger_kernel"):
-        return ways, ["Liger"]
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-    def liger(logits: Tensor, target: Tensor) -> Tensor:
-        # It writes the gradient over the logits, which are the others' too.
-        return LigerCrossEntropyFunction.apply(logits.clone(), target, None)[0]
-
-    return ways | {"Liger, and a copy of the logits": _backward_of(liger, operands)}, []
+    def add(self, name: str, operands: Operands, make: Callable[[], Callable[..., Tensor]], package: str = "") -> None:
+        """make: imports what it needs and gives the loss as a function of a set of operands."""
+        with self.failed.of(name):
+            if package and not importlib.util.find_spec(package):
+                self.absent.append(name)
+            else:
+                self.made[name] = _backward_of(make(), operands)
 
 
-def of_a_shard(operands: Operands) -> dict[str, Way]:
-    """The two kernels of one of SHARDS shards, the gather left out."""
+def may_be_captured(name: str) -> bool:
+    """Whether a way is known to wait for no device, which a CUDA graph cannot: Liger asks for numbers on the host."""
+    return ours(name) or name in (EAGER, AGAIN)
+
+
+def of_logits(operands: Operands) -> Ways:
+    """To the gradient of a mean cross-entropy of logits [N, V]."""
+    ways = Ways()
+    ways.add("Weft", operands, lambda: cross_entropy)
+    for name in (EAGER, AGAIN):
+        ways.add(name, operands, lambda: _eager)
+    ways.add("torch.compile", operands, lambda: torch.compile(_eager, dynamic=False))
+    ways.add("Liger, and a copy of the logits", operands, _liger, package="liger_kernel")
+    return ways
+
+
+def of_a_shard(operands: Operands) -> Ways:
+    """The kernels of one of SHARDS shards; the gather left out, as if the others' statistics added nothing."""
     options, size = Options(), SHARDS * operands[0][0].shape[1]
     upstream = torch.ones((), device=operands[0][0].device)
 
-    def gradients(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
-        _, saved = function.forward(logits, target, options=options, vocab_size=size)
-        dlogits = function.backward(saved, (upstream,), (True, False, False, False), options=options, vocab_size=size)
-        return [each for each in dlogits if each is not None]
+    def made(logits: Tensor, target: Tensor) -> Made:
+        kept: list[Tensor] = []
 
-    return {"Weft, one shard": _in_turn(gradients, operands)}
+        def gather(statistics: Tensor) -> Callable[[], Tensor]:
+            kept.append(statistics)
+            return lambda: statistics.unsqueeze(0)
+
+        _, saved = function.forward(logits, target, options=options, vocab_size=size, gather=gather)
+        found = function.backward(
+            saved, (upstream,), (True, False, False, False), options=options, vocab_size=size, gather=gather
+        )
+        return Made(kept[0], [each for each in found if each is not None])
+
+    return Ways({"Weft, one shard": _in_turn(made, operands)})
 
 
-def of_products(operands: Operands) -> tuple[dict[str, Way], list[str]]:
-    """Ways to both gradients of a mean linear cross-entropy of x, weight and target, and the names of those not installed."""
-
-    def given_away(*tensors: Tensor) -> Any:
-        return linear_cross_entropy(*tensors, inplace_backward=True)
-
-    ways = {
-        "Weft": _backward_of(linear_cross_entropy, operands),
-        "Weft, inplace_backward": _backward_of(given_away, operands),
-    }
-    absent = []
+def of_products(operands: Operands) -> Ways:
+    """To both gradients of a mean linear cross-entropy of x, weight and target."""
+    ways = Ways()
+    ways.add("Weft", operands, lambda: linear_cross_entropy)
+    ways.add("Weft, inplace_backward", operands, lambda: _given_away)
+    ways.add(FLOAT32, [_with_float32_gradient(*each) for each in operands], lambda: _given_away)
+    for name in (EAGER, AGAIN):
+        ways.add(name, operands, lambda: _eager_linear)
+    ways.add("torch.compile", operands, lambda: torch.compile(_eager_linear, dynamic=False))
     if hasattr(F, "linear_cross_entropy"):
-        chunked = torch.nn.LinearCrossEntropyOptions()
-
-        def of_torch(*tensors: Tensor) -> Tensor:
-            return F.linear_cross_entropy(*tensors, options=chunked)
-
-        ways["torch, chunked"] = _backward_of(of_torch, operands)
+        ways.add("torch, chunked", operands, _chunked)
     else:
-        absent.append("torch, chunked")
-    if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        def liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-            return LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
-
-        ways["Liger"] = _backward_of(liger, operands)
-    else:
-        absent.append("Liger")
-    if importlib.util.find_spec("cut_cross_entropy"):
-        import cut_cross_entropy
-
-        ways["CCE"] = _backward_of(cut_cross_entropy.linear_cross_entropy, operands)
-    else:
-        absent.append("CCE")
-    return ways, absent
+        ways.absent.append("torch, chunked")
+    ways.add("Liger", operands, _liger_linear, package="liger_kernel")
+    ways.add("CCE", operands, _cce, package="cut_cross_entropy")
+    # CCE leaves out the gradients of classes that are unlikely, and at the start of a training all are.
+    ways.add("CCE, unfiltered", operands, lambda: _cce(filter_eps=None), package="cut_cross_entropy")
+    return ways
 
 
-def three_gemms(x: Tensor, weight: Tensor) -> Way:
+def three_gemms(x: Tensor, weight: Tensor) -> Callable[[], object]:
     """What no linear cross-entropy does without: the logits, and the products of their gradient with both factors."""
     x, weight = x.detach(), weight.detach()
     logits = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
@@ -118,10 +120,91 @@ def three_gemms(x: Tensor, weight: Tensor) -> Way:
     scores = logits / logits.shape[1] ** 0.5  # random data: on zeros a GPU draws less power and runs faster
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
 
-    def way() -> Sequence[Tensor]:
+    def way() -> None:
         torch.mm(x, weight.mT, out=logits)
         torch.mm(scores, weight, out=dx)
         torch.mm(scores.mT, x, out=dweight)
-        return []  # they are kept from call to call
 
     return way
+
+
+def copying(sources: Sequence[Tensor]) -> Callable[[], object]:
+    """A copy of each in turn, into memory of its own that is there."""
+    turns = itertools.cycle([(source, torch.empty_like(source)) for source in sources])
+
+    def way() -> None:
+        source, copy = next(turns)
+        copy.copy_(source)
+
+    return way
+
+
+def _in_turn(call: Callable[..., Made], operands: Operands) -> Way:
+    turns = itertools.cycle(operands)
+    return lambda: call(*next(turns))
+
+
+def _backward_of(loss: Callable[..., Tensor], operands: Operands) -> Way:
+    """Forward and backward, the gradients left to whoever wants them."""
+
+    def made(*tensors: Tensor) -> Made:
+        found = loss(*tensors)
+        return Made(found.detach(), torch.autograd.grad(found, [each for each in tensors if each.requires_grad]))
+
+    return _in_turn(made, operands)
+
+
+def _eager(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target)
+
+
+def _eager_linear(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _eager(F.linear(x, weight), target)
+
+
+def _given_away(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = linear_cross_entropy(x, weight, target, inplace_backward=True)
+    return loss
+
+
+def _with_float32_gradient(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The weight as a leaf of its own on the same memory: the dtype of a gradient is an attribute of the leaf."""
+    leaf = weight.detach().requires_grad_()
+    leaf.grad_dtype = torch.float32
+    return x, leaf, target
+
+
+def _chunked() -> Callable[..., Tensor]:
+    chunked = torch.nn.LinearCrossEntropyOptions()
+    return lambda *tensors: F.linear_cross_entropy(*tensors, options=chunked)
+
+
+def _liger() -> Callable[..., Tensor]:
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    def liger(logits: Tensor, target: Tensor) -> Tensor:
+        # It writes the gradient over the logits, which are the others' too.
+        loss: Tensor = LigerCrossEntropyFunction.apply(logits.clone(), target, None)[0]
+        return loss
+
+    return liger
+
+
+def _liger_linear() -> Callable[..., Tensor]:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    def liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
+        return loss
+
+    return liger
+
+
+def _cce(**options: Any) -> Callable[..., Tensor]:
+    import cut_cross_entropy
+
+    def cce(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = cut_cross_entropy.linear_cross_entropy(x, weight, target, **options)
+        return loss
+
+    return cce

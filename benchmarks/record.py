@@ -29,6 +29,11 @@ class HistoryError(ValueError):
     """A file that is no run, or runs that cannot be compared: which, what is wrong, the remedy."""
 
 
+def ours(way: str) -> bool:
+    """Whether a way is Weft, or a form of it."""
+    return way == "Weft" or way.startswith("Weft,")
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Seconds: the median, and the 20th and the 80th percentile."""
@@ -80,7 +85,7 @@ class Case:
 
     @property
     def ours(self) -> bool:
-        return self.way == "Weft" or self.way.startswith("Weft,")
+        return ours(self.way)
 
     @property
     def outcome(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import history
 from benchmarks.compare import changes
-from benchmarks.figures import TIMES, by_baseline, figures, ordered, quantity, ratios
+from benchmarks.figures import TIMES, by_baseline, figures, ordered, other_timer, quantity, ratios
 from benchmarks.record import STATUSES, Case, HistoryError, Run, printable
 
 
@@ -63,12 +63,12 @@ def _ways_side_by_side(cases: Sequence[Case]) -> list[str]:
         by_way = {case.way: case for case in of_name}
         labels = dict.fromkeys(label for way in ways if way in by_way for label in figures(by_way[way])) or {"": None}
         for label in labels:
-            cells = [_cell(by_way.get(way), label, over) for way in ways]
+            cells = [_cell(by_way.get(way), by_way.get("Weft"), label, over) for way in ways]
             rows.append([escaped(name), escaped(label), *cells])
     return _table(["case", "figure", *map(escaped, ways)], rows)
 
 
-def _cell(case: Case | None, label: str, over: dict[tuple[tuple[str, str, str], str], float]) -> str:
+def _cell(case: Case | None, weft: Case | None, label: str, over: dict[tuple[tuple[str, str, str], str], float]) -> str:
     if case is None:
         return ""
     if case.status != "measured":
@@ -77,7 +77,8 @@ def _cell(case: Case | None, label: str, over: dict[tuple[tuple[str, str, str], 
     if label not in shown:
         return ""
     ratio = over.get((case.key, label), math.nan)
-    return quantity(label, shown[label]) + ("" if math.isnan(ratio) else f" ({ratio:.2f})")
+    timer = escaped(other_timer(case, weft, label))
+    return quantity(label, shown[label]) + timer + ("" if math.isnan(ratio) else f" ({ratio:.2f})")
 
 
 def _changed(run: Run, against: Run) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.figures import figures, quantity, ratios
+from benchmarks.figures import figures, other_timer, quantity, ratios
 from benchmarks.record import Case, printable
 
 NAME = 52  # columns of it
@@ -23,10 +23,17 @@ def lines(cases: Sequence[Case], width: int | None = None) -> Iterator[str]:
             yield from _of_a_name([case for case in of_group if case.name == name], width)
 
 
+def of_device(name: str, ceilings: Mapping[str, float]) -> str:
+    """What it can do at the most, as it was measured."""
+    told = ", ".join(f"{label.replace('_', ' ')} {quantity(label, value)}" for label, value in ceilings.items())
+    return f"{printable(name)}, at the most: {told or 'not measured'}"
+
+
 def _of_a_name(cases: Sequence[Case], width: int) -> Iterator[str]:
     beside: dict[str, list[str]] = {}
+    weft = next((case for case in cases if case.way == "Weft"), None)
     for case, label, ratio in ratios(cases):
-        beside.setdefault(label, []).append(f"{printable(case.way)} {ratio:.2f}")
+        beside.setdefault(label, []).append(f"{printable(case.way)} {ratio:.2f}{other_timer(case, weft, label)}")
     ours = [case for case in cases if case.way == "Weft"] or list(cases)
     for case in ours:
         shown = {label: f"{printable(label)} {quantity(label, value)}" for label, value in figures(case).items()}

@@ -24,6 +24,7 @@ from benchmarks import picture
 from benchmarks.conftest import Tell
 from benchmarks.dtensor_bytes import Counted, counted, placements
 from benchmarks.reshard_cases import CASES, Case, Pair, lower_bound_bytes
+from benchmarks.timing import Timed
 
 MATRIX_PAIRS, OTHER_PAIRS = 6561, 729  # of a case at most: every pair of layouts of the matrix
 SEARCHED_PAIRS = 100  # where DTensor searches, which takes it tens of milliseconds a pair on four axes
@@ -51,7 +52,7 @@ class Summary:
     mean_of_all: float
     mean_on_cpu: float
     unneeded: int
-    planning_ms: float
+    planning: Timed
     ratios: dict[str, int]
 
 
@@ -75,10 +76,10 @@ def test_reshard_bytes(tell: Tell) -> None:
         case = f"{row.mesh}, {' x '.join(map(str, row.shape))} fp32"
         figures = {"bytes_over_bound_mean": row.mean, "bytes_over_bound_max": row.max, "share_above_bound": row.above}
         tell(case, row.engine, "count", unneeded=row.unneeded, pairs=row.pairs, **figures)
-        tell(f"planning, {case}", row.engine, "host_time", seconds_median=row.planning_ms / 1e3)
+        tell(f"planning, {case}", row.engine, "host_time", **row.planning.figures)
     rows = [asdict(summary) for summary in summaries]
     for row in rows:
-        del row["planning_ms"]  # so that the file is the same wherever it is made
+        del row["planning"]  # so that the file is the same wherever it is made
     _keep(rows)
     worse = [row for row in summaries if row.engine == WEFT and (row.max > 1 or row.unneeded)]
     assert not worse, "Weft receives more than the bound on " + ", ".join(f"{row.mesh} {row.shape}" for row in worse)
@@ -94,7 +95,7 @@ def _weft(case: Case, pairs: Sequence[Pair], bounds: Sequence[int]) -> Counted:
         seconds.append(time.perf_counter() - start)
         assert made.lower_bound_bytes == bound, f"{made}: Weft's own bound is another than that of the slices"
         received.append(made.max_received_bytes)
-    return Counted(tuple(received), tuple(received), statistics.median(seconds))
+    return Counted(tuple(received), tuple(received), Timed(tuple(seconds)))
 
 
 def _summary(engine: str, case: Case, bounds: Sequence[int], counts: Counted) -> Summary:
@@ -115,7 +116,7 @@ def _summary(engine: str, case: Case, bounds: Sequence[int], counts: Counted) ->
         mean_of_all=(sum(ratios) + idle) / (len(ratios) + idle),
         mean_on_cpu=statistics.fmean(on_cpu),
         unneeded=len(nothing) - idle,
-        planning_ms=counts.seconds * 1e3,
+        planning=counts.planning,
         ratios={f"{ratio:.4g}": count for ratio, count in sorted(Counter(ratios).items())},
     )
 
@@ -132,7 +133,7 @@ def _print(summaries: Sequence[Summary]) -> None:
         for row in sorted((row for row in summaries if row.shape == shape), key=lambda row: _place(row.mesh)):
             print(
                 f"{row.mesh:9}{row.engine:19}{row.pairs:6}{row.above:13.0%}{row.mean:8.2f}{row.max:8.2f}"
-                f"{row.mean_of_all:8.2f}{row.mean_on_cpu:8.2f}{row.unneeded:10}{row.planning_ms:14.2f}"
+                f"{row.mean_of_all:8.2f}{row.mean_on_cpu:8.2f}{row.unneeded:10}{row.planning.median * 1e3:14.2f}"
             )
     print("\n*  counting pairs that need nothing, and get nothing, as 1")
     print("** with all-to-all as an all-gather and a slice, as DTensor does it on CPUs")

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from weft.reshard.groups import device_mesh
 
 from benchmarks.conftest import Tell
 from benchmarks.dtensor_bytes import placements
+from benchmarks.record import Spread
 from benchmarks.reshard_cases import Case, Pair, Placements, lower_bound_bytes, slices
 from tests.support.pool import Pool
 
@@ -43,16 +44,14 @@ Seconds = dict[str, list[float]]  # by way, of each round
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One pair. weft, again: medians over the rounds of Weft's time, and of DTensor's second, over DTensor's first."""
+    """One pair. dtensor: seconds of DTensor.  weft, again: Weft's time, and DTensor's second, over DTensor's first."""
 
     src: str
     dst: str
     moves: bool
-    dtensor_ms: float
-    weft: float
-    p20: float
-    p80: float
-    again: float
+    dtensor: Spread
+    weft: Spread
+    again: Spread
 
 
 def measure(pairs: Sequence[Pair]) -> list[Seconds]:
@@ -103,37 +102,42 @@ def test_reshard_time(pool: Pool, tell: Tell) -> None:
     ratios = [_ratio(pair, ranks) for pair, ranks in zip(pairs, zip(*by_rank, strict=True), strict=True)]
     moving = [ratio for ratio in ratios if ratio.moves]
     print(f"\nlayout changes of a 64 MB fp32 tensor, mesh 2x2, {RANKS} gloo processes, CPU time, {ROUNDS} rounds")
-    print(f"{'':16}{'DTensor, ms':>12}{'Weft / DTensor (p20 - p80)':>30}{'DTensor again':>16}")
+    print(f"{'':16}{'DTensor, ms (p20 - p80)':>28}{'Weft / DTensor':>22}{'DTensor again':>22}")
     for ratio in [*moving, *(ratio for ratio in ratios if not ratio.moves)]:
-        spread = f"{ratio.weft:.2f} ({ratio.p20:.2f} - {ratio.p80:.2f})"
         way = f"{ratio.src} -> {ratio.dst}"
         note = "" if ratio.moves else "   moves nothing: not in the mean"
-        print(f"{way:16}{ratio.dtensor_ms:12.2f}{spread:>30}{ratio.again:16.2f}{note}")
-    mean, floor = (statistics.geometric_mean(getattr(each, way) for each in moving) for way in ("weft", "again"))
-    lowest, highest = min(each.again for each in moving), max(each.again for each in moving)
+        print(f"{way:16}{_told(ratio.dtensor, 1e3):>28}{_told(ratio.weft):>22}{_told(ratio.again):>22}{note}")
+    mean, floor = (statistics.geometric_mean(getattr(each, way).median for each in moving) for way in ("weft", "again"))
+    lowest, highest = (choose(each.again.median for each in moving) for choose in (min, max))
     print(f"geometric mean over {len(moving)} pairs: Weft / DTensor {mean:.2f}")
     print(f"noise floor: DTensor again / DTensor {floor:.2f}, of one pair {lowest:.2f} to {highest:.2f}")
     for ratio in moving:
         case = f"{ratio.src} -> {ratio.dst}, 64 MB on 2x2"
-        dtensor = ratio.dtensor_ms / 1e3
-        times = {"seconds_median": ratio.weft, "seconds_p20": ratio.p20, "seconds_p80": ratio.p80}
-        tell(case, "Weft", "host_time", **{name: each * dtensor for name, each in times.items()})
-        tell(case, "DTensor", "host_time", seconds_median=dtensor)
-        tell(case, "DTensor, again", "host_time", seconds_median=ratio.again * dtensor)
+        ways = (("Weft", ratio.weft), ("DTensor", ratio.dtensor), ("DTensor, again", ratio.again))
+        for way, spread in ways:
+            unit = 1.0 if way == "DTensor" else ratio.dtensor.median
+            tell(case, way, "host_time", **{f"seconds_{name}": each * unit for name, each in asdict(spread).items()})
 
 
 def _ratio(pair: Pair, ranks: Sequence[Seconds]) -> Ratio:
     """A layout change lasts until its slowest rank is done."""
     seconds = {way: [max(each) for each in zip(*(rank[way] for rank in ranks), strict=True)] for way in ranks[0]}
-    weft, again = ([a / b for a, b in zip(seconds[way], seconds["dtensor"], strict=True)] for way in ("weft", "again"))
-    low, *_, high = statistics.quantiles(weft, n=5)
+    first = seconds["dtensor"]
+    weft, again = (_spread([a / b for a, b in zip(seconds[way], first, strict=True)]) for way in ("weft", "again"))
     return Ratio(
         src="".join(pair[0]),
         dst="".join(pair[1]),
         moves="P" in pair[0] or lower_bound_bytes(CASE, *pair) > 0,
-        dtensor_ms=statistics.median(seconds["dtensor"]) * 1e3,
-        weft=statistics.median(weft),
-        p20=low,
-        p80=high,
-        again=statistics.median(again),
+        dtensor=_spread(first),
+        weft=weft,
+        again=again,
     )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    low, *_, high = statistics.quantiles(values, n=5)
+    return Spread(low, statistics.median(values), high)
+
+
+def _told(spread: Spread, unit: float = 1) -> str:
+    return f"{spread.median * unit:.2f} ({spread.p20 * unit:.2f} - {spread.p80 * unit:.2f})"

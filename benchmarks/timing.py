@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-L2_BYTES = (
-    256 << 20
-)  # written before each call, so that it finds its operands in device memory: five times an H200's L2
+# Written before each call, so that it finds its operands in device memory: five times an H200's L2.
+L2_BYTES = 256 << 20
 # Seconds; where a call takes fewer by events, kernels of 50 µs may be waiting for the host, which needs hundreds of µs for a
 # loss and its gradient.
 QUICK = 1e-3
@@ -23,7 +24,10 @@ Way = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of a call, of each round, in order. timer: "events", "graph" or "host"."""
+    """Seconds of a call, of each round, in order.
+
+    timer: "graph" where a GPU replayed the calls, "events" where it may have waited for the host between kernels, "host".
+    """
 
     seconds: tuple[float, ...]
     timer: str = "host"
@@ -59,6 +63,7 @@ class Device:
 
     def __init__(self) -> None:
         self._other = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
+        self._captures = True
 
     def __call__(self, way: Way) -> Callable[[], float]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,14 +79,27 @@ class Device:
         return seconds
 
     def replay(self, way: Way, calls: int) -> Way | None:
-        graph = torch.cuda.CUDAGraph()
+        """As a CUDA graph. Each call writes memory of its own: what it makes is kept until all are captured.
+
+        After a capture that failed none is tried again: torch 2.11 leaves its memory to that one.
+        """
+        if not self._captures:
+            return None
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(calls):
-                    way()
-        except RuntimeError:  # it waits for the device, which a graph cannot
+                made = [way() for _ in range(calls)]
+        except Exception as error:  # it waits for the device, which a graph cannot, or there is no memory
+            self._captures = False
+            torch.cuda.set_stream(stream)  # torch.cuda.graph restores it where the capture ends well
             torch.cuda.synchronize()
+            first = error.__context__ or error  # the end of the capture fails, too
+            told = f"{type(first).__name__}: {first}".splitlines()[0]
+            warnings.warn(
+                f"a CUDA graph could not be captured ({told}): times include waits for the host", stacklevel=2
+            )
             return None
+        del made
         return graph.replay
 
 
@@ -110,24 +128,54 @@ def sets_for(nbytes: int) -> int:
 
 
 def in_turn(
-    ways: Mapping[str, Way], clock: Clock, *, rounds: int = 20, warmup: int = 3, calls: int = 1
+    ways: Mapping[str, Way],
+    clock: Clock,
+    *,
+    rounds: int = 20,
+    warmup: int = 3,
+    calls: int = 1,
+    replayed: Collection[str] | None = None,
+    guard: Callable[[str], AbstractContextManager[None]] = lambda way: nullcontext(),
 ) -> dict[str, Timed]:
     """Each way once a round; the warmup rounds, in which kernels are compiled and memory is found, are not kept.
 
-    calls: in a round, of a way that needs less than 1 ms for one; on a GPU they are a CUDA graph, and each should find
-    other operands: see `sets_for`.
+    calls: in a round, where one of the ways needs less than 1 ms for one; on a GPU they are a CUDA graph, and each should
+        find other operands: see `sets_for`.
+    replayed: the ways that may be that; without it all. One that waits for the device may not, and is called once.
+    guard: what the calls of a way stand in. Where it swallows what a way raises, that way is not among those returned.
     """
-    warm = {name: [clock(way)() for _ in range(warmup)][-1] for name, way in ways.items()}
-    replayed = {name: clock.replay(way, calls) if warm[name] < QUICK else None for name, way in ways.items()}
-    running: dict[str, list[Callable[[], float]]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            running[name].append(clock(replayed[name] or way))
+    warm: dict[str, float] = {}
+    for name, way in ways.items():
+        with guard(name):
+            warm[name] = [clock(way)() for _ in range(warmup)][-1]
+    several = [name for name in warm if replayed is None or name in replayed]
+    replays: dict[str, Way | None] = {}
+    if any(warm[name] < QUICK for name in several):  # all of them, so that they are timed alike
+        replays = {name: clock.replay(ways[name], calls) for name in several}
+    running: dict[str, list[Callable[[], float]]] = {name: [] for name in warm}
+    for number, order in enumerate(orders(list(warm), rounds)):
+        for name in order:
+            if len(running[name]) == number:  # otherwise it has failed
+                with guard(name):
+                    running[name].append(clock(replays.get(name) or ways[name]))
     found = {}
     for name, seconds in running.items():
-        count, timer = (calls, clock.timers[1]) if replayed[name] else (1, clock.timers[0])
-        found[name] = Timed(tuple(each() / count for each in seconds), timer)
+        if len(seconds) == rounds:
+            count, timer = (calls, clock.timers[1]) if replays.get(name) else (1, clock.timers[0])
+            with guard(name):
+                found[name] = Timed(tuple(each() / count for each in seconds), timer)
     return found
+
+
+def orders(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+    """The order of each round, such that each name follows each other about equally often.
+
+    A zigzag of places, which begins one further in each round, and goes back in every other n of them (Williams 1949).
+    """
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(len(names))]  # 0, 1, -1, 2, -2, …
+    for number in range(rounds):
+        ahead = zigzag if number // max(1, len(names)) % 2 == 0 else zigzag[::-1]
+        yield [names[(number + place) % len(names)] for place in ahead]
 
 
 def ceilings() -> dict[str, float]:
@@ -137,7 +185,7 @@ def ceilings() -> dict[str, float]:
     side = 8192
     left, right = (torch.randn(side, side, device="cuda", generator=_generator()).bfloat16() for _ in range(2))
     ways: dict[str, Way] = {"copy": lambda: target.copy_(source), "matmul": lambda: left @ right}
-    timed = in_turn(ways, Device())
+    timed = in_turn(ways, Device(), replayed=())
     return {
         "copy_bytes_per_second": 2 * source.nbytes / timed["copy"].median,
         "bf16_flop_per_second": 2 * side**3 / timed["matmul"].median,

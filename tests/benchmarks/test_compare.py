@@ -159,6 +159,29 @@ def test_a_case_may_be_missing_where(before: Case, now: Case | None, notes: int)
     assert len(found.notes) == 1 + notes  # and of the budget without a figure
 
 
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        pytest.param([], ["others: step", "losses: loss, CCE", "losses: linear loss"], id="all"),
+        pytest.param(["--only-measured"], ["losses: loss, CCE", "losses: linear loss"], id="only-measured"),
+    ],
+)
+def test_a_run_of_some_benchmarks_loses_nothing_of_the_groups_that_it_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], lost: list[str]
+) -> None:
+    """What it lacks in a group that it has is gone with either."""
+    left_out = run(case("step", group="others"), minute=0)
+    whole = run(case("step", group="others"), case(), case(way="CCE"), case("linear loss"), minute=1)
+    history_in(tmp_path, left_out, whole, run(case(median=2e-3), minute=2))
+    assert compare.main(options, tmp_path) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    gone = [line for line in failed if "and now gone" in line]
+    assert sorted(
+        line.removeprefix("FAILED: ").split(": measured")[0].replace(", Weft", "") for line in gone
+    ) == sorted(lost)
+    assert len(failed) == len(gone) + 2  # and slower in either
+
+
 def test_before_is_the_median_of_the_five_runs_before(tmp_path: Path) -> None:
     medians = [9.0, 9.0, 5.0, 1.0, 3.0, 2.0, 4.0, 7.0, 9.0]
     runs = [run(case(median=median), minute=minute) for minute, median in enumerate(medians)]

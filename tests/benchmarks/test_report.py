@@ -123,6 +123,13 @@ Over Weft's, in the geometric mean of a group:
     )
 
 
+def test_a_time_that_was_taken_in_another_manner_is_marked() -> None:
+    liger = case("loss", "Liger", 2e-3, timer="events", peak_bytes=8)
+    page = report.report(run(case("loss", timer="graph", peak_bytes=4), liger))
+    assert "| loss | time | 1 ms | 2 ms by events (2.00) |" in page
+    assert "| loss | peak\\_bytes | 4 B | 8 B (2.00) |" in page
+
+
 def test_a_time_of_the_host_is_called_so() -> None:
     step = Case(
         name="step", group="steps", way="Weft", kind="host_time", status="measured", figures={"seconds_median": 1.5}

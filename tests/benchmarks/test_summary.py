@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import history, summary
+from benchmarks import conftest, history, summary, timing
 from tests.benchmarks.cases import case, counted, unmeasured
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +46,50 @@ def test_what_is_no_wefts_and_what_failed_are_told() -> None:
         "curve, dp=2 apart 1e-06, steps 3",
         "loss failed: out of memory",
     ]
+
+
+def test_a_time_that_was_taken_in_another_manner_is_marked() -> None:
+    cases = [
+        case("loss", "Weft", 1e-3, timer="graph", peak_bytes=1),
+        case("loss", "eager torch", 3e-3, timer="graph", peak_bytes=2),
+        case("loss", "Liger", 1.5e-3, timer="events", peak_bytes=3),
+    ]
+    assert [" ".join(line.split()) for line in summary.lines(cases, 200)][1:] == [
+        "loss time 1 ms; eager torch 3.00, Liger 1.50 by events",
+        "peak_bytes 1 B; eager torch 2.00, Liger 3.00",
+    ]
+
+
+def test_what_the_device_can_do_has_units() -> None:
+    ceilings = {"copy_bytes_per_second": 4.25e12, "bf16_flop_per_second": 7.8e14}
+    assert summary.of_device("NVIDIA H200", ceilings) == (
+        "NVIDIA H200, at the most: copy bytes per second 4.25 TB/s, bf16 flop per second 780 Tflop/s"
+    )
+    assert summary.of_device("NVIDIA H200", {}) == "NVIDIA H200, at the most: not measured"
+
+
+def test_a_device_that_cannot_be_measured_loses_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ceilings() -> dict[str, float]:
+        raise RuntimeError("CUDA error: out of memory\nand more")
+
+    monkeypatch.setattr(timing, "ceilings", ceilings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    config: Any = SimpleNamespace(stash=pytest.Stash())
+    machine: dict[str, Any] = {}
+    conftest.pytest_benchmark_update_machine_info(config, machine)
+    assert (machine["device"], machine["ceilings"]) == ("NVIDIA H200", {})
+    written: dict[str, Any] = {"benchmarks": []}
+    conftest.pytest_benchmark_update_json(config, [], written)
+    (failed,) = map(history.case_of, written["benchmarks"])
+    assert (failed.name, failed.outcome) == (
+        "what the device can do",
+        "failed: RuntimeError: CUDA error: out of memory",
+    )
+    told: list[str] = []
+    conftest.pytest_terminal_summary(SimpleNamespace(write_line=told.append), config)
+    assert told[0] == "NVIDIA H200, at the most: not measured"
+    assert "out of memory" in told[-1]
 
 
 def test_lines_are_as_wide_as_the_terminal() -> None:
