@@ -15,6 +15,7 @@ from tests.architecture.rules import ROOT
 from tests.benchmarks import results
 from tests.browser import first_screen, truth
 from tests.browser.pages import opened
+from tests.browser.pictures import labelled
 
 pytestmark = pytest.mark.browser
 SHOTS = ROOT / "dashboard" / "shots"
@@ -56,7 +57,10 @@ def test_everybody_can_read_it_without_a_network(
     _, file = made[name]
     with opened(chromium, file, scheme=scheme, width=width) as found:
         SHOTS.mkdir(parents=True, exist_ok=True)
-        found.page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}-first.png")
+        first = found.page.screenshot()
+        shown = found.page.locator("button[data-file]").first  # the newest run of the device that stands first
+        named = labelled(first, str(shown.get_attribute("data-file"))) if shown.count() else first
+        (SHOTS / f"{name}-{scheme}-{width}-first.png").write_bytes(named)
         found.page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}.png", full_page=True)
         for unfold in (lambda: None, found.open_all):
             unfold()
