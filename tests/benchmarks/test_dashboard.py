@@ -86,6 +86,12 @@ def test_a_gpus_sentence_has_its_share_of_the_roofline_and_the_mean_of_its_ratio
     )
 
 
+def test_a_page_that_times_a_gpu_says_of_no_device_that_none_is_timed_yet(tmp_path: Path) -> None:
+    text = made(results.of_a_gpu(tmp_path)).text
+    assert "On an NVIDIA H200, Weft's kernels reach" in text and "On a CPU no kernel is timed; by count" in text
+    assert "Not timed on a GPU yet" not in text
+
+
 def test_the_measure_of_the_roofline_and_the_noise_are_no_rivals() -> None:
     cases = [case(roofline=0.9), case(way="a copy", median=9e-4), case(way="torch, again", median=9e-3, roofline=0.1)]
     assert [tile.value for tile in first(run(*cases)).tiles] == ["90%"]
