@@ -91,9 +91,10 @@ def share_axis() -> alt.X:
     return _x([0, 0.25, 0.5, 0.75, 1], format=".0%").scale(domain=[0, 1.04], nice=False)
 
 
-def amount_axis(unit: str = "") -> alt.X:
-    """From zero, in SI prefixes."""
-    return _x(None, labelExpr=f"format(datum.value, '~s') + '{unit}'", tickCount=4).scale(zero=True, nice=True)
+def amount_axis(most: float, unit: str = "") -> alt.X:
+    """From zero, in SI prefixes; charts with the same `most` have the same scale."""
+    axis = _x(None, labelExpr=f"format(datum.value, '~s') + '{unit}'", tickCount=4)
+    return axis.scale(domain=[0, most or 1], nice=True)
 
 
 def seconds_axis(values: Sequence[float]) -> alt.X:

@@ -44,22 +44,24 @@ class Headline:
     verdict: Verdict
 
 
-def headline(device: Device, budgets: int) -> Headline:
+def headline(device: Device, budgets: int, *, timed: bool) -> Headline:
+    """timed: whether the newest run of any device, this or another, times a kernel."""
     found = list(facts(device.newest))[:TILES]
-    return Headline(
-        _sentence(device, [fact.clause for fact in found[:CLAUSES]]), tuple(found), verdict(device, budgets)
-    )
+    sentence = _sentence(device, [fact.clause for fact in found[:CLAUSES]], timed)
+    return Headline(sentence, tuple(found), verdict(device, budgets))
 
 
-def _sentence(device: Device, clauses: Sequence[str]) -> str:
+def _sentence(device: Device, clauses: Sequence[str], timed: bool) -> str:
     where = printable(device.name)
-    timed = any(case.kind == "time" and case.ours and case.status == "measured" for case in device.newest.cases)
-    start = f"On an {where}" if timed and where.startswith("NVIDIA") else f"On {where}"
-    if not timed:
-        start = "Not timed on a GPU yet; by count" if device.is_cpu else f"{start} no kernel is timed; by count"
+    if device.timed:
+        start, by = f"On an {where}" if where.startswith("NVIDIA") else f"On {where}", ""
+    elif device.is_cpu:
+        start, by = "On a CPU no kernel is timed" if timed else "Not timed on a GPU yet", "; by count"
+    else:
+        start, by = f"On {where} no kernel is timed", "; by count"
     if not clauses:
-        return f"{start.removesuffix('; by count')}; nothing is measured that Weft can be compared by."
-    return f"{start}, {', and '.join(clauses)}."
+        return f"{start}; nothing is measured that Weft can be compared by."
+    return f"{start}{by}, {', and '.join(clauses)}."
 
 
 def facts(run: Run) -> Iterator[Fact]:
@@ -105,7 +107,7 @@ def _speed(timed: Sequence[Case]) -> Fact | None:
         return None
     first = "eager torch" if "eager torch" in means else max(means, key=lambda way: means[way])
     others = sorted((way for way in means if way != first), key=lambda way: -means[way])
-    rest = ", ".join(f"{printable(way)} {times(means[way])}" for way in others)
+    rest = "; ".join(f"{printable(way)} {times(means[way])}" for way in others)
     return Fact(
         clause=f"{printable(first)} takes {means[first]:.2f}× as long (geometric mean)",
         label=f"Time of {printable(first)} ÷ Weft's",
@@ -139,7 +141,7 @@ def _held(cases: Sequence[Case]) -> Fact | None:
 
 
 def _reshard(counted: Sequence[Case]) -> Fact | None:
-    """Over all meshes, where both are counted: Weft's most, and the largest of DTensor's means."""
+    """Over all meshes: Weft's most, and the largest of DTensor's means."""
     own = [
         case
         for case in counted
@@ -149,14 +151,14 @@ def _reshard(counted: Sequence[Case]) -> Fact | None:
     if not own:
         return None
     most = max(case.numbers["bytes_over_bound_max"] for case in own)
-    clause = f"layout changes receive at most {most:.2f}× the fewest bytes possible"
+    clause = f"layout changes {_over_bound(most)}"
     beside = f"the most over {_several(len(own), 'case')}"
     if others:
         worst = max(others, key=lambda case: case.numbers["bytes_over_bound_mean"])
         mean = worst.numbers["bytes_over_bound_mean"]
         mesh = printable(worst.name.partition(",")[0])
-        clause += f" (DTensor {mean:.2f}× in the mean on {mesh})"
-        beside += f"; DTensor {mean:.2f}× in the mean on {mesh}"
+        clause += f" (DTensor {mean:.{0 if mean >= 10 else 1}f} times as many on average on {mesh})"
+        beside += f"; DTensor {mean:.2f}× on average on {mesh}"
         if "bytes_over_bound_max" in worst.numbers:
             beside += f", {worst.numbers['bytes_over_bound_max']:.3g}× at the most"
     return Fact(
@@ -164,17 +166,31 @@ def _reshard(counted: Sequence[Case]) -> Fact | None:
     )
 
 
+def _over_bound(most: float) -> str:
+    if most < 1.005:
+        return "never receive more bytes than the lower bound"
+    return f"receive at most {most:.2f} times as many bytes as the lower bound"
+
+
 def _traffic(counted: Sequence[Case]) -> Fact | None:
-    own = [case.numbers["bytes_a_logit"] for case in counted if case.ours and "bytes_a_logit" in case.numbers]
-    others = [case for case in counted if not case.ours and "bytes_a_logit" in case.numbers]
+    """Of the form that others compute, too, and beside it theirs; where there is none, the most of all forms."""
+    moved = {case.key: case.numbers["bytes_a_logit"] for case in counted if "bytes_a_logit" in case.numbers}
+    own = {name: number for (_, name, way), number in moved.items() if way == "Weft"}
     if not own:
         return None
-    rest = "; ".join(f"{printable(case.way)} {case.numbers['bytes_a_logit']:.2f}" for case in others)
+    others = {key: number for key, number in moved.items() if key[1] in own and not key[2].startswith("Weft")}
+    plain = max({name for _, name, _ in others} or own, key=lambda name: own[name])
+    rest = [
+        f"{printable(way)}: {number:.2f}"
+        for (_, name, way), number in sorted(others.items(), key=lambda each: each[1])
+        if name == plain
+    ]
+    most = f"at most {max(own.values()):.2f} in {_several(len(own), 'form')}"
     return Fact(
-        clause=f"cross-entropy moves {max(own):.2f} bytes a logit",
+        clause=f"cross-entropy moves {own[plain]:.2f} bytes a logit",
         label="Bytes moved a bf16 logit",
-        value=f"{max(own):.2f} B",
-        beside=f"forward and backward, the most of {_several(len(own), 'form')}; 6 are needed{'; ' if rest else ''}{rest}",
+        value=f"{own[plain]:.2f} B",
+        beside="; ".join(["forward and backward, 6 are needed", most, *rest]),
         section="kernels",
     )
 

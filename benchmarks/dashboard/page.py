@@ -16,7 +16,7 @@ import vl_convert
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from benchmarks.dashboard import past, shared
+from benchmarks.dashboard import past, shared, tables
 from benchmarks.dashboard.blocks import Section, sections
 from benchmarks.dashboard.headline import Headline, headline
 from benchmarks.dashboard.past import Past
@@ -41,7 +41,8 @@ class Shown:
 
 def page(results: Results) -> str:
     """The whole file."""
-    devices = [_shown(device, results.budgets) for device in results.devices]
+    timed = any(device.timed for device in results.devices)
+    devices = [_shown(device, results.budgets, timed) for device in results.devices]
     reshard, compiled = shared.reshard(results), shared.compiled(results)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
@@ -50,7 +51,7 @@ def page(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"printable": printable, "day": _day}
+    environment.filters |= {"printable": printable, "day": _day, "ceiling": _ceiling, "amount": tables.amount}
     specs: list[dict[str, Any]] = []
 
     def keep(spec: dict[str, Any]) -> int:
@@ -74,13 +75,13 @@ def page(results: Results) -> str:
     )
 
 
-def _shown(device: Device, budgets: int) -> Shown:
+def _shown(device: Device, budgets: int, timed: bool) -> Shown:
     name = "cpu" if device.is_cpu else re.sub("[^a-z0-9]+", "-", device.name.casefold()).strip("-") or "device"
     return Shown(
         id=f"on-{name}-{hashlib.sha256(device.name.encode()).hexdigest()[:4]}",
         name="CPU" if device.is_cpu else printable(device.name),
         run=device.newest,
-        headline=headline(device, budgets),
+        headline=headline(device, budgets, timed=timed),
         sections=sections(device.newest),
         past=past.past(device),
     )
@@ -119,6 +120,11 @@ def _policy(scripts: Sequence[str], style: str) -> str:
 
     ran = " ".join(digest(script) for script in scripts)
     return f"default-src 'none'; script-src {ran}; style-src {digest(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def _ceiling(name: str) -> str:
+    """As in bf16, of bf16_flop_per_second: the amount has the unit."""
+    return printable(re.sub("_(bytes|flop)_per_second$", "", name)).replace("_", " ")
 
 
 def _day(time: str) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.dashboard import charts
 from benchmarks.dashboard.charts import Datum, Spec
 from benchmarks.dashboard.headline import is_rival
-from benchmarks.dashboard.tables import named, spread_of, times
-from benchmarks.figures import TIMES, by_baseline, ordered, place, quantity
+from benchmarks.dashboard.tables import amount, means, named, noise, spread_of, times, ways
+from benchmarks.figures import TIMES, ordered, quantity
 from benchmarks.record import Case, printable
 
-FEW = 6  # cases, of which each has a chart of its own
+FEW = 6  # cases of host time, of which each has charts of its own; a kernel's shapes always have
+BESIDE_TIMES = {
+    "roofline": "share of the roofline; more",
+    "peak_bytes": "memory held; less",
+    "collectives": "collectives issued; less",
+}
 CHARTED = ("bytes_a_logit", "peak_bytes", "bytes_over_bound_max")  # of counted figures
 
 
@@ -30,12 +34,12 @@ class Figure:
 
 
 def of_times(cases: Sequence[Case]) -> list[Figure]:
-    """Of few cases: each way's time over Weft's, its share of the roofline, its memory. Of many: the spread of ratios."""
+    """Of a kernel's shapes, and of few host times: each way over Weft's, and what else is told of it. Of many: the spread."""
     by_name = {name: list(each) for name, each in itertools.groupby(cases, key=lambda case: case.name)}
     compared = {
         name: each for name, each in by_name.items() if len(each) > 1 and any(case.way == "Weft" for case in each)
     }
-    if len(compared) > FEW:
+    if cases and cases[0].kind == "host_time" and len(compared) > FEW:
         return _spread([case for each in compared.values() for case in each])
     alone = [case for name, each in by_name.items() if name not in compared for case in each]
     figures = [figure for name, each in compared.items() for figure in _side_by_side(name, each)]
@@ -43,17 +47,19 @@ def of_times(cases: Sequence[Case]) -> list[Figure]:
 
 
 def of_counts(cases: Sequence[Case]) -> list[Figure]:
-    """Of each charted figure: a chart for each case that is counted in several ways, one for the others together."""
+    """Of each charted figure, on one scale: a chart for each case counted in several ways, one for the others together."""
     figures = []
     for label in CHARTED:
         some = [case for case in cases if label in case.numbers]
+        most = max((case.numbers[label] for case in some), default=0)
         by_name = {name: list(each) for name, each in itertools.groupby(some, key=lambda case: case.name)}
         several = {name: each for name, each in by_name.items() if len(each) > 1}
         alone = [each[0] for each in by_name.values() if len(each) == 1]
-        figures += [_amounts(name, label, each, lambda case: case.way) for name, each in several.items()]
+        figures += [_amounts(name, label, each, most, lambda case: case.way) for name, each in several.items()]
         if alone:
-            ways = ", ".join(ordered(printable(case.way) for case in alone))
-            figures.append(_amounts(f"{ways}, other cases" if several else ways, label, alone, lambda case: case.name))
+            whose = ", ".join(ordered(printable(case.way) for case in alone))
+            title = f"{whose}, other cases" if several else whose
+            figures.append(_amounts(title, label, alone, most, lambda case: case.name))
     return figures
 
 
@@ -78,11 +84,10 @@ def _side_by_side(name: str, cases: Sequence[Case]) -> Iterator[Figure]:
     clock = TIMES[weft.kind] if weft.kind == "time" else "host time"
     data = []
     for case in _in_order(cases):
-        own, its = weft.seconds, case.seconds
-        low, high = (1.0, 1.0) if case is weft else (its.p20 / own.p80, its.p80 / own.p20)
-        ratio = its.median / own.median
-        detail = f"{quantity('time', its.median)} ({spread_of(case) or 'no spread told'})"
-        noise = "" if is_rival(case, cases) else " (not a rival: a measure)"
+        low, high = (1.0, 1.0) if case is weft else noise(case, weft)
+        ratio = case.seconds.median / weft.seconds.median
+        detail = f"{quantity('time', case.seconds.median)} ({spread_of(case) or 'no spread told'})"
+        measure = "" if is_rival(case, cases) else " (not a rival: a measure)"
         data.append(
             _datum(
                 case.way,
@@ -91,19 +96,17 @@ def _side_by_side(name: str, cases: Sequence[Case]) -> Iterator[Figure]:
                 low,
                 high,
                 ours=case.ours,
-                tip=f"{case.way}: {times(ratio)}, {detail}{noise}",
+                tip=f"{case.way}: {times(ratio)}, {detail}{measure}",
             )
         )
     axis = charts.ratio_axis([each[key] for each in data for key in ("value", "low", "high")])
     note = f"{clock} over Weft's; less is better"
     yield _figure(name, note, f"{clock} over Weft's, {name}: {_told(data)}.", charts.rows(data, axis, origin=1))
-    for label, words, share in (
-        ("roofline", "share of the roofline; more", True),
-        ("peak_bytes", "memory held; less", False),
-    ):
+    for label, words in BESIDE_TIMES.items():
         if any(label in case.numbers for case in cases):
             found = [_datum_of(case, label) if label in case.numbers else _without(case) for case in _in_order(cases)]
-            axis = charts.share_axis() if share else charts.amount_axis("B")
+            most = max(case.numbers.get(label, 0) for case in cases)
+            axis = charts.share_axis() if label == "roofline" else charts.amount_axis(most, _unit(label))
             told = f"{named(label)}, {name}: {_told(found)}."
             yield _figure(name, f"{words} is better", told, charts.rows(found, axis, origin=0))
 
@@ -129,22 +132,22 @@ def _spread(cases: Sequence[Case]) -> list[Figure]:
     for case in cases:
         if case.way != "Weft":
             by_way.setdefault(case.way, []).append((case.name, case.seconds.median / weft[case.name]))
-    means = {way: statistics.geometric_mean(labels[TIMES[cases[0].kind]]) for way, labels in by_baseline(cases).items()}
+    of_each = means(cases)
     for way in ordered(by_way):
         each = {"label": printable(way), "ours": way.startswith("Weft")}
         data += [
             each | {"value": ratio, "mean": None, "tip": printable(f"{name}: {times(ratio)}")}
             for name, ratio in by_way[way]
         ]
-        if way in means:
-            text = f"mean {times(means[way])}"
+        if way in of_each:
+            text = f"mean {times(of_each[way])}"
             data.append(
                 each
-                | {"mean": means[way], "text": text, "tip": printable(f"{way}: {text}, of {len(by_way[way])} cases")}
+                | {"mean": of_each[way], "text": text, "tip": printable(f"{way}: {text}, of {len(by_way[way])} cases")}
             )
     if not data:
         return []
-    note = f"{'host time' if cases[0].kind == 'host_time' else 'time'} over Weft's: a tick for each case, a diamond at the geometric mean"
+    note = "host time over Weft's: a tick for each case, a diamond at the geometric mean"
     axis = charts.ratio_axis([ratio for some in by_way.values() for _, ratio in some])
     told = (
         f"{note}. " + "; ".join(f"{each['label']}: {each['text']}" for each in data if each["mean"] is not None) + "."
@@ -153,9 +156,9 @@ def _spread(cases: Sequence[Case]) -> list[Figure]:
     return [Figure(title=title, note=note, told=told, spec=charts.spread(data, axis), wide=True)]
 
 
-def _amounts(title: str, label: str, cases: Sequence[Case], naming: Callable[[Case], str]) -> Figure:
+def _amounts(title: str, label: str, cases: Sequence[Case], most: float, naming: Callable[[Case], str]) -> Figure:
     data = [_datum_of(case, label, naming(case)) for case in _in_order(cases)]
-    axis = charts.amount_axis("B" if label.endswith("bytes") else "")
+    axis = charts.amount_axis(most, _unit(label))
     return _figure(
         title,
         f"{named(label)}; less is better",
@@ -164,13 +167,17 @@ def _amounts(title: str, label: str, cases: Sequence[Case], naming: Callable[[Ca
     )
 
 
+def _unit(label: str) -> str:
+    return "B" if label.endswith("bytes") else ""
+
+
 def _figure(title: str, note: str, told: str, spec: Spec, *, wide: bool = False) -> Figure:
     return Figure(title=printable(title), note=note, told=printable(told), spec=spec, wide=wide)
 
 
 def _datum_of(case: Case, label: str, shown: str = "") -> Datum:
     value = case.numbers[label]
-    text = f"{value:.2f}" if label == "bytes_a_logit" else quantity(label, value)
+    text = f"{value:.2f}" if label == "bytes_a_logit" else amount(label, value)
     return _datum(shown or case.way, text, value, value, value, ours=case.ours)
 
 
@@ -197,4 +204,6 @@ def _told(data: Sequence[Datum]) -> str:
 
 
 def _in_order(cases: Iterable[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: place(case.way))
+    some = list(cases)
+    places = {way: at for at, way in enumerate(ways(some))}
+    return sorted(some, key=lambda case: places[case.way])

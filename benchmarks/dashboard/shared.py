@@ -11,13 +11,13 @@ from benchmarks.dashboard.blocks import Block
 from benchmarks.dashboard.charts import Datum
 from benchmarks.dashboard.panels import Figure
 from benchmarks.dashboard.sources import Results
-from benchmarks.dashboard.tables import Cell, Row, Table
+from benchmarks.dashboard.tables import Cell, Row, Table, times
 from benchmarks.figures import ordered, quantity
 from benchmarks.record import printable
 
 
 def reshard(results: Results) -> list[Block]:
-    """A chart for each mesh of the matrix, in which every ratio has its mark; a table of all shapes."""
+    """A chart for each mesh of the matrix, in which every ratio has its mark; tables of all shapes, and of every ratio."""
     if not results.engines:
         return []
     matrix = [row for row in results.engines if len(row["shape"]) == 2]
@@ -29,7 +29,7 @@ def reshard(results: Results) -> list[Block]:
     rows = tuple(
         Row(
             (printable(row["mesh"]), _shape(row), printable(row["engine"])),
-            tuple(Cell(text) for text in (str(row["pairs"]), f"{row['mean']:.2f}", f"{row['max']:.3g}")),
+            tuple(Cell(text) for text in (str(row["pairs"]), times(row["mean"]), times(row["max"]))),
         )
         for row in results.engines
     )
@@ -46,9 +46,21 @@ def reshard(results: Results) -> list[Block]:
                     head=("mesh", "shape", "engine", "pairs", "mean", "most"),
                     rows=rows,
                 ),
+                Table(
+                    name="ratios",
+                    caption="Every ratio: how many pairs have it, and their share",
+                    head=("mesh", "shape", "engine", "ratio", "pairs", "share"),
+                    rows=tuple(_ratio(row, ratio) for row in results.engines for ratio in row["ratios"]),
+                ),
             ),
         )
     ]
+
+
+def _ratio(row: Mapping[str, Any], ratio: str) -> Row:
+    count = row["ratios"][ratio]
+    cells = (times(float(ratio), 3), str(count), f"{count / sum(row['ratios'].values()):.1%}")
+    return Row((printable(row["mesh"]), _shape(row), printable(row["engine"])), tuple(map(Cell, cells)))
 
 
 def _mesh(mesh: str, rows: Sequence[Mapping[str, Any]], most: float) -> Figure:

@@ -39,6 +39,11 @@ class Device:
     def is_cpu(self) -> bool:
         return self.newest.on_cpu
 
+    @property
+    def timed(self) -> bool:
+        """Whether the newest run times a kernel of Weft's."""
+        return any(case.kind == "time" and case.ours and case.status == "measured" for case in self.newest.cases)
+
 
 @dataclass(frozen=True, slots=True)
 class Results:

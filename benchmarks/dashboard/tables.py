@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.figures import TIMES, every_figure, ordered, quantity, ratios
+from benchmarks.figures import TIMES, by_baseline, every_figure, figures, place, quantity, ratios
 from benchmarks.record import Case, printable
 
 FIGURES = {
@@ -22,6 +24,7 @@ FIGURES = {
     "unneeded": "pairs that need nothing, yet receive",
     "time of the host": "host time",
 }
+TIMERS = {"events": "CUDA events", "graph": "CUDA graph, replayed", "host": "the host's clock"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +57,97 @@ def named(label: str) -> str:
     return FIGURES.get(label, printable(label).replace("_", " "))
 
 
+def amount(label: str, value: float) -> str:
+    """With its unit, rates too: "4.1 TB/s", "780 Tflop/s"."""
+    what = label.removesuffix("_per_second")
+    unit, rate = what.rpartition("_")[2], "" if what == label else "/s"
+    if unit not in ("bytes", "flop"):
+        return quantity(label, value)
+    told = quantity("bytes", value)
+    return (told if unit == "bytes" else f"{told.removesuffix('B')}flop") + rate
+
+
+def ways(cases: Iterable[Case]) -> list[str]:
+    """Each once: Weft, its forms, the baselines; among the forms of one baseline that with less before that with more."""
+    least: dict[str, float] = {}
+    for case in cases:
+        least.setdefault(case.way, 0 if case.ours else next(iter(figures(case).values()), math.inf))
+
+    def order(way: str) -> tuple[bool, bool, str, bool, float, str]:
+        package, comma, _ = way.partition(",")
+        return *place(way)[:2], package, bool(comma), least[way], way
+
+    return sorted(least, key=order)
+
+
 def ways_side_by_side(group: str, title: str, cases: Sequence[Case]) -> Table:
     """A row for each figure of each case; "2.00×" is twice Weft's."""
-    ways = ordered(case.way for case in cases)
+    columns = ways(cases)
     over = {(case.key, label): ratio for case, label, ratio in ratios(cases, every_figure)}
     rows = []
     for name, of_name in itertools.groupby(cases, key=lambda case: case.name):
         by_way = {case.way: case for case in of_name}
-        labels = dict.fromkeys(label for case in by_way.values() for label in every_figure(case)) or {"": None}
+        found = list(by_way.values())
+        labels = dict.fromkeys(label for case in found for label in (*every_figure(case), *_words(case))) or {"": None}
         for label in labels:
-            cells = [_cell(by_way.get(way), label, over) for way in ways]
+            cells = [_cell(by_way.get(way), label, over, by_way.get("Weft")) for way in columns]
             rows.append(Row((printable(name), named(label)), tuple(cells)))
+    rows += _means(cases, columns)
     return Table(
         name=f"group {group}",
         caption=f"{title}; × is over Weft's",
-        head=("case", "figure", *map(printable, ways)),
+        head=("case", "figure", *map(printable, columns)),
         rows=tuple(rows),
     )
 
 
-def _cell(case: Case | None, label: str, over: dict[tuple[tuple[str, str, str], str], float]) -> Cell:
+def means(cases: Sequence[Case]) -> dict[str, float]:
+    """Of each baseline: the geometric mean of its times over Weft's."""
+    label = TIMES[cases[0].kind]
+    return {way: statistics.geometric_mean(each[label]) for way, each in by_baseline(cases).items() if label in each}
+
+
+def _means(cases: Sequence[Case], columns: Sequence[str]) -> Iterator[Row]:
+    """A row, where several times of the host are compared: kernels of several kinds have no mean."""
+    names = {case.name for case in cases if case.timed and case.way == "Weft"}
+    if cases[0].kind == "host_time" and len(names) > 1 and (found := means(cases)):
+        cells = (Cell(times(found[way]) if way in found else "") for way in columns)
+        yield Row((f"geometric mean of {len(names)} cases", "host time over Weft's"), tuple(cells))
+
+
+def _words(case: Case) -> dict[str, str]:
+    """Figures that are words, as a timer; that a host's time is by the host's clock need not be said."""
+    if case.status != "measured":
+        return {}
+    words = {key: value for key, value in sorted(case.figures.items()) if isinstance(value, str) and key != "device"}
+    return {key: value for key, value in words.items() if (key, case.kind) != ("timer", "host_time")}
+
+
+def _cell(
+    case: Case | None, label: str, over: dict[tuple[tuple[str, str, str], str], float], weft: Case | None
+) -> Cell:
     if case is None:
         return Cell()
     if case.status != "measured":
         return Cell(in_words(case), missing=True)
-    figures = every_figure(case)
-    if label not in figures:
+    if label in _words(case):
+        word = _words(case)[label]
+        return Cell(printable(TIMERS.get(word, word) if label == "timer" else word))
+    found = every_figure(case)
+    if label not in found:
         return Cell()
     ratio = over.get((case.key, label))
-    spread = spread_of(case) if label in TIMES.values() else ""
-    return Cell(
-        quantity(label, figures[label]), ", ".join(([times(ratio)] if ratio else []) + ([spread] if spread else []))
-    )
+    told = [times(ratio)] if ratio else []
+    if label in TIMES.values():
+        if ratio and weft:
+            told.append(" to ".join(map(times, noise(case, weft))))
+        told += filter(None, [spread_of(case)])
+    return Cell(amount(label, found[label]), ", ".join(told))
+
+
+def noise(case: Case, weft: Case) -> tuple[float, float]:
+    """Of the ratio of its time to Weft's: from the one's 20th percentile over the other's 80th to the reverse."""
+    return case.seconds.p20 / weft.seconds.p80, case.seconds.p80 / weft.seconds.p20
 
 
 def spread_of(case: Case) -> str:
@@ -94,8 +156,8 @@ def spread_of(case: Case) -> str:
     return f"{quantity('time', low)} to {quantity('time', high)}" if low < high else ""
 
 
-def times(ratio: float) -> str:
-    return f"{ratio:.2f}×" if 0.01 <= ratio < 1000 else f"{ratio:.3g}×"
+def times(ratio: float, digits: int = 2) -> str:
+    return f"{ratio:.{digits}f}×" if 0.01 <= ratio < 1000 else f"{ratio:.3g}×"
 
 
 def in_words(case: Case) -> str:

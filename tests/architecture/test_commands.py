@@ -1,14 +1,17 @@
 """The commands that the documents name exist, and the README's are those that CI runs."""
 
 import re
+import tomllib
 
 import pytest
 
+from benchmarks import history
 from tests.architecture.rules import ROOT, code_blocks, nox_sessions, run_commands, unknown_sessions
 
 SESSIONS = nox_sessions((ROOT / "noxfile.py").read_text())
 PAGES = [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md"))]
 WORKFLOWS = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob(".github/workflows/*.yml"))]
+CI = (ROOT / ".ci/run").read_text()
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", ".ci/run", *WORKFLOWS, *PAGES]
 
 
@@ -27,16 +30,37 @@ def test_the_readme_shows_how_to(session: str) -> None:
 
 
 def test_ci_runs_the_readmes_test_command_and_the_clean_installs() -> None:
-    commands = run_commands((ROOT / ".ci/run").read_text())
+    commands = run_commands(CI)
     assert ["test"] in commands
     assert any("wheels" in words for words in commands)
 
 
-def test_the_workflow_runs_what_ci_runs() -> None:
-    workflow = (ROOT / ".github/workflows/test.yml").read_text()
-    ran = {session for words in run_commands(workflow) for session in words if session in SESSIONS}
-    ci = {session for words in run_commands((ROOT / ".ci/run").read_text()) for session in words}
-    assert ran == ci
+def typed(file: str) -> set[tuple[str, ...]]:
+    """The commands of a workflow or script, without those that make or list sessions."""
+    return {tuple(words) for words in run_commands((ROOT / file).read_text()) if words}
+
+
+def test_the_workflow_runs_what_ci_runs_and_once_a_week_the_first_hour() -> None:
+    assert typed(".github/workflows/test.yml") == typed(".ci/run") | {("test_first_hour",)}
+
+
+def test_every_budget_of_what_is_counted_is_checked_without_a_gpu() -> None:
+    budgets = tomllib.loads((ROOT / "benchmarks/budgets.toml").read_text())["counts"]
+    (chosen,) = re.findall(r"^\./run benchmark -k \"(.*)\" --benchmark-json (\S+)$", CI, re.MULTILINE)
+    assert f"./run benchmark_compare {chosen[1]} --against {chosen[1]}" in CI.splitlines()
+    cases = [case for case in list(history.runs("cpu").runs.values())[-1].cases if case.ours]
+    groups = {case.group for case in cases for key in case.numbers if f"{case.name} {key}" in budgets}
+    assert groups and not [group for group in groups if not any(word in group for word in chosen[0].split(" or "))]
+
+
+def test_the_run_of_a_slow_night_is_kept() -> None:
+    workflow = (ROOT / ".github/workflows/gpu-benchmark.yml").read_text()
+    assert "actions/cache@" not in workflow, "it saves where the job succeeds alone"
+    keep, save, judge = map(workflow.index, ("run benchmark_keep", "actions/cache/save@", "run benchmark_compare"))
+    assert keep < save < judge
+    assert workflow[save:].splitlines()[1].strip() == "if: ${{ !cancelled() }}"
+    stored = re.findall(r"actions/cache/\w+@.*?path: (\S+)\n +key: (.*?)\n", workflow, re.DOTALL)
+    assert len(stored) == 2 and stored[0] == stored[1], "what is restored is what was saved"
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)

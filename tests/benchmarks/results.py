@@ -13,6 +13,16 @@ from tests.architecture.rules import ROOT
 from tests.benchmarks.cases import case, run
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">{{7*7}}"
+LOGITS = (
+    (8192, 131072),
+    (4096, 128256),
+    (16384, 50257),
+    (8192, 32000),
+    (256, 32000),
+)  # of the benchmark: tokens, classes
+TOKENS = (4096, 16384)  # of the linear one
+PER_SECOND = 4.1e12  # bytes
+GEMMS = 7.8e14  # flop a second
 WAYS = {
     "Weft": 1.0,
     "eager torch": 3.1,
@@ -71,36 +81,40 @@ def broken(folder: Path) -> Path:
 
 def gpu_run(minute: int) -> Run:
     pace = 1.15 if minute == 5 else 1 + 0.01 * math.sin(3 * minute)
-    cases = [
-        each
-        for shape, seconds in (("8192 x 131072", 1.6e-3), ("4096 x 32768", 2.3e-4))
-        for each in logits(shape, seconds, pace)
-    ]
-    linear = "linear_cross_entropy, 4096 tokens, H=4096, V=128256 bf16"
-    for way, ratio, share in (
-        ("three GEMMs", 0.98, None),
-        ("Weft", 1.0, 0.98),
-        ("Weft, inplace_backward", 0.99, 0.99),
-        ("CCE", 1.33, 0.74),
-    ):
-        roofline = {"roofline": share / pace} if share else {}
-        cases.append(gpu_case(linear, way, 31e-3 * ratio * pace, peak_bytes=1_084_000_000, **roofline))
-    cases.append(Case(group="cross_entropy_speed", name=linear, way="Liger", kind="time", status="absent"))
-    cases += [each for each in counts() if each.kind == "count"]
-    return run(*cases, minute=minute)
+    cases = [each for N, V in LOGITS for each in logits(N, V, pace)]
+    cases += [each for tokens in TOKENS for each in products(tokens, pace)]
+    ceilings = {"copy_bytes_per_second": PER_SECOND, "bf16_flop_per_second": GEMMS}
+    return run(*cases, *counts(), minute=minute, ceilings=ceilings)
 
 
-def logits(shape: str, seconds: float, pace: float) -> list[Case]:
-    name = f"cross_entropy, {shape} bf16"
-    found = [gpu_case(name, "a copy of the logits", seconds * 0.91)]
+def logits(N: int, V: int, pace: float) -> list[Case]:
+    """A shape of cross-entropy: the copies that are its roofline, Weft's ways and the others'."""
+    name, moved = f"cross_entropy, {N} x {V} bf16", 4 * N * V
+    copied = moved / PER_SECOND
+    found = [gpu_case(name, "a copy of the logits", copied), gpu_case(name, "a copy of a shard", copied / 8)]
     for way, ratio in WAYS.items():
-        spent = seconds * ratio * (pace if way == "Weft" else 1)
-        found.append(gpu_case(name, way, spent, roofline=seconds * 0.91 / spent, peak_bytes=int(2_147_483_648 * ratio)))
-    return found
+        spent = copied / 0.91 * ratio * (pace if way == "Weft" else 1)
+        told = {"bytes": moved, "bytes_per_second": moved / spent, "gradient_error": 2.0**-9}
+        words = {"configuration": "4096 classes at a time, 8 warps", "registers": 40} if way == "Weft" else {}
+        held = int(moved / 2 * ratio)
+        found.append(gpu_case(name, way, spent, roofline=copied / spent, peak_bytes=held, **told, **words))
+    return [*found, gpu_case(name, "Weft, one shard", copied / 8 / 0.88, roofline=0.88, peak_bytes=moved // 16)]
+
+
+def products(tokens: int, pace: float) -> list[Case]:
+    """A shape of linear cross-entropy: three GEMMs, which are its roofline, Weft's ways and the others'."""
+    name, needed = f"linear_cross_entropy, {tokens} tokens, H=4096, V=128256 bf16", 6 * tokens * 4096 * 128256
+    found = [gpu_case(name, f"three GEMMs{again}", needed / GEMMS) for again in ("", ", again")]
+    for way, share in (("Weft", 0.98), ("Weft, inplace_backward", 0.99), ("torch, chunked", 0.6), ("CCE", 0.74)):
+        spent = needed / GEMMS / share * (pace if way.startswith("Weft") else 1)
+        told = {"roofline": needed / GEMMS / spent, "peak_bytes": 1_084_000_000, "flop": needed}
+        found.append(gpu_case(name, way, spent, flop_per_second=needed / spent, **told))
+    return [*found, Case(group="cross_entropy_speed", name=name, way="Liger", kind="time", status="absent")]
 
 
 def gpu_case(name: str, way: str, seconds: float, **figures: Any) -> Case:
-    return case(name, way, seconds, group="cross_entropy_speed", **figures)
+    timer = "graph" if seconds < 1e-3 else "events"
+    return case(name, way, seconds, group="cross_entropy_speed", timer=timer, **figures)
 
 
 def cpu_run(minute: int = 9) -> Run:
@@ -109,18 +123,15 @@ def cpu_run(minute: int = 9) -> Run:
 
 def counts() -> list[Case]:
     cases = [
-        count("cross_entropy", name, "Weft", bytes_a_logit=6.0045, gathered_bytes_a_token=0)
-        for name in ("cross_entropy", "with label smoothing")
-    ]
-    cases.append(
-        count(
-            "cross_entropy",
-            "cross_entropy",
-            "Liger, where it is another number",
-            bytes_a_logit=10.0,
-            gathered_bytes_a_token=0,
+        count("cross_entropy", name, way, bytes_a_logit=moved, gathered_bytes_a_token=gathered)
+        for name, way, moved, gathered in (
+            ("cross_entropy", "Weft", 6.0045, 0),
+            ("cross_entropy", "Liger, where the upstream gradient is 1", 6.0009, 0),
+            ("cross_entropy", "Liger, where it is another number", 10.0011, 0),
+            ("cross_entropy, vocab-parallel", "Weft", 6.0176, 12),
+            ("with label smoothing", "Weft", 6.005, 0),
         )
-    )
+    ]
     for tokens, own, other in ((4096, 1.084e9, 5.22e9), (16384, 2.236e9, 24.03e9)):
         name = f"linear_cross_entropy, {tokens} tokens"
         cases += [
@@ -175,5 +186,5 @@ def count(group: str, name: str, way: str, **figures: Any) -> Case:
 
 
 def host(group: str, name: str, way: str, seconds: float, **figures: Any) -> Case:
-    spread = {"seconds_median": seconds, "seconds_p20": seconds * 0.95, "seconds_p80": seconds * 1.1}
+    spread = {"seconds_median": seconds, "seconds_p20": seconds * 0.95, "seconds_p80": seconds * 1.1, "timer": "host"}
     return Case(group=group, name=name, way=way, kind="host_time", status="measured", figures=spread | figures)

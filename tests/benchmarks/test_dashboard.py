@@ -53,21 +53,22 @@ def made(folder: Path) -> Words:
     return Words(output.read_text())
 
 
-def first(*runs: Run) -> headline.Headline:
-    """Of the newest of some runs of a device."""
+def first(*runs: Run, timed: bool = False) -> headline.Headline:
+    """Of the newest of some runs of a device; timed: by another device of the same page."""
     budgets = sources.Budgets.read()
     *earlier, newest = runs
     comparison = sources.compare.compare(newest, earlier, budgets)
     device = sources.Device(newest.device, {str(at): each for at, each in enumerate(runs)}, comparison)
-    return headline.headline(device, len(budgets.counts))
+    return headline.headline(device, len(budgets.counts), timed=timed or device.timed)
 
 
 def test_a_cpus_sentence_claims_no_speed() -> None:
     found = first(cpu_run())
     assert found.sentence == (
-        "Not timed on a GPU yet; by count, layout changes receive at most 1.00× the fewest bytes possible "
-        "(DTensor 10.05× in the mean on 4x4x4), and cross-entropy moves 6.00 bytes a logit."
+        "Not timed on a GPU yet; by count, layout changes never receive more bytes than the lower bound "
+        "(DTensor 10 times as many on average on 4x4x4), and cross-entropy moves 6.00 bytes a logit."
     )
+    assert first(cpu_run(), timed=True).sentence.startswith("On a CPU no kernel is timed; by count, layout changes")
     assert [(tile.value, tile.section) for tile in found.tiles] == [
         ("1.00×", "reshard"),
         ("6.00 B", "kernels"),
@@ -85,6 +86,12 @@ def test_a_gpus_sentence_has_its_share_of_the_roofline_and_the_mean_of_its_ratio
     )
 
 
+def test_a_page_that_times_a_gpu_says_of_no_device_that_none_is_timed_yet(tmp_path: Path) -> None:
+    text = made(results.of_a_gpu(tmp_path)).text
+    assert "On an NVIDIA H200, Weft's kernels reach" in text and "On a CPU no kernel is timed; by count" in text
+    assert "Not timed on a GPU yet" not in text
+
+
 def test_the_measure_of_the_roofline_and_the_noise_are_no_rivals() -> None:
     cases = [case(roofline=0.9), case(way="a copy", median=9e-4), case(way="torch, again", median=9e-3, roofline=0.1)]
     assert [tile.value for tile in first(run(*cases)).tiles] == ["90%"]
@@ -97,9 +104,9 @@ def test_the_measure_of_the_roofline_and_the_noise_are_no_rivals() -> None:
 @pytest.mark.parametrize(
     ("runs", "passes", "told"),
     [
-        pytest.param([gpu_run(0), gpu_run(5)], False, "5 budgets broken by the newest run, the first by cross_entropy_speed", id="slower"),
-        pytest.param([gpu_run(0), gpu_run(1)], True, "4 kernel times compared with the median of 1 earlier run", id="as-before"),
-        pytest.param([cpu_run()], True, "counted figures keep 3 of 7 budgets; there is no earlier run", id="first"),
+        pytest.param([gpu_run(0), gpu_run(5)], False, "10 budgets broken by the newest run, the first by cross_entropy_speed", id="slower"),
+        pytest.param([gpu_run(0), gpu_run(1)], True, "14 kernel times compared with the median of 1 earlier run", id="as-before"),
+        pytest.param([cpu_run()], True, "counted figures keep 5 of 7 budgets; there is no earlier run", id="first"),
         pytest.param([cpu_run(0), cpu_run(1)], True, "times of a host have no budget", id="host-times"),
         pytest.param([run()], None, "none of its figures has a budget; there is no earlier run", id="nothing-to-judge-by"),
     ],

@@ -23,6 +23,19 @@ TABLES = """
   })),
 }))
 """
+# Of each device: what stands above its sections.
+FIRST_SCREENS = """
+() => [...document.querySelectorAll("article:not(#any)")].map(article => ({
+  id: article.id,
+  sentence: article.querySelector(".sentence").textContent,
+  facts: Object.fromEntries([...article.querySelectorAll("header .facts > div")].map(each =>
+    [each.querySelector("dt").textContent, each.querySelector("dd").textContent.trim()])),
+  date: article.querySelector("header time").dateTime,
+  word: article.querySelector("header .verdict strong").textContent,
+  tiles: [...article.querySelectorAll(".tiles li")].map(each =>
+    [each.querySelector(".value").textContent, each.querySelector(".beside").textContent]),
+}))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,10 @@ class Opened:
 
     def tables(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.page.evaluate(TABLES)
+        return found
+
+    def first_screens(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.page.evaluate(FIRST_SCREENS)
         return found
 
     def open_all(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 HEAD = ("group", "name", "way", "kind", "status")
 PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
+NUMBER = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(%|×)?(?: ([TGMkmµn]?)(?:s|B|B/s|flop|flop/s)?)?")
 WORDS = {
     "time": "seconds_median",
     "host time": "seconds_median",
@@ -24,6 +25,7 @@ WORDS = {
     "pairs that need nothing, yet receive": "unneeded",
 }
 Row = dict[str, Any]
+TIMERS = {"events": "CUDA events", "graph": "CUDA graph, replayed"}
 CLOCKS = {"time": "time", "host_time": "host time"}
 
 
@@ -46,15 +48,19 @@ def raw_file(folder: Path, name: str) -> Path:
 
 def number(text: str) -> float:
     """The number that is shown: "1.5 ms" is 0.0015, "91.0%" is 0.91."""
-    told = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)(%|×)?(?: ([TGMkmµn]?)[sB])?", text)
+    told = NUMBER.fullmatch(text)
     assert told, f"{text!r} is no number"
     return float(told[1]) * (0.01 if told[2] == "%" else 1) * PREFIXES[told[3] or ""]
 
 
-def check(text: str, value: float) -> None:
+def shows(text: str, value: float) -> bool:
     """Equal to the digits that are shown: four, or one after the point of a percentage, or two of a ratio."""
     slack = 5.1e-4 if text.endswith("%") else max(5.1e-4 * abs(value), 0.00501 if text.endswith("×") else 0)
-    assert math.isclose(number(text), value, rel_tol=0, abs_tol=slack), (text, value)
+    return math.isclose(number(text), value, rel_tol=0, abs_tol=slack)
+
+
+def check(text: str, value: float) -> None:
+    assert shows(text, value), (text, value)
 
 
 def check_groups(tables: list[Row], run: Row) -> None:
@@ -65,6 +71,9 @@ def check_groups(tables: list[Row], run: Row) -> None:
         group = table["name"].removeprefix("group ")
         for row in table["rows"]:
             name, figure = row["heads"]
+            if figure == "host time over Weft's":
+                _check_means(row, table["head"][2:], [case for case in run["cases"] if case["group"] == group])
+                continue
             for way, (text, detail) in zip(table["head"][2:], row["cells"], strict=True):
                 case = cases.get((group, name, way))
                 if case and case["status"] != "measured":
@@ -73,18 +82,44 @@ def check_groups(tables: list[Row], run: Row) -> None:
                 elif text:
                     assert case is not None
                     key = WORDS.get(figure) or next(key for key in case if key.replace("_", " ") == figure)
-                    check(text, case[key])
                     seen.add((group, name, way, key))
-                    weft = cases.get((group, name, "Weft"), {}).get(key)
-                    if way != "Weft" and weft and case[key] / weft > 0 and key != "roofline":
-                        check(detail.partition(",")[0], case[key] / weft)
+                    if isinstance(case[key], str):
+                        assert text == (TIMERS[case[key]] if key == "timer" else case[key])
+                        continue
+                    check(text, case[key])
+                    weft = cases.get((group, name, "Weft"), {})
+                    if way != "Weft" and weft.get(key) and case[key] / weft[key] > 0 and key != "roofline":
+                        _check_over(detail, case, weft, key)
     wanted = {
         (*key, figure)
         for key, case in cases.items()
         for figure in [each for each in case if each not in (*HEAD, "seconds_p20", "seconds_p80")]
-        if case["status"] == "measured" and not isinstance(case[figure], str)
+        if case["status"] == "measured" and (figure, case["kind"]) != ("timer", "host_time")
     }
     assert seen == wanted | {(*key, case["status"]) for key, case in cases.items() if case["status"] != "measured"}
+
+
+def _check_over(detail: str, case: Row, weft: Row, key: str) -> None:
+    """The ratio to Weft's; of a time with its noise."""
+    ratio, *rest = detail.split(", ")
+    check(ratio, case[key] / weft[key])
+    if key == "seconds_median":
+        low, _, high = rest[0].partition(" to ")
+        check(low, case.get("seconds_p20", case[key]) / weft.get("seconds_p80", weft[key]))
+        check(high, case.get("seconds_p80", case[key]) / weft.get("seconds_p20", weft[key]))
+
+
+def _check_means(row: Row, ways: list[str], cases: list[Row]) -> None:
+    """The last row of host times: of each baseline the geometric mean of its ratios."""
+    times = {(case["name"], case["way"]): case["seconds_median"] for case in cases if case["kind"] == "host_time"}
+    compared = [name for name, way in times if way == "Weft"]
+    assert row["heads"][0] == f"geometric mean of {len(compared)} cases"
+    for way, (text, _) in zip(ways, row["cells"], strict=True):
+        ratios = [times[name, way] / times[name, "Weft"] for name in compared if (name, way) in times]
+        if way.startswith("Weft") or not ratios:
+            assert text == ""
+        else:
+            check(text, statistics.geometric_mean(ratios))
 
 
 def check_history(tables: list[Row], runs: list[Row]) -> None:
@@ -130,12 +165,25 @@ def check_changes(tables: list[Row], runs: list[Row]) -> None:
 
 def check_shared(tables: list[Row], folder: Path) -> None:
     by_name = {table["name"]: table for table in tables}
-    assert set(by_name) <= {"engines", "compiled"}
+    assert set(by_name) <= {"engines", "ratios", "compiled"}
     if "engines" in by_name:
         rows = json.loads((folder / "reshard_bytes.json").read_text())
         for told, row in zip(by_name["engines"]["rows"], rows, strict=True):
             assert told["heads"] == [row["mesh"], " x ".join(map(str, row["shape"])), row["engine"]]
-            assert [cell[0] for cell in told["cells"]] == [str(row["pairs"]), f"{row['mean']:.2f}", f"{row['max']:.3g}"]
+            (pairs, _), (mean, _), (most, _) = told["cells"]
+            assert pairs == str(row["pairs"])
+            check(mean, row["mean"])
+            check(most, row["max"])
+        ratios = iter(by_name["ratios"]["rows"])
+        for row in rows:
+            for ratio, count in row["ratios"].items():
+                told = next(ratios)
+                assert told["heads"] == [row["mesh"], " x ".join(map(str, row["shape"])), row["engine"]]
+                (its, _), (pairs, _), (share, _) = told["cells"]
+                assert pairs == str(count)
+                check(its, float(ratio))
+                check(share, count / sum(row["ratios"].values()))
+        assert next(ratios, None) is None
     if "compiled" in by_name:
         rows = json.loads((folder / "aot/triton-3.7.1.json").read_text())
         cells = iter([cell[0] for told in by_name["compiled"]["rows"] for cell in told["cells"]])
@@ -149,46 +197,3 @@ def check_shared(tables: list[Row], folder: Path) -> None:
             ]
             assert next(cells) == " / ".join(str(each or "none") for each in widest)
         assert next(cells, None) is None
-
-
-def tiles(run: Row) -> list[str]:
-    """Their figures, of the runs that the tests make."""
-    measured = [case for case in run["cases"] if case["status"] == "measured"]
-    timed = [case for case in measured if case["kind"] == "time"]
-    counted = [case for case in measured if case["kind"] == "count"]
-    own = {(case["group"], case["name"]): case for case in timed if case["way"] == "Weft"}
-    found: list[str] = []
-    shares = [round(case["roofline"] * 100) for case in own.values() if "roofline" in case]
-    if shares:
-        found.append(f"{min(shares)}–{max(shares)}%" if min(shares) < max(shares) else f"{min(shares)}%")
-    rivals: dict[str, list[float]] = {}
-    for case in timed:
-        weft = own.get((case["group"], case["name"]))
-        measure = weft is not None and "roofline" in weft and "roofline" not in case
-        if weft and not case["way"].startswith("Weft") and not case["way"].endswith("again") and not measure:
-            rivals.setdefault(case["way"], []).append(case["seconds_median"] / weft["seconds_median"])
-    if rivals:
-        means = {way: math.prod(each) ** (1 / len(each)) for way, each in rivals.items()}
-        found.append(f"{means.get('eager torch', max(means.values())):.2f}×")
-    for some in (timed, counted):
-        if some is counted:
-            most = [
-                case["bytes_over_bound_max"]
-                for case in counted
-                if case["way"] == "Weft" and "bytes_over_bound_max" in case
-            ]
-            found += [f"{max(most):.2f}×"] if most else []
-            logits = [
-                case["bytes_a_logit"] for case in counted if case["way"].startswith("Weft") and "bytes_a_logit" in case
-            ]
-            found += [f"{max(logits):.2f} B"] if logits else []
-        held = {(case["name"], case["way"]): case["peak_bytes"] for case in some if case.get("peak_bytes")}
-        ratios = {
-            name: held[name, "eager torch"] / held[name, "Weft"]
-            for name, way in held
-            if way == "eager torch" and (name, "Weft") in held
-        }
-        if ratios:
-            found.append(f"{held[max(ratios, key=lambda name: ratios[name]), 'Weft'] / 1e9:.3g} GB")
-    found += [str(case["collectives"]) for case in measured if case["way"] == "Weft" and "collectives" in case]
-    return found[:4]

@@ -1,4 +1,7 @@
-"""A new user's first hour: this repository cloned, and every command that its README shows typed in the clone, in order."""
+"""A new user's first hour: this repository cloned, and every command that its README shows typed in the clone.
+
+Those of its blocks first, in order; then those that stand in its sentences and tables.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ from tests.architecture.rules import ROOT, code_blocks
 
 README = (ROOT / "README.md").read_text()
 BOOK = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 200
-# What a command must have said, by its first words.
+NOT_HERE = {"./run test_gpu"}  # it needs a GPU
+# What a command must have said, by its first words: of several that fit, the longest counts.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
+    "./run train --help": r"--data\.path",
     "./run layout": r"0:4 \| 0   \| 1   \| 2   \| 3 \|",
     "./run test": r"\d+ passed",
     "./run benchmark": r"cross_entropy: Weft's figures, and the others' over them",
     "./run dashboard": r"dashboard/index\.html",
     "./run docs": r"docs/_build/html/index\.html",
+    ".nox/weft/bin/torchrun": r"(?m)^(\d\.\d{4})\s*(\1\s*){3}$",  # one loss, on four ranks whose lines may mix
+    "pip install": r"Would install .*weft-models",
 }
 
 
@@ -30,6 +37,28 @@ def commands(markdown: str) -> list[str]:
     """Those of the shell blocks, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     return [line.partition("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def inline(markdown: str) -> list[str]:
+    """Commands in backticks, each once, without those of the blocks and those that cannot run here."""
+    sentences = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"`(\./run \S[^`]*)`", sentences)
+    return [command for command in dict.fromkeys(found) if command not in {*commands(markdown), *NOT_HERE}]
+
+
+def expected(command: str) -> str:
+    """A benchmark that is chosen by its name ends with its figures."""
+    chosen = re.fullmatch(r"\./run benchmark -k (\w+)", command)
+    if chosen:
+        return f"{chosen[1]}: Weft's figures, and the others' over them"
+    return SAID[max((start for start in SAID if command.startswith(start)), key=len)]
+
+
+def saved(markdown: str, folder: Path) -> None:
+    """The program that the README shows, under the name it says."""
+    (program,) = re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+    (name,) = re.findall(r"Save it as `(\S+)`", markdown)
+    (folder / name).write_text(program)
 
 
 def typed(command: str, folder: Path) -> str:
@@ -50,16 +79,18 @@ def test_a_new_users_first_hour(tmp_path: Path) -> None:
     clone = tmp_path / "weft"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     (clone / "book.txt").write_text(BOOK)
-    for command in commands(README):
+    saved(README, clone)
+    for command in [*commands(README), *inline(README)]:
         said = typed(command, clone)
-        expected = next(pattern for start, pattern in SAID.items() if command.startswith(start))
-        assert re.search(expected, said), command
+        assert re.search(expected(command), said), command
         if command == "./run train":
             (shown,) = [block for block in code_blocks(README) if block.startswith("llama-tiny: ")]
             assert not [line for line in exact(shown) if line not in said.splitlines()]
             generate = re.search(r"next +(\./run generate .*)", said)
             assert generate is not None
             assert "def " in typed(generate[1], clone)
+    (install,) = re.findall("`(pip install [^`]*)`", README)
+    assert re.search(SAID["pip install"], typed(f"{sys.executable} -m {install} --dry-run", clone))
 
 
 def exact(shown: str) -> list[str]:
@@ -73,3 +104,18 @@ def test_commands_are_read_from_the_readme() -> None:
     assert commands(text) == ["./run train", "./run test"]
     assert {command.split()[1] for command in commands(README)} >= {"train", "test", "benchmark", "dashboard"}
     assert [command for command in commands(README) if not command.startswith(tuple(SAID))] == []
+
+
+def test_commands_in_sentences_and_tables_are_typed_too() -> None:
+    text = "Type `./run test`, `./run docs` or `./run`.\n```sh\n./run test\n```\n| `./run docs` | `./run test_gpu` |\n"
+    assert inline(text) == ["./run docs"]
+    assert set(inline(README)) >= {"./run docs", "./run benchmark -k step_time", "./run test tests/models -k block"}
+    assert all(expected(command) for command in inline(README))
+    assert expected("./run benchmark -k dispatch") == "dispatch: Weft's figures, and the others' over them"
+    assert expected("./run train --help") != expected("./run train --sequence-parallel")
+
+
+def test_the_program_is_saved_under_the_name_that_torchrun_is_given(tmp_path: Path) -> None:
+    saved(README, tmp_path)
+    (command,) = (command for command in commands(README) if "torchrun" in command)
+    assert "init_process_group" in (tmp_path / command.split()[-1]).read_text()
