@@ -8,12 +8,12 @@ from benchmarks.record import Case
 
 TIMES = {"time": "time", "host_time": "time of the host"}
 SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all its numbers
-UNITS = {"bytes": "B", "bytes_per_second": "B/s", "flop_per_second": "flop/s"}  # by how a label ends
+UNITS = {"bytes": "B", "bytes_per_second": "B/s", "flop": "flop", "flop_per_second": "flop/s"}  # by how a label ends
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
 def quantity(label: str, value: float, digits: int = 4) -> str:
-    """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "91.0%" for a roofline."""
+    """With its unit: "1.23 ms" for a time, "4.2 GB" for bytes, "780 Tflop/s", "91.0%" for a roofline."""
     if label == "roofline":
         return f"{value:.1%}"
     unit = "s" if label in TIMES.values() else next((unit for end, unit in UNITS.items() if label.endswith(end)), "")

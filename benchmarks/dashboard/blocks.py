@@ -18,8 +18,8 @@ KNOWN = {
     ("cross_entropy_speed", "time"): (
         "kernels",
         "Losses, forward and backward",
-        "Time on the GPU with a cold L2, the ways in turn. The roofline is a copy of the logits, or the three GEMMs that no linear "
-        "cross-entropy does without.",
+        "Time on the GPU with a cold L2, the ways in turn. The roofline is a copy of the logits, for a shard one and a half, or the "
+        "three GEMMs that no linear cross-entropy does without.",
     ),
     ("cross_entropy", "count"): (
         "kernels",

@@ -16,11 +16,12 @@ import vl_convert
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from benchmarks.dashboard import past, shared, tables
+from benchmarks.dashboard import past, shared
 from benchmarks.dashboard.blocks import Section, sections
 from benchmarks.dashboard.headline import Headline, headline
 from benchmarks.dashboard.past import Past
 from benchmarks.dashboard.sources import Device, Results
+from benchmarks.figures import quantity
 from benchmarks.record import Run, printable
 
 HERE = Path(__file__).parent
@@ -51,7 +52,7 @@ def page(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"printable": printable, "day": _day, "ceiling": _ceiling, "amount": tables.amount}
+    environment.filters |= {"printable": printable, "day": _day, "ceiling": _ceiling, "quantity": quantity}
     specs: list[dict[str, Any]] = []
 
     def keep(spec: dict[str, Any]) -> int:

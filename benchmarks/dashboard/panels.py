@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from benchmarks.dashboard import charts
 from benchmarks.dashboard.charts import Datum, Spec
 from benchmarks.dashboard.headline import is_rival
-from benchmarks.dashboard.tables import amount, means, named, noise, spread_of, times, ways
+from benchmarks.dashboard.tables import means, named, noise, spread_of, times, ways
 from benchmarks.figures import TIMES, ordered, quantity
 from benchmarks.record import Case, printable
 
 FEW = 6  # cases of host time, of which each has charts of its own; a kernel's shapes always have
 BESIDE_TIMES = {
     "roofline": "share of the roofline; more",
-    "peak_bytes": "memory held; less",
+    "peak_bytes": "memory above inputs and gradients; less",
     "collectives": "collectives issued; less",
 }
 CHARTED = ("bytes_a_logit", "peak_bytes", "bytes_over_bound_max")  # of counted figures
@@ -177,7 +177,7 @@ def _figure(title: str, note: str, told: str, spec: Spec, *, wide: bool = False)
 
 def _datum_of(case: Case, label: str, shown: str = "") -> Datum:
     value = case.numbers[label]
-    text = f"{value:.2f}" if label == "bytes_a_logit" else amount(label, value)
+    text = f"{value:.2f}" if label == "bytes_a_logit" else quantity(label, value)
     return _datum(shown or case.way, text, value, value, value, ours=case.ours)
 
 

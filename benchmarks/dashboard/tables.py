@@ -13,7 +13,7 @@ from benchmarks.record import Case, printable
 
 FIGURES = {
     "roofline": "share of the roofline",
-    "peak_bytes": "memory held",
+    "peak_bytes": "memory above inputs and gradients",
     "gradient_bytes": "memory of the gradients",
     "bytes_a_logit": "bytes a logit",
     "gathered_bytes_a_token": "bytes gathered a token",
@@ -55,16 +55,6 @@ class Table:
 def named(label: str) -> str:
     """A figure's name in words."""
     return FIGURES.get(label, printable(label).replace("_", " "))
-
-
-def amount(label: str, value: float) -> str:
-    """With its unit, rates too: "4.1 TB/s", "780 Tflop/s"."""
-    what = label.removesuffix("_per_second")
-    unit, rate = what.rpartition("_")[2], "" if what == label else "/s"
-    if unit not in ("bytes", "flop"):
-        return quantity(label, value)
-    told = quantity("bytes", value)
-    return (told if unit == "bytes" else f"{told.removesuffix('B')}flop") + rate
 
 
 def ways(cases: Iterable[Case]) -> list[str]:
@@ -142,7 +132,7 @@ def _cell(
         if ratio and weft:
             told.append(" to ".join(map(times, noise(case, weft))))
         told += filter(None, [spread_of(case)])
-    return Cell(amount(label, found[label]), ", ".join(told))
+    return Cell(quantity(label, found[label]), ", ".join(told))
 
 
 def noise(case: Case, weft: Case) -> tuple[float, float]:

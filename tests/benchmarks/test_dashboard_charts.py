@@ -15,7 +15,8 @@ from benchmarks import history
 from benchmarks.dashboard import shared, sources
 from benchmarks.dashboard.blocks import Block, sections
 from benchmarks.dashboard.panels import Figure
-from benchmarks.dashboard.tables import Table, amount
+from benchmarks.dashboard.tables import Table
+from benchmarks.figures import quantity
 from benchmarks.record import Run
 from tests.benchmarks import results
 from tests.benchmarks.cases import case, run, unmeasured
@@ -127,7 +128,11 @@ def test_every_shape_of_a_kernel_has_its_ratios_its_roofline_and_its_memory(gpu:
     block = gpu["Losses, forward and backward"]
     shapes = [f"cross_entropy, {N} x {V} bf16" for N, V in results.LOGITS]
     shapes += [f"linear_cross_entropy, {tokens} tokens, H=4096, V=128256 bf16" for tokens in results.TOKENS]
-    notes = ("time over Weft's; less is better", "share of the roofline; more is better", "memory held; less is better")
+    notes = (
+        "time over Weft's; less is better",
+        "share of the roofline; more is better",
+        "memory above inputs and gradients; less is better",
+    )
     assert sorted((figure.title, figure.note) for figure in block.figures) == sorted(
         (shape, note) for shape in shapes for note in notes
     )
@@ -193,7 +198,7 @@ def test_the_error_of_what_failed_is_said_once() -> None:
     ],
 )
 def test_amounts_have_their_units(label: str, value: float, told: str) -> None:
-    assert amount(label, value) == told
+    assert quantity(label, value) == told
 
 
 def test_nothing_is_plotted_of_a_group_that_has_no_rival() -> None:

@@ -16,7 +16,7 @@ WORDS = {
     "time": "seconds_median",
     "host time": "seconds_median",
     "share of the roofline": "roofline",
-    "memory held": "peak_bytes",
+    "memory above inputs and gradients": "peak_bytes",
     "memory of the gradients": "gradient_bytes",
     "bytes gathered a token": "gathered_bytes_a_token",
     "bytes over the bound, mean": "bytes_over_bound_mean",
