@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from weft.kernels.cross_entropy import sharded
+from weft.kernels.cross_entropy import gathers
 from weft.kernels.linear_cross_entropy.chunks import Product
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
@@ -92,7 +92,7 @@ class Waiting:
 def order_of_work() -> list[str]:
     """GEMMs of logits, gathers started and gathers waited for, in the order in which they happen."""
     seen: list[str] = []
-    gather, logits = sharded.all_gather_single, Product.logits
+    gather, logits = gathers.all_gather_single, Product.logits
 
     def started(*arguments: Any, **options: Any) -> Waiting:
         seen.append("gather")
@@ -104,7 +104,7 @@ def order_of_work() -> list[str]:
 
     case, mesh = make((6,), 8), ProcessMesh.grid(tp=2)
     weight = distribute(case.linear_weight.detach(), Layout(mesh, "tp: S(0)")).requires_grad_()
-    with patch.object(sharded, "all_gather_single", started), patch.object(Product, "logits", multiplied):
+    with patch.object(gathers, "all_gather_single", started), patch.object(Product, "logits", multiplied):
         linear_cross_entropy(case.input.detach(), weight, case.target, chunk_tokens=2)
     return seen
 
@@ -122,9 +122,9 @@ def refused(change: Callable[[int], dict[str, Any]]) -> str:
         "vocab_start": 2 * rank, "vocab_size": 8,
     }  # fmt: skip
     call |= change(rank)
-    with Collectives() as seen, pytest.raises(ValueError) as raised:
+    with Collectives() as seen, pytest.raises((ValueError, TypeError)) as raised:
         vocab_parallel_linear_cross_entropy(group=dist.group.WORLD, **call)
-    assert seen.kinds in ([], ["all-gather"])
+    assert seen.kinds == ["all-gather"]
     return str(raised.value)
 
 
@@ -146,6 +146,18 @@ def fewer_tokens(rank: int) -> dict[str, Any]:
 
 def a_wrong_chunk(rank: int) -> dict[str, Any]:
     return {"chunk_tokens": 2.5 if rank == 1 else 2}
+
+
+def other_chunks(rank: int) -> dict[str, Any]:
+    return {"chunk_tokens": 3 if rank == 1 else 2}
+
+
+def other_smoothing(rank: int) -> dict[str, Any]:
+    return {"label_smoothing": 0.1 if rank == 1 else 0.0}
+
+
+def an_unknown_option(rank: int) -> dict[str, Any]:
+    return {"smoothing": 0.1} if rank == 1 else {}
 
 
 def whole_sequences(rank: int) -> dict[str, Any]:
@@ -181,6 +193,19 @@ def a_dtensor(rank: int) -> dict[str, Any]:
             id="fewer-tokens",
         ),
         pytest.param(a_wrong_chunk, ["of rank 1", "chunk_tokens is 2.5", "of rank 1", "of rank 1"], id="chunk"),
+        pytest.param(
+            other_chunks, ["numbers of tokens at a time: 2 on rank 3, 3 on rank 1; give every rank"] * 4, id="chunks"
+        ),
+        pytest.param(
+            other_smoothing,
+            ["bytes for a token: 12 on rank 3, 16 on rank 1; give every rank of the group the same label_smooth"] * 4,
+            id="smoothing",
+        ),
+        pytest.param(
+            an_unknown_option,
+            ["of rank 1", "unexpected keyword argument 'smoothing'", "of rank 1", "of rank 1"],
+            id="an-unknown-option",
+        ),
         pytest.param(a_dtensor, ["takes local tensors; give DTensors to linear_cross_entropy"] * 4, id="dtensor"),
     ],
 )
