@@ -13,7 +13,7 @@ from weft.kernels import cross_entropy, vocab_parallel_cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard, to_global
 
-from tests.kernels.cross_entropy.cases import make, max_error, torch_loss_and_gradient
+from tests.kernels.cross_entropy.cases import make, max_error, torch_loss_and_gradient, ulps
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool
 
@@ -74,6 +74,32 @@ def test_by_the_group_it_is_torchs_with_one_collective(pool: Pool, V, sizes, opt
     for loss, _, kinds in results:
         assert torch.equal(loss, results[0][0])  # bitwise
         assert kinds == ["all-gather"]
+
+
+def backward_twice(reduction: str) -> tuple[Tensor, Tensor]:
+    """The upstream gradient is one number, expanded."""
+    logits, target, _ = make(9, 8, "cpu", torch.bfloat16)
+    rank = dist.get_rank()
+    mine = logits[:, 2 * rank : 2 * rank + 2].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(
+        mine, target, group=dist.group.WORLD, vocab_start=2 * rank, vocab_size=8, reduction=reduction
+    )
+    upstream = torch.tensor(-0.37).expand(loss.shape)
+    with Collectives() as seen:
+        first, second = (torch.autograd.grad(loss, mine, upstream, retain_graph=True)[0] for _ in range(2))
+    assert seen.kinds == []
+    return first, second
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_by_the_group_a_second_backward_is_the_same(pool: Pool, reduction):
+    results = pool.run(backward_twice, reduction, ranks=RANKS)
+    logits, target, upstream = make(9, 8, "cpu", torch.bfloat16, reduction)
+    _, truth = torch_loss_and_gradient(
+        logits.double(), target, torch.full_like(upstream, -0.37).double(), reduction=reduction
+    )
+    assert all(torch.equal(first, second) for first, second in results)
+    assert ulps(torch.cat([first for first, _ in results], -1), truth).max() <= 1
 
 
 def refused(change: Callable[[int], dict[str, Any]]) -> str:
