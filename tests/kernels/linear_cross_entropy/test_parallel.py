@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from weft.kernels.cross_entropy import gathers
+from weft.kernels.cross_entropy import sharded
 from weft.kernels.linear_cross_entropy.chunks import Product
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
@@ -133,7 +133,7 @@ class Waiting:
 def order_of_work() -> list[str]:
     """GEMMs of logits, gathers started and gathers waited for, in the order in which they happen."""
     seen: list[str] = []
-    gather, logits = gathers.all_gather_single, Product.logits
+    gather, logits = sharded.all_gather_single, Product.logits
 
     def started(*arguments: Any, **options: Any) -> Waiting:
         seen.append("gather")
@@ -145,7 +145,7 @@ def order_of_work() -> list[str]:
 
     case, mesh = make((6,), 8), ProcessMesh.grid(tp=2)
     weight = distribute(case.linear_weight.detach(), Layout(mesh, "tp: S(0)")).requires_grad_()
-    with patch.object(gathers, "all_gather_single", started), patch.object(Product, "logits", multiplied):
+    with patch.object(sharded, "all_gather_single", started), patch.object(Product, "logits", multiplied):
         linear_cross_entropy(case.input.detach(), weight, case.target, chunk_tokens=2)
     return seen
 

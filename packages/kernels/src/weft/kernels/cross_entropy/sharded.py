@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, Unpack
 
 import torch
@@ -12,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of, reshard
+from weft.reshard.collectives import Pending, Running, all_gather_single
 from weft.reshard.dtensor import wrap
-from weft.reshard.groups import axis_group
+from weft.reshard.groups import axis_group, of_this_world
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
-from . import function, reference
+from . import agreement, function, reference
+from .agreement import Classes
 from .custom_ops import compiled
-from .gathers import Classes, stand_in, starting, starting_checked
 from .options import Asked, Options, check, check_contiguous, form_of
 
 Reduction = Literal["none", "mean", "sum"]
@@ -56,6 +58,7 @@ def cross_entropy(
     Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward (16
     with label smoothing), none in backward; for "mean" without a denominator, one all-reduce of a number over the axes
     that shard the tokens. The host waits for no device.
+    torch.compile(fullgraph=True) takes plain tensors alone, as one node of the graph.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
     if logits.ndim < 1 or target.shape != logits.shape[:-1]:
@@ -92,7 +95,7 @@ def vocab_parallel_cross_entropy(
     target, weight: as there, of all classes and the same on every rank. options: as there; a mean counts these tokens.
     Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
     Communication: one all-gather over `group`, of 12 bytes per token and rank (16 with label smoothing) and twice as many once;
-    none in backward.
+    none in backward. torch.compile(fullgraph=True) cannot take it.
     Raises ValueError as `cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks' classes
     are not each of the vocabulary once: gathered logits, for one. On a GPU the classes are compared when a group and sizes are
     first met, and the loss is NaN where they do not fit later, or another rank cannot go on: the host waits for no device.
@@ -113,7 +116,7 @@ def vocab_parallel_cross_entropy(
         failed = error
     gather = starting_checked(group, Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size), failed)
     if failed is not None:
-        gather(stand_in(target.numel(), logits, options))()
+        gather(agreement.stand_in(target.numel(), logits, options))()
     assert asked is not None, "otherwise it failed, and the gather raised that"
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
@@ -246,6 +249,58 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
     loss_shape = shape[:-1] if options.reduction == "none" else ()
     more = ((tokens, shape[:-1]),) if options.return_lse else ()
     return Sharding(output, loss_shape, gradients, local, more)
+
+
+def starting(groups: list[dist.ProcessGroup]) -> function.Gather:
+    """Gathers over the groups of the axes that shard the vocabulary, minor first: one all-gather for each."""
+
+    def running(statistics: Tensor) -> Running:
+        gathered = statistics.unsqueeze(0)
+        for group in groups:
+            gathered = yield from _along(group, gathered)
+        return gathered
+
+    return lambda statistics: Pending(running(statistics)).wait
+
+
+def starting_checked(group: dist.ProcessGroup, held: Classes, failed: Exception | None) -> function.Gather:
+    """Gathers over one group; with the statistics goes what each rank holds, and whether it can go on.
+
+    Raises what has `failed` here, and ValueError where another rank has failed or the ranks' classes do not fit; see
+    `look_once`. Where it did not look, NaN is gathered then.
+    """
+
+    def running(statistics: Tensor) -> Running:
+        place = held.told(statistics) if failed is None else agreement.failure(statistics)
+        everyone = yield from _along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 2, C]
+        if failed is not None:
+            raise failed
+        gathered, places = everyone[:, :-2], everyone[:, -2:, :3]
+        ranks = dist.get_process_group_ranks(group)
+        look_once((group, held), places, lambda: agreement.check_places(ranks, places.tolist(), held.vocab_size))
+        if not agreement.on_gpu(places):
+            return gathered
+        return torch.where(agreement.fit(places, held.vocab_size), gathered, torch.nan)
+
+    return lambda statistics: Pending(running(statistics)).wait
+
+
+def look_once(met: Hashable, told: Tensor, check: Callable[[], None]) -> None:
+    """Checks what the ranks told: on a CPU always; on a GPU when it is first met and no graph is captured, for the host waits."""
+    if agreement.on_gpu(told) and (met in of_this_world() or torch.cuda.is_current_stream_capturing()):
+        return
+    check()
+    of_this_world()[met] = True
+
+
+def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
+    """[K, ...] of each rank -> [ranks * K, ...], in the order of the ranks."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return part
+    everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
+    yield all_gather_single(everyone, part.contiguous(), group, async_op=True)
+    return everyone
 
 
 CROSS_ENTROPY = Op(
