@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library
-from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear_cross_entropy
 from weft.kernels.cross_entropy import custom_ops as of_logits
 from weft.kernels.cross_entropy import options as checks
@@ -17,6 +16,7 @@ from weft.kernels.linear_cross_entropy import custom_ops as of_products
 
 from tests.kernels.cross_entropy.cases import given
 from tests.kernels.linear_cross_entropy.cases import make
+from tests.kernels.reads import NoReads
 
 V = 31
 ASKED: list[Any] = [
@@ -89,17 +89,6 @@ class Launched:
             self.launches += 1
 
         return launch
-
-
-class NoReads(TorchDispatchMode):
-    """Refuses what would bring a number of a tensor to the host, where a device would be waited for."""
-
-    READING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        assert name not in self.READING, f"{name} makes the host wait"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("loss", [of_the_logits, of_the_product])

@@ -95,6 +95,14 @@ def torch_loss_and_gradient(
     return loss.detach(), gradient.view(logits.shape)
 
 
+def ulps(value: Tensor, truth: Tensor) -> Tensor:
+    """How far each value is from the truth, in the distance of two neighbours of its dtype at the truth; float64."""
+    info = torch.finfo(value.dtype)
+    _, exponent = torch.frexp(truth.double())  # |truth| is in [2**(exponent - 1), 2**exponent)
+    apart = torch.ldexp((truth != 0).double() * info.eps, exponent - 1)
+    return (value.double() - truth).abs() / apart.clamp(min=info.smallest_normal * info.eps)
+
+
 def max_error(value: Tensor, truth: Tensor) -> float:
     """The largest distance; infinities and NaNs count as no distance where both have the same, as inf otherwise."""
     value, truth = value.double(), truth.double()

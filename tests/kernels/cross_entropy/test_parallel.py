@@ -13,7 +13,7 @@ from weft.kernels import cross_entropy, vocab_parallel_cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard, to_global
 
-from tests.kernels.cross_entropy.cases import make, max_error, torch_loss_and_gradient
+from tests.kernels.cross_entropy.cases import make, max_error, torch_loss_and_gradient, ulps
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool
 
@@ -76,12 +76,38 @@ def test_by_the_group_it_is_torchs_with_one_collective(pool: Pool, V, sizes, opt
         assert kinds == ["all-gather"]
 
 
+def backward_twice(reduction: str) -> tuple[Tensor, Tensor]:
+    """The upstream gradient is one number, expanded."""
+    logits, target, _ = make(9, 8, "cpu", torch.bfloat16)
+    rank = dist.get_rank()
+    mine = logits[:, 2 * rank : 2 * rank + 2].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(
+        mine, target, group=dist.group.WORLD, vocab_start=2 * rank, vocab_size=8, reduction=reduction
+    )
+    upstream = torch.tensor(-0.37).expand(loss.shape)
+    with Collectives() as seen:
+        first, second = (torch.autograd.grad(loss, mine, upstream, retain_graph=True)[0] for _ in range(2))
+    assert seen.kinds == []
+    return first, second
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_by_the_group_a_second_backward_is_the_same(pool: Pool, reduction):
+    results = pool.run(backward_twice, reduction, ranks=RANKS)
+    logits, target, upstream = make(9, 8, "cpu", torch.bfloat16, reduction)
+    _, truth = torch_loss_and_gradient(
+        logits.double(), target, torch.full_like(upstream, -0.37).double(), reduction=reduction
+    )
+    assert all(torch.equal(first, second) for first, second in results)
+    assert ulps(torch.cat([first for first, _ in results], -1), truth).max() <= 1
+
+
 def refused(change: Callable[[int], dict[str, Any]]) -> str:
     logits, target, _ = make(4, 8, "cpu")
     rank = dist.get_rank()
     call = {"logits": logits[:, 2 * rank : 2 * rank + 2], "vocab_start": 2 * rank, "vocab_size": 8, "target": target}
     call |= change(rank)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises((ValueError, TypeError)) as raised:
         vocab_parallel_cross_entropy(call.pop("logits"), call.pop("target"), group=dist.group.WORLD, **call)
     return str(raised.value)
 
@@ -111,6 +137,22 @@ def a_wrong_option(rank: int) -> dict[str, Any]:
     return {"reduction": "avg"} if rank == 1 else {}
 
 
+def an_unknown_option(rank: int) -> dict[str, Any]:
+    return {"smoothing": 0.1} if rank == 1 else {}
+
+
+def text_for_a_number(rank: int) -> dict[str, Any]:
+    return {"label_smoothing": "0.1" if rank == 1 else 0.1}
+
+
+def no_start(rank: int) -> dict[str, Any]:
+    return {"vocab_start": None} if rank == 1 else {}
+
+
+def short_logits(rank: int) -> dict[str, Any]:
+    return {"logits": torch.zeros(3, 2)} if rank == 1 else {}
+
+
 def a_wrong_denominator(rank: int) -> dict[str, Any]:
     return {"denominator": "3" * 400 if rank == 1 else 3.0}
 
@@ -125,6 +167,10 @@ def strided_in_place(rank: int) -> dict[str, Any]:
 
 def a_dtensor(rank: int) -> dict[str, Any]:
     return {"logits": distribute(torch.zeros(4, 8), Layout(ProcessMesh.grid(tp=4), "tp: S(1)"))}
+
+
+def one_dtensor(rank: int) -> dict[str, Any]:
+    return a_dtensor(rank) if rank == 1 else {}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +188,18 @@ def a_dtensor(rank: int) -> dict[str, Any]:
             a_wrong_weight, ["of rank 1", "weight of shape (2,)", "of rank 1", "of rank 1"], id="a-wrong-weight"
         ),
         pytest.param(a_wrong_option, ["of rank 1", "reduction is 'avg'", "of rank 1", "of rank 1"], id="an-option"),
+        pytest.param(
+            an_unknown_option,
+            ["of rank 1", "unexpected keyword argument 'smoothing'", "of rank 1", "of rank 1"],
+            id="an-unknown-option",
+        ),
+        pytest.param(text_for_a_number, ["of rank 1", "'<=' not", "of rank 1", "of rank 1"], id="text-for-a-number"),
+        pytest.param(no_start, ["of rank 1", "NoneType", "of rank 1", "of rank 1"], id="no-start"),
+        pytest.param(
+            short_logits,
+            ["of rank 1", "target of shape (4,) for logits of shape (3, 2)", "of rank 1", "of rank 1"],
+            id="short-logits",
+        ),
         pytest.param(a_wrong_denominator, ["of rank 1", "denominator is", "of rank 1", "of rank 1"], id="denominator"),
         pytest.param(
             wide_logits, [*["see the error of rank 2"] * 2, "target[2] is 8, which is no class", "rank 2"], id="float64"
@@ -150,6 +208,7 @@ def a_dtensor(rank: int) -> dict[str, Any]:
             strided_in_place, ["of rank 1", "give contiguous logits", "of rank 1", "of rank 1"], id="in-place"
         ),
         pytest.param(a_dtensor, ["takes local tensors; give DTensors to cross_entropy"] * 4, id="dtensor"),
+        pytest.param(one_dtensor, ["of rank 1", "takes local tensors", "of rank 1", "of rank 1"], id="one-dtensor"),
     ],
 )
 def test_every_rank_is_told_what_is_wrong(pool: Pool, change, messages):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from weft.kernels.cross_entropy.function import Gather
+from weft.kernels.cross_entropy.options import Options
+from weft.kernels.linear_cross_entropy import function
+from weft.kernels.op import Tensors
 
 from tests.kernels.cross_entropy.cases import max_error, torch_loss_and_gradient
 
@@ -66,3 +72,42 @@ def check(case: Given, loss: Tensor, gradients: list[Tensor], **options: Any) ->
         # Either may err little by luck, so eager's error is taken for no less than one rounding of the result.
         eager_error = max(max_error(eager, true), torch.finfo(ours.dtype).eps / 2 * largest)
         assert max_error(ours, true) <= 2 * eager_error + 4 * torch.finfo(torch.float32).eps * largest
+
+
+def shard_by_shard(
+    case: Given, sizes: list[int], *, chunk_tokens: int | None = None, **options: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss and whole gradients, of shards of the vocabulary whose statistics meet once a chunk, in one process.
+
+    Asserts that every shard has the same loss, bitwise, and that only forward gathers.
+    """
+    weight = options.pop("weight", None)
+    x, *factors = (leaf.detach() for leaf in case.leaves())
+    parts = list(zip(*(factor.split(sizes) for factor in factors), strict=True))
+    starts = [sum(sizes[:shard]) for shard in range(len(sizes))]
+
+    def forward(shard: int, wanted: bool, gather: Gather) -> tuple[Tensor, Callable[[], Tensors]]:
+        linear_weight, bias = (*parts[shard], None)[:2]
+        given = {
+            "options": Options(**options), "wanted": (x.dtype if wanted else None,) * 3, "chunk_tokens": chunk_tokens,
+            "vocab_start": starts[shard], "vocab_size": sum(sizes), "shards": len(sizes), "gather": gather,
+        }  # fmt: skip
+        (loss, *_), saved = function.forward(x, linear_weight, case.target, bias, weight, **given)
+        needed = (True, True, False, bias is not None, False, False)
+        return loss, lambda: function.backward(saved, (case.upstream.to(loss.dtype),), needed, **given)
+
+    local: list[list[Tensor]] = []  # of each shard the statistics of each chunk
+    for shard in range(len(sizes)):
+        local.append([])
+        forward(shard, False, lambda found: local[-1].append(found) or (lambda: found.unsqueeze(0)))  # type: ignore[func-returns-value]
+    losses, gradients = [], []
+    for shard in range(len(sizes)):
+        chunks = zip(*local, strict=True)
+        loss, backward = forward(shard, True, lambda found, chunks=chunks: partial(torch.stack, next(chunks)))  # type: ignore[misc]
+        assert next(chunks, None) is None  # as many gathers as before, and none of them in backward
+        losses.append(loss)
+        gradients.append(backward())
+    assert all(torch.equal(loss.nan_to_num(), losses[0].nan_to_num()) for loss in losses)
+    of_input, of_weight, _, of_bias, *_ = zip(*gradients, strict=True)
+    wholes = [torch.cat(each) for each in (of_weight, of_bias) if each[0] is not None]
+    return losses[0], [torch.stack(of_input).sum(0), *wholes]

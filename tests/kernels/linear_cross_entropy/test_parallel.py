@@ -17,8 +17,8 @@ from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
 from weft.reshard import distribute, reshard
 
-from tests.kernels.cross_entropy.cases import given
-from tests.kernels.linear_cross_entropy.cases import Given, check, make
+from tests.kernels.cross_entropy.cases import given, max_error
+from tests.kernels.linear_cross_entropy.cases import Given, check, make, oracle
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool
 
@@ -78,6 +78,47 @@ def test_by_the_group_it_is_torchs(pool: Pool, V, sizes, options, reduction, seq
         assert result[5] == ["reduce-scatter" if sequence else "all-reduce"]
 
 
+def frozen_by_group(reduction: str, frozen: tuple[int, ...]) -> tuple[list[Any], list[str]]:
+    """Two backwards from an expanded number; the gradients of the first, None for what is frozen."""
+    case, rank = tokens_of(8, reduction, {}), dist.get_rank()
+    parts = [case.input, *(leaf[2 * rank : 2 * rank + 2] for leaf in case.leaves()[1:])]
+    leaves = [part.detach().requires_grad_(i not in frozen) for i, part in enumerate(parts)]
+    loss = vocab_parallel_linear_cross_entropy(
+        leaves[0], leaves[1], case.target, group=dist.group.WORLD, vocab_start=2 * rank, vocab_size=8,
+        linear_bias=leaves[2], chunk_tokens=5, reduction=reduction,
+    )  # fmt: skip
+    wanted, upstream = [leaf for leaf in leaves if leaf.requires_grad], torch.tensor(-0.37).expand(loss.shape)
+    with Collectives() as seen:
+        first, second = (torch.autograd.grad(loss, wanted, upstream, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    found = iter(first)
+    return [next(found) if leaf.requires_grad else None for leaf in leaves], seen.kinds
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("frozen", "collectives"),
+    [
+        pytest.param((), ["all-reduce"] * 2, id="nothing"),
+        pytest.param((0,), [], id="input"),
+        pytest.param((1, 2), ["all-reduce"] * 2, id="weight-and-bias"),
+    ],
+)
+def test_by_the_group_what_is_frozen_is_not_computed_nor_reduced(pool: Pool, frozen, collectives, reduction):
+    results = pool.run(frozen_by_group, reduction, frozen, ranks=RANKS)
+    case = tokens_of(8, reduction, {})
+    case = case._replace(upstream=torch.full_like(case.upstream, -0.37))
+    truth, eager = (oracle(case, dtype, reduction=reduction)[1] for dtype in (torch.float64, torch.bfloat16))
+    for i, (true, other) in enumerate(zip(truth, eager, strict=True)):
+        parts = [gradients[i] for gradients, _ in results]
+        if i in frozen:
+            assert parts == [None] * RANKS
+            continue
+        found = parts[0] if i == 0 else torch.cat(parts)
+        assert max_error(found, true) <= 2 * max_error(other, true) + 2**-8 * float(true.abs().max())
+    assert [kinds for _, kinds in results] == [collectives] * RANKS
+
+
 class Waiting:
     """A work that tells when it is waited for."""
 
@@ -122,9 +163,9 @@ def refused(change: Callable[[int], dict[str, Any]]) -> str:
         "vocab_start": 2 * rank, "vocab_size": 8,
     }  # fmt: skip
     call |= change(rank)
-    with Collectives() as seen, pytest.raises(ValueError) as raised:
+    with Collectives() as seen, pytest.raises((ValueError, TypeError)) as raised:
         vocab_parallel_linear_cross_entropy(group=dist.group.WORLD, **call)
-    assert seen.kinds in ([], ["all-gather"])
+    assert seen.kinds == ["all-gather"]
     return str(raised.value)
 
 
@@ -146,6 +187,18 @@ def fewer_tokens(rank: int) -> dict[str, Any]:
 
 def a_wrong_chunk(rank: int) -> dict[str, Any]:
     return {"chunk_tokens": 2.5 if rank == 1 else 2}
+
+
+def other_chunks(rank: int) -> dict[str, Any]:
+    return {"chunk_tokens": 3 if rank == 1 else 2}
+
+
+def other_smoothing(rank: int) -> dict[str, Any]:
+    return {"label_smoothing": 0.1 if rank == 1 else 0.0}
+
+
+def an_unknown_option(rank: int) -> dict[str, Any]:
+    return {"smoothing": 0.1} if rank == 1 else {}
 
 
 def whole_sequences(rank: int) -> dict[str, Any]:
@@ -181,6 +234,19 @@ def a_dtensor(rank: int) -> dict[str, Any]:
             id="fewer-tokens",
         ),
         pytest.param(a_wrong_chunk, ["of rank 1", "chunk_tokens is 2.5", "of rank 1", "of rank 1"], id="chunk"),
+        pytest.param(
+            other_chunks, ["numbers of tokens at a time: 2 on rank 3, 3 on rank 1; give every rank"] * 4, id="chunks"
+        ),
+        pytest.param(
+            other_smoothing,
+            ["bytes for a token: 12 on rank 3, 16 on rank 1; give every rank of the group the same label_smooth"] * 4,
+            id="smoothing",
+        ),
+        pytest.param(
+            an_unknown_option,
+            ["of rank 1", "unexpected keyword argument 'smoothing'", "of rank 1", "of rank 1"],
+            id="an-unknown-option",
+        ),
         pytest.param(a_dtensor, ["takes local tensors; give DTensors to linear_cross_entropy"] * 4, id="dtensor"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, Unpack
 
 import torch
@@ -19,7 +19,8 @@ from weft.reshard.groups import axis_group, of_this_world
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many, independent
-from . import function, reference
+from . import agreement, function, reference
+from .agreement import Classes
 from .custom_ops import compiled
 from .guess import Once
 from .options import Asked, Options, check, check_contiguous, form_of
@@ -59,6 +60,7 @@ def cross_entropy(
     Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward (16
     with label smoothing), none in backward; for "mean" without a denominator, one all-reduce of a number over the axes
     that shard the tokens. The host waits for no device.
+    torch.compile(fullgraph=True) takes plain tensors alone, as one node of the graph.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
     if logits.ndim < 1 or target.shape != logits.shape[:-1]:
@@ -101,27 +103,28 @@ def vocab_parallel_cross_entropy(
     target, weight: as there, of all classes and the same on every rank. options: as there; a mean counts these tokens.
     Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
     Communication: one all-gather over `group`, of 12 bytes per token and rank (16 with label smoothing) and twice as many once;
-    none in backward.
-    Raises ValueError as `cross_entropy` does; on every rank of the group where one cannot go on, or where the ranks' classes
+    none in backward. torch.compile(fullgraph=True) cannot take it.
+    Raises ValueError as `cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks' classes
     are not each of the vocabulary once: gathered logits, for one. On a GPU the classes are compared when a group and sizes are
-    first met, and the loss is NaN where they do not fit later: the host waits for no device.
+    first met, and the loss is NaN where they do not fit later, or another rank cannot go on: the host waits for no device.
+    The number of tokens, label_smoothing and float64 logits decide how many bytes a rank gathers, and are not compared: there
+    is no smaller gather before. Where they differ between ranks, the backend fails as it does for any such gather.
     """
-    if isinstance(logits, DTensor) or isinstance(target, DTensor):
-        raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    asked = scalar = failed = None  # what fails on one rank is gathered, so that the others learn of it
+    asked = scalar = failed = None
     try:
+        if isinstance(logits, DTensor) or isinstance(target, DTensor):
+            raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
         asked, scalar = Options(**options), as_denominator(denominator, weight, logits)
         check_not_leaf(logits, asked)
         check_contiguous(logits, asked)
         check(form_of(logits), target, weight, scalar, asked, vocab_start, vocab_size)
-    except ValueError as error:
+    except Exception as error:  # of any kind: it is gathered, so that the others learn of it
         failed = error
-    held = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size, target.numel())
-    gather = starting_checked(group, held, failed)
+    gather = starting_checked(group, Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size), failed)
     if failed is not None:
-        gather(_stand_in(target.numel(), logits, options))()
+        gather(agreement.stand_in(target.numel(), logits, options))()
     assert asked is not None, "otherwise it failed, and the gather raised that"
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
@@ -268,49 +271,34 @@ def starting(groups: list[dist.ProcessGroup]) -> function.Gather:
     return lambda statistics: Pending(running(statistics)).wait
 
 
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """Those that a rank holds, start to start + size of vocab_size, and for how many tokens."""
+def starting_checked(group: dist.ProcessGroup, held: Classes, failed: Exception | None) -> function.Gather:
+    """Gathers over one group; with the statistics goes what each rank holds, and whether it can go on.
 
-    start: int
-    size: int
-    vocab_size: int
-    tokens: int
-
-
-def starting_checked(group: dist.ProcessGroup, held: Classes, failed: ValueError | None) -> function.Gather:
-    """Gathers over one group; with the statistics goes what each rank holds, and whether it can go on."""
+    Raises what has `failed` here, and ValueError where another rank has failed or the ranks' classes do not fit; see
+    `look_once`. Where it did not look, NaN is gathered then.
+    """
 
     def running(statistics: Tensor) -> Running:
-        place = statistics.new_zeros(2, statistics.shape[1])
-        for i, number in enumerate((held.start, held.size)):
-            place[0, i], place[1, i] = number % HALF, number // HALF  # float32 has 24 bits
-        place[0, 2], place[1, 2] = held.tokens, 0 if failed is None else 1
+        place = held.told(statistics) if failed is None else agreement.failure(statistics)
         everyone = yield from _along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 2, C]
         if failed is not None:
             raise failed
         gathered, places = everyone[:, :-2], everyone[:, -2:, :3]
-        if not statistics.is_cuda:
-            _check_places(dist.get_process_group_ranks(group), places.tolist(), held)
+        ranks = dist.get_process_group_ranks(group)
+        look_once((group, held), places, lambda: agreement.check_places(ranks, places.tolist(), held.vocab_size))
+        if not agreement.on_gpu(places):
             return gathered
-        met = ("classes", group, held.start, held.size, held.vocab_size)
-        if met not in of_this_world() and not torch.cuda.is_current_stream_capturing():
-            _check_places(dist.get_process_group_ranks(group), places.tolist(), held)
-            of_this_world()[met] = True
-        sizes = places[:, 0, 1].sum() + HALF * places[:, 1, 1].sum()
-        fits = (sizes == held.vocab_size) & (places[:, 0, 2] == held.tokens).all() & (places[:, 1, 2] == 0).all()
-        return torch.where(fits, gathered, torch.nan)
+        return torch.where(agreement.fit(places, held.vocab_size), gathered, torch.nan)
 
     return lambda statistics: Pending(running(statistics)).wait
 
 
-HALF = 1 << 20  # numbers are sent in two parts
-
-
-def _stand_in(tokens: int, logits: Tensor, options: Asked) -> Tensor:
-    """Statistics of a rank that has none, of the shape and dtype that the others gather."""
-    dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
-    return torch.zeros(tokens, 4 if options.get("label_smoothing") else 3, dtype=dtype, device=logits.device)
+def look_once(met: Hashable, told: Tensor, check: Callable[[], None]) -> None:
+    """Checks what the ranks told: on a CPU always; on a GPU when it is first met and no graph is captured, for the host waits."""
+    if agreement.on_gpu(told) and (met in of_this_world() or torch.cuda.is_current_stream_capturing()):
+        return
+    check()
+    of_this_world()[met] = True
 
 
 def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
@@ -321,31 +309,6 @@ def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
     everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
     yield all_gather_single(everyone, part.contiguous(), group, async_op=True)
     return everyone
-
-
-def _check_places(ranks: list[int], places: list[list[list[float]]], held: Classes) -> None:
-    failed = [rank for rank, (_, high) in zip(ranks, places, strict=True) if high[2]]
-    if failed:
-        raise ValueError(f"cross-entropy cannot go on: see the error of rank {', '.join(map(str, failed))}")
-    tokens = {int(low[2]): rank for rank, (low, _) in zip(ranks, places, strict=True)}
-    if len(tokens) > 1:
-        raise ValueError(
-            f"the ranks have different numbers of tokens: {', '.join(f'{n} on rank {rank}' for n, rank in tokens.items())}; "
-            f"give every rank of the group the same target"
-        )
-    found = []
-    for rank, (low, high) in zip(ranks, places, strict=True):
-        start, size = (int(low[i]) + HALF * int(high[i]) for i in (0, 1))
-        if size:
-            found.append((start, start + size, rank))
-    found.sort()
-    stops = [0, *(stop for _, stop, _ in found)]
-    if stops[-1] != held.vocab_size or any(begin != stop for (begin, _, _), stop in zip(found, stops, strict=False)):
-        told = ", ".join(f"{begin} to {stop} on rank {rank}" for begin, stop, rank in found)
-        raise ValueError(
-            f"the ranks hold the classes {told}, which are not each of a vocabulary of {held.vocab_size} once; give each rank "
-            f"its own logits, not gathered ones, and vocab_start and vocab_size to fit"
-        )
 
 
 CROSS_ENTROPY = Op(

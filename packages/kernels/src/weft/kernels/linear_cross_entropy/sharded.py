@@ -13,13 +13,15 @@ from weft.mesh import Layout, LayoutError
 from weft.mesh.extents import chunk, largest_part
 from weft.reshard.collectives import all_gather_single, reduce_scatter_single
 
+from ..cross_entropy import agreement
+from ..cross_entropy.agreement import Classes
 from ..cross_entropy.options import Asked, Form, Options, check, form_of
 from ..cross_entropy.sharded import (
     CROSS_ENTROPY,
-    Classes,
     Reduction,
     as_denominator,
     divisor,
+    look_once,
     starting,
     starting_checked,
 )
@@ -27,6 +29,7 @@ from ..matmul.sharded import LINEAR
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply_many
 from . import function
+from .agreement import Sizes, check_sizes, sizes_of
 from .custom_ops import compiled
 from .gradients import Wanted
 
@@ -66,6 +69,7 @@ def linear_cross_entropy(
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
     sharded on V makes it vocab-parallel, and the input's gradient Partial(sum) over those axes.
     Communication: as of `cross_entropy`, in a gather a chunk while the next chunk's GEMM runs; none in backward.
+    torch.compile(fullgraph=True) takes plain tensors alone.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
     _check(form_of(input), linear_weight, linear_bias, chunk_tokens)
@@ -115,27 +119,35 @@ def vocab_parallel_linear_cross_entropy(
     Communication: in forward one all-gather of 36 bytes in which the ranks agree, and one a chunk of 12 bytes per token and
     rank (16 with label smoothing), while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
     sequence_parallel an all-gather of the input before, and a reduce-scatter in place of the all-reduce.
-    Raises ValueError as `linear_cross_entropy` and `vocab_parallel_cross_entropy` do.
+    torch.compile(fullgraph=True) cannot take it.
+    Raises ValueError as `linear_cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks'
+    classes are not each of the vocabulary once, or their tokens, chunks or bytes a token differ. On a GPU that is compared when
+    a group and sizes are first met, and the host waits for no device afterwards: a rank that cannot go on later raises alone,
+    and at once; the others cannot learn of it, and wait for its next gather until the launcher or the group's timeout ends them.
     """
-    if any(isinstance(tensor, DTensor) for tensor in (input, linear_weight, target)):
-        raise ValueError(
-            "vocab_parallel_linear_cross_entropy takes local tensors; give DTensors to linear_cross_entropy"
-        )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    V, asked, scalar, failed = len(linear_weight) if linear_weight.ndim else 0, None, None, None
+    V, sizes, asked, scalar, failed = 0, Sizes(), None, None, None
     try:
+        if any(isinstance(tensor, DTensor) for tensor in (input, linear_weight, target)):
+            raise ValueError(
+                "vocab_parallel_linear_cross_entropy takes local tensors; give DTensors to linear_cross_entropy"
+            )
+        V = len(linear_weight) if linear_weight.ndim else 0
         asked, scalar = Options(**options), as_denominator(denominator, weight, input)
         _check_part(input, target, group, sequence_parallel)
         _check(
-            Form((*target.shape, input.shape[-1]), input.dtype, input.device), linear_weight, linear_bias, chunk_tokens
+            Form((*target.shape, *input.shape[-1:]), input.dtype, input.device),
+            linear_weight,
+            linear_bias,
+            chunk_tokens,
         )
         form = Form((*target.shape, V), input.dtype, input.device)
         check(form, target, weight, scalar, asked, vocab_start, vocab_size)
-    except ValueError as error:
+        sizes = sizes_of(input, target, chunk_tokens, vocab_size, dist.get_world_size(group), asked)
+    except Exception as error:  # of any kind: it is gathered, so that the others learn of it
         failed = error
-    agreeing = starting_checked(group, Classes(vocab_start, V, vocab_size, target.numel()), failed)
-    agreed = agreeing(torch.zeros(1, 3, device=input.device))()[0, 0, 0]  # 0, or NaN
+    agreed = _agreed(group, Classes(vocab_start, V, vocab_size), sizes, failed, input.device)
     assert asked is not None, "otherwise it failed, and that was raised"
     whole = _Gathered.apply(input, len(target), group) if sequence_parallel else _Shared.apply(input, group)  # type: ignore[no-untyped-call]
     loss, *lse = apply_many(
@@ -143,9 +155,23 @@ def vocab_parallel_linear_cross_entropy(
         options=asked, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=dist.get_world_size(group), gather=starting([group]),
     )  # fmt: skip
-    if input.is_cuda:  # elsewhere the host has looked
+    if agreement.on_gpu(input):  # elsewhere the host has looked
         loss = loss + agreed
     return (loss, *lse) if asked.return_lse else loss
+
+
+def _agreed(
+    group: dist.ProcessGroup, held: Classes, sizes: Sizes, failed: Exception | None, device: torch.device
+) -> Tensor:
+    """0 where the ranks agree, otherwise NaN, by one gather of 36 bytes whatever is wrong with a rank.
+
+    Raises as `starting_checked`, and ValueError where the sizes differ; see `look_once`.
+    """
+    row = torch.cat([torch.full((1,), size, dtype=torch.float32, device=device) for size in sizes])  # by no copy
+    told = starting_checked(group, held, failed)(row.unsqueeze(0))()[:, 0]  # [ranks, 3]
+    ranks = dist.get_process_group_ranks(group)
+    look_once((group, held, sizes), told, lambda: check_sizes(ranks, told.tolist()))
+    return torch.where((told == told[0]).all(), 0.0, torch.nan)
 
 
 def _wanted(*tensors: Tensor | None) -> Wanted:

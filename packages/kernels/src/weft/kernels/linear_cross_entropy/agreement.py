@@ -1,0 +1,48 @@
+"""What the ranks of a group must agree on before they gather in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cross_entropy.agreement import values_on_ranks
+from ..cross_entropy.options import Options
+from .chunks import chunks_of
+
+
+class Sizes(NamedTuple):
+    """What decides how much is gathered how often, and must be the same on every rank."""
+
+    tokens: int = 0
+    chunk: int = 0
+    token_bytes: int = 0
+
+
+def sizes_of(
+    input: Tensor, target: Tensor, chunk_tokens: int | None, vocab_size: int, shards: int, options: Options
+) -> Sizes:
+    chunks = chunks_of(target.numel(), chunk_tokens, -(-vocab_size // shards), 2, input)
+    wide = torch.promote_types(input.dtype, torch.float32)
+    return Sizes(target.numel(), chunks[0].stop if chunks else 0, (4 if options.label_smoothing else 3) * wide.itemsize)
+
+
+def check_sizes(ranks: Sequence[int], told: list[list[float]]) -> None:
+    """Raises ValueError where the ranks' sizes differ; told: of each rank."""
+    tokens, chunks, token_bytes = (values_on_ranks(ranks, column) for column in zip(*told, strict=True))
+    if len(tokens) > 1:
+        raise ValueError(
+            f"the ranks have different numbers of tokens: {', '.join(tokens)}; give every rank of the group the same target"
+        )
+    if len(token_bytes) > 1:
+        raise ValueError(
+            f"the ranks gather different numbers of bytes for a token: {', '.join(token_bytes)}; give every rank of the "
+            f"group the same label_smoothing, and input of the same dtype"
+        )
+    if len(chunks) > 1:
+        raise ValueError(
+            f"the ranks take different numbers of tokens at a time: {', '.join(chunks)}; give every rank of the group the "
+            f"same chunk_tokens"
+        )

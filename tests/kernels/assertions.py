@@ -1,0 +1,32 @@
+"""`python -m tests.kernels.assertions`: the PTX of the kernels that look at targets, without and with Triton's debug mode."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from weft.kernels.aot import Variant, compile_variant, variants
+
+NAMES = ("cross_entropy.statistics/bf16-contiguous", "cross_entropy.gradient/bf16-contiguous-fused")
+
+
+def ptx(variant: Variant, debug: bool) -> str:
+    """What `compile_variant` makes for sm_90, where a launch under TRITON_DEBUG=1 would ask for debug."""
+    made: list[str] = []
+
+    def compiled(*arguments: Any, options: dict[str, Any], **given: Any) -> Any:
+        kernel = compile_(*arguments, options=options | {"debug": debug}, **given)
+        made.append(kernel.asm["ptx"])
+        return kernel
+
+    compile_ = triton.compile
+    with patch.object(triton, "compile", compiled):
+        compile_variant(variant, "sm_90")
+    return made[0]
+
+
+if __name__ == "__main__":
+    found = {each.name: [ptx(each, debug) for debug in (False, True)] for each in variants() if each.name in NAMES}
+    print(json.dumps(found))

@@ -1,0 +1,20 @@
+"""A target that is no class stops the kernels where Triton is told to debug, and costs nothing otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.compiled import reported
+from tests.kernels.assertions import NAMES
+
+ASSERTION = "__assertfail"  # what PTX calls where an assertion does not hold
+pytestmark = pytest.mark.timeout(300)  # 10 s, and more where others use the cores
+
+
+def test_the_device_assertion_is_compiled_in_debug_mode_alone():
+    found = reported("tests.kernels.assertions")
+    assert found.keys() == set(NAMES)
+    for plain, debug in found.values():
+        assert ASSERTION not in plain
+        assert ASSERTION in debug
+        assert ", ".join(map(str, b"a target is no class")) in debug  # PTX has strings as numbers
