@@ -47,7 +47,7 @@ def test_whatever_was_guessed_the_bits_are_the_same(device, options, reduction):
     options = given(options, V, device) | {"reduction": reduction}
     logits, target, _ = make(5, V, device, torch.bfloat16)
     whole = cross_entropy(logits, target, **options)
-    for number in (1.0, 1.0, -0.3, -0.3, -0.3, 2.0, NAN, 0.0, 0.0, 0.0):
+    for number in (1.0, -0.3, -0.3, -0.3, NAN, 0.0):
         upstream = torch.tensor(number, device=device)
         found, expected = (way(logits, target, upstream, **options) for way in (step, without_a_guess))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
