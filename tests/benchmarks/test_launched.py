@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks import launched
 
-triton = pytest.importorskip("triton")
-
 
 def _gradient(x_ptr, V, BLOCK_V):  # type: ignore[no-untyped-def]
     pass
@@ -30,6 +28,8 @@ def compiled(function: Any, block: int, registers: int, spilled: int = 0) -> Any
 
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    import triton  # not above: see tests/kernels/conftest.py
+
     made = [triton.JITFunction(each) for each in (_gradient, _losses)]
     for function in made:
         function.device_caches = defaultdict(list, {0: [{"another V": compiled(function, 16, 255, 9)}, {}]})
@@ -75,6 +75,8 @@ def test_what_a_call_raises_leaves_the_kernels_where_they_were(functions: list[A
 
 
 def test_triton_has_what_is_read_from_it() -> None:
+    import triton
+
     function = triton.JITFunction(_gradient)
     assert isinstance(function.device_caches, defaultdict) and callable(function.create_binder)
     assert (function.arg_names, function.__name__) == (["x_ptr", "V", "BLOCK_V"], "_gradient")

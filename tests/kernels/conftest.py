@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ HERE = Path(__file__).parent
 
 
 def _import_interpreted() -> None:
+    if "triton" in sys.modules:
+        raise pytest.UsageError(
+            "triton was imported before tests/kernels/conftest.py, so that its kernels would not be interpreted: import it in "
+            "the tests that need it, not at the top of their modules"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
     for name in KERNELS:
         importlib.import_module(name)
