@@ -56,7 +56,7 @@ def test_gpu(session: nox.Session) -> None:
 
 @nox.session
 def test_first_hour(session: nox.Session) -> None:
-    """Clones this repository and types what its README shows, its table of results too: more than half an hour."""
+    """Clones this repository and types what its README shows, its table of results too: an hour."""
     _pytest(session, "-m", "first_hour", "--timeout=7200", *session.posargs)
 
 

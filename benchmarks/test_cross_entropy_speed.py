@@ -120,4 +120,4 @@ def test_linear_cross_entropy_speed(tokens: int, tell: Tell, clock: Device) -> N
     print(f"\n{found}")
     found.tell_all(tell)
     assert float(found.rows[losses.FLOAT32]["peak_bytes"]) <= GOAL
-    assert found.roofline(losses.FLOAT32) >= 1 / 1.03
+    assert min(map(found.roofline, (losses.FLOAT32, "Weft, inplace_backward"))) >= 1 / 1.03

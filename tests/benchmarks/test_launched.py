@@ -11,11 +11,11 @@ import pytest
 from benchmarks import launched
 
 
-def _gradient(x_ptr, V, BLOCK_V):  # type: ignore[no-untyped-def]
+def _gradient(x_ptr, V, BLOCK_V):
     pass
 
 
-def _losses(x_ptr, N, BLOCK_N):  # type: ignore[no-untyped-def]
+def _losses(x_ptr, N, BLOCK_N):
     pass
 
 

@@ -57,12 +57,17 @@ def test_every_pair(sizes, ndim, each):
             check(src, dst, whole_of(shape))
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("ndim, part", [*((2, part) for part in range(4)), *((3, part) for part in range(8))])
-def test_every_pair_on_2x2x2(ndim, part):
+@pytest.mark.parametrize(
+    "ndim, parts, part",
+    [
+        *(pytest.param(2, 4, part, id=f"matrix-{part}") for part in range(4)),
+        *(pytest.param(3, 8, part, marks=pytest.mark.timeout(300), id=f"cube-{part}") for part in range(8)),
+    ],
+)
+def test_every_pair_on_2x2x2(ndim, parts, part):
     layouts = every_layout(ProcessMesh.grid(a=2, b=2, c=2), ndim)
     shapes = itertools.cycle(itertools.product((7, 5, 1, 3, 6, 4, 2, 0), repeat=ndim))
-    for shape, (src, dst) in zip(shapes, itertools.product(layouts[part :: {2: 4, 3: 8}[ndim]], layouts), strict=False):
+    for shape, (src, dst) in zip(shapes, itertools.product(layouts[part::parts], layouts), strict=False):
         check(src, dst, whole_of(shape))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,14 +96,23 @@ def shard_by_shard(
         needed = (True, True, False, bias is not None, False, False)
         return loss, lambda: function.backward(saved, (case.upstream.to(loss.dtype),), needed, **given)
 
-    local: list[list[Tensor]] = []  # of each shard the statistics of each chunk
-    for shard in range(len(sizes)):
-        local.append([])
-        forward(shard, False, lambda found: local[-1].append(found) or (lambda: found.unsqueeze(0)))  # type: ignore[func-returns-value]
+    def keeping(kept: list[Tensor]) -> Gather:
+        def gather(found: Tensor) -> Callable[[], Tensor]:
+            kept.append(found)
+            return partial(found.unsqueeze, 0)
+
+        return gather
+
+    def meeting(chunks: Iterator[tuple[Tensor, ...]]) -> Gather:
+        return lambda found: partial(torch.stack, next(chunks))
+
+    local: list[list[Tensor]] = [[] for _ in sizes]  # of each shard the statistics of each chunk
+    for shard, kept in enumerate(local):
+        forward(shard, False, keeping(kept))
     losses, gradients = [], []
     for shard in range(len(sizes)):
         chunks = zip(*local, strict=True)
-        loss, backward = forward(shard, True, lambda found, chunks=chunks: partial(torch.stack, next(chunks)))  # type: ignore[misc]
+        loss, backward = forward(shard, True, meeting(chunks))
         assert next(chunks, None) is None  # as many gathers as before, and none of them in backward
         losses.append(loss)
         gradients.append(backward())
