@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from weft.kernels.cross_entropy import sharded
+from weft.kernels.cross_entropy.gathers import sharded
 from weft.kernels.linear_cross_entropy.chunks import Product
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -55,11 +55,18 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
+    layouts, sharding = sharding_of(op, tensors, mesh, options)
+    return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-untyped-call]
+
+
+def sharding_of(
+    op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]
+) -> tuple[tuple[Layout | None, ...], Sharding]:
+    """How the operands lie, and what the op's rule answers. Raises LayoutError where it does not take that."""
     layouts = tuple(None if tensor is None else _layout(tensor, mesh) for tensor in tensors)
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
     fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
-    sharding = _sharding(op, layouts, shapes, fixed)
-    return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-untyped-call]
+    return layouts, _sharding(op, layouts, shapes, fixed)
 
 
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
@@ -174,15 +181,20 @@ class _Sharded(torch.autograd.Function):
             parts = [like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes]
         gradients: list[Tensor | None] = []
         for part, layout, shape, plain in zip(parts, layouts, ctx.shapes, ctx.plain, strict=True):
-            if part is None or layout is None:
+            if part is None or layout is None or (plain and not ctx.inside):  # a plain tensor has no empty part
                 gradients.append(None)
-            elif not plain:
-                gradients.append(wrap(part, layout, shape))
-            elif set(layout.placements) == {Replicate()}:
-                gradients.append(part if ctx.inside else None)  # a plain tensor has no empty part
             else:
-                raise LayoutError(
-                    f"{ctx.op.name}: a plain tensor of shape {tuple(shape)} beside DTensors has a gradient that is "
-                    f"({layout}); give it a layout with distribute(), so that its gradient can say so"
-                )
+                gradients.append(laid(ctx.op, part, layout, shape, plain))
         return None, None, None, None, None, *gradients
+
+
+def laid(op: Op, gradient: Tensor, layout: Layout, shape: Sequence[int], plain: bool) -> Tensor:
+    """The gradient of an operand, as the operand is. Raises LayoutError for a plain tensor whose gradient is not whole."""
+    if not plain:
+        return wrap(gradient, layout, shape)
+    if set(layout.placements) == {Replicate()}:
+        return gradient
+    raise LayoutError(
+        f"{op.name}: a plain tensor of shape {tuple(shape)} beside DTensors has a gradient that is ({layout}); give it a "
+        f"layout with distribute(), so that its gradient can say so"
+    )

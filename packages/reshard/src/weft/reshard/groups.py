@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
@@ -43,7 +45,8 @@ def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
     """The process mesh of a DeviceMesh; axes without names are called axis0, axis1, …"""
     _forget_other_worlds()
     if mesh not in _known:
-        _known[mesh] = as_mesh(mesh)
+        with unset_fake_temporarily():  # its ranks are numbers also where torch.compile traces
+            _known[mesh] = as_mesh(mesh)
         _made.setdefault((_known[mesh], mesh.device_type), mesh)
     return _known[mesh]
 
@@ -92,6 +95,14 @@ def of_this_world() -> dict[Any, Any]:
     """A place for what must not outlive the process groups it refers to: emptied when the world changes."""
     _forget_other_worlds()
     return _of_this_world
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that `group_name`, which is what a compiled graph knows of it. Raises RuntimeError for none."""
+    group: dist.ProcessGroup = c10d._resolve_process_group(
+        cast(Any, name)
+    )  # torch 2.13 has a type of its own for names
+    return group
 
 
 def this_rank() -> int:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .options import Asked
-
 HALF = 1 << 20  # numbers are sent in two parts: float32 has 24 bits
 
 
@@ -73,7 +71,7 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def stand_in(tokens: int, logits: Tensor, options: Asked) -> Tensor:
+def stand_in(target: Tensor, logits: Tensor, smoothing: bool) -> Tensor:
     """Statistics of a rank that has none, of the shape and dtype that the others gather."""
     dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
-    return torch.zeros(tokens, 4 if options.get("label_smoothing") else 3, dtype=dtype, device=logits.device)
+    return torch.zeros(target.numel(), 4 if smoothing else 3, dtype=dtype, device=logits.device)

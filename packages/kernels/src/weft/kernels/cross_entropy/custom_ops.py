@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
 
 from . import function
-from .options import SCHEMA, Options
+from .agreement import Classes, stand_in
+from .gathers.sharded import Along, attempted
+from .options import SCHEMA, Options, check, form_of
 
 Made = tuple[
     Tensor, Tensor, Tensor, Tensor
@@ -17,44 +21,92 @@ Made = tuple[
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
+class Place(NamedTuple):
+    """Which shard of the vocabulary it is, as arguments of a custom op; of DTensors, their layouts tell.
+
+    groups: those that gather, by name, minor first.  checked: whether the one group also compares what its ranks hold.
+    """
+
+    vocab_start: int = 0
+    vocab_size: int | None = None
+    groups: Sequence[str] | None = None
+    checked: bool = False
+
+    @property
+    def shards(self) -> int:
+        gather = Along.named(self.groups)
+        return 1 if gather is None else math.prod(group.size() for group in gather.groups)
+
+
+PLACE = "int vocab_start, int? vocab_size, str[]? groups, bool checked"  # of `Place`
+
+
 def compiled(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *, options: Options
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    *,
+    options: Options,
+    place: Place,
 ) -> tuple[Tensor, ...]:
     """Loss and lse. The gradient is out of place whatever was asked: the compiler decides on memory."""
-    loss, lse, _, _ = forward(logits, target, weight, denominator, *options.flat())
+    loss, lse, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
     return loss, lse
 
 
 @library.custom_op(
-    "weft::cross_entropy", mutates_args=(), schema=f"({TENSORS}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "weft::cross_entropy",
+    mutates_args=(),
+    schema=f"({TENSORS}, {PLACE}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
-    options = _with_lse(*asked)
-    (loss, lse), saved = function.forward(logits, target, weight, denominator, options=options)
+    place, options = with_lse(asked)
+    (loss, lse), saved = function.forward(
+        logits, target, weight, denominator,
+        options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
+        gather=_gather(logits, target, weight, denominator, place, options),
+    )  # fmt: skip
     counted, statistics = saved[3:5]
     assert statistics is not None, "forward saves them"
     if counted is None or denominator is not None:
         counted = statistics.new_empty(0)  # an output may be no input
-    return loss, lse, counted, statistics
+    return loss, lse, counted, statistics.contiguous()  # checked, they are cut from what was gathered
+
+
+def _gather(
+    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, place: Place, options: Options
+) -> function.Gather | None:
+    along = Along.named(place.groups)
+    if along is None or place.vocab_size is None or not place.checked:
+        return along
+    start, vocab_size, V = place.vocab_start, place.vocab_size, logits.shape[-1] if logits.ndim else 0
+    _, gather = attempted(
+        lambda: check(form_of(logits), target, weight, denominator, options, start, vocab_size),
+        along.groups[0],
+        Classes(start, V, vocab_size),
+        lambda: stand_in(target, logits, options.label_smoothing > 0),
+    )
+    return gather
 
 
 @forward.register_fake
 def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
-    options = _with_lse(*asked)
+    place, options = with_lse(asked)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     counts = options.reduction == "mean" and denominator is None
     return (
         torch.empty_like(lse) if options.reduction == "none" else lse.new_empty(()),
         lse,
         lse.new_empty(() if counts else 0),
-        lse.new_empty(1, target.numel(), 4 if options.label_smoothing else 3),
+        lse.new_empty(place.shards, target.numel(), 4 if options.label_smoothing else 3),
     )
 
 
 @library.custom_op(
     "weft::cross_entropy_backward",
     mutates_args=(),
-    schema=f"(Tensor? grad, Tensor? grad_lse, {TENSORS}, Tensor statistics, {SCHEMA}) -> Tensor",
+    schema=f"(Tensor? grad, Tensor? grad_lse, {TENSORS}, Tensor statistics, {PLACE}, {SCHEMA}) -> Tensor",
 )
 def backward(
     grad: Tensor | None,
@@ -66,8 +118,12 @@ def backward(
     statistics: Tensor,
     *asked: Any,
 ) -> Tensor:
+    place, options = with_lse(asked)
     saved, needed = (logits, target, weight, denominator, statistics, None, None), (True, False, False, False)
-    dlogits, *_ = function.backward(saved, (grad, grad_lse), needed, options=_with_lse(*asked))
+    dlogits, *_ = function.backward(
+        saved, (grad, grad_lse), needed,
+        options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
+    )  # fmt: skip
     assert dlogits is not None, "it was asked for"
     return dlogits
 
@@ -91,6 +147,13 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: An
 forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def _with_lse(*asked: Any) -> Options:
-    """The ops always make it, so that they have one form."""
-    return replace(Options.of_flat(*asked), return_lse=True)
+def with_lse(asked: Sequence[Any]) -> tuple[Place, Options]:
+    """`place_and_options` of cross-entropy's own ops, which always make the lse, so that they have one form."""
+    place, options = place_and_options(asked)
+    return place, replace(options, return_lse=True)
+
+
+def place_and_options(asked: Sequence[Any]) -> tuple[Place, Options]:
+    """From the last arguments of a custom op: those of PLACE and of SCHEMA."""
+    fields = len(Place._fields)
+    return Place(*asked[:fields]), Options.of_flat(*asked[fields:])

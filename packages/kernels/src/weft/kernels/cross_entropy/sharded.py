@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, LayoutError, Partial, Shard, infer
+from weft.mesh import Partial
 from weft.reshard import layout_of, reshard
-from weft.reshard.collectives import Pending, Running, all_gather_single
 from weft.reshard.dtensor import wrap
-from weft.reshard.groups import axis_group, of_this_world
 
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply_many, independent
-from . import agreement, function, reference
+from ..sharded import apply_many
+from . import agreement, reference
 from .agreement import Classes
-from .custom_ops import compiled
+from .gathers.sharded import attempted
 from .guess import Once
+from .layouts.sharded import CROSS_ENTROPY, local_denominator
 from .options import Asked, Options, check, check_contiguous, form_of
+from .traced.sharded import Place, compiled
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -60,7 +57,7 @@ def cross_entropy(
     Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward (16
     with label smoothing), none in backward; for "mean" without a denominator, one all-reduce of a number over the axes
     that shard the tokens. The host waits for no device.
-    torch.compile(fullgraph=True) takes plain tensors alone, as one node of the graph.
+    torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors the count is one all-reduce an axis then.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
     if logits.ndim < 1 or target.shape != logits.shape[:-1]:
@@ -73,8 +70,8 @@ def cross_entropy(
     )  # fmt: skip
     check_not_leaf(logits, options)
     operands = (logits, target, weight, divisor(denominator, target, weight, logits, options))
-    if torch.compiler.is_compiling() and not any(isinstance(each, DTensor) for each in operands):
-        outputs = compiled(*operands, options=options)
+    if torch.compiler.is_compiling():
+        outputs = compiled(*operands, options=options, place=Place())
     else:
         outputs = apply_many(CROSS_ENTROPY, *operands, options=options, once=_once(logits, options))
     return outputs if return_lse else outputs[0]
@@ -103,7 +100,7 @@ def vocab_parallel_cross_entropy(
     target, weight: as there, of all classes and the same on every rank. options: as there; a mean counts these tokens.
     Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
     Communication: one all-gather over `group`, of 12 bytes per token and rank (16 with label smoothing) and twice as many once;
-    none in backward. torch.compile(fullgraph=True) cannot take it.
+    none in backward. torch.compile(fullgraph=True) takes it as one node of the graph.
     Raises ValueError as `cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks' classes
     are not each of the vocabulary once: gathered logits, for one. On a GPU the classes are compared when a group and sizes are
     first met, and the loss is NaN where they do not fit later, or another rank cannot go on: the host waits for no device.
@@ -112,25 +109,34 @@ def vocab_parallel_cross_entropy(
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    asked = scalar = failed = None
-    try:
-        if isinstance(logits, DTensor) or isinstance(target, DTensor):
-            raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
+    if torch.compiler.is_compiling():
+        _check_local(logits, target)
+        asked, scalar = Options(**options), as_denominator(denominator, weight, logits)
+        place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
+        outputs = compiled(logits, target, weight, scalar, options=asked, place=place)
+        return outputs if asked.return_lse else outputs[0]
+
+    def attempt() -> tuple[Options, Tensor | None]:
+        _check_local(logits, target)
         asked, scalar = Options(**options), as_denominator(denominator, weight, logits)
         check_not_leaf(logits, asked)
         check_contiguous(logits, asked)
         check(form_of(logits), target, weight, scalar, asked, vocab_start, vocab_size)
-    except Exception as error:  # of any kind: it is gathered, so that the others learn of it
-        failed = error
-    gather = starting_checked(group, Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size), failed)
-    if failed is not None:
-        gather(agreement.stand_in(target.numel(), logits, options))()
-    assert asked is not None, "otherwise it failed, and the gather raised that"
+        return asked, scalar
+
+    held = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
+    smoothing = bool(options.get("label_smoothing"))
+    (asked, scalar), gather = attempted(attempt, group, held, lambda: agreement.stand_in(target, logits, smoothing))
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
         options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
     )  # fmt: skip
     return outputs if asked.return_lse else outputs[0]
+
+
+def _check_local(*tensors: Tensor) -> None:
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
 
 
 def divisor(
@@ -140,6 +146,8 @@ def divisor(
     where the local tokens are all that there are.
     """
     given = as_denominator(denominator, weight, like)
+    if torch.compiler.is_compiling():  # the op counts
+        return given
     if given is None and options.reduction == "mean" and isinstance(target, DTensor):
         return _global_count(target, weight, options.ignore_index, torch.promote_types(like.dtype, torch.float32))
     return given
@@ -156,13 +164,8 @@ def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, lo
             raise ValueError(f"the {name} requires a gradient, and cross-entropy has none for it; give {name}.detach()")
     if denominator is None:
         return None
-    if isinstance(denominator, DTensor):
-        layout = layout_of(denominator)
-        if layout.placements != Layout(layout.mesh).placements:
-            raise LayoutError(
-                f"the denominator lies ({layout}); reshard it to ({Layout(layout.mesh)})", (Layout(layout.mesh),)
-            )
-        denominator = denominator.to_local()
+    if isinstance(denominator, DTensor) and not torch.compiler.is_compiling():  # which takes it apart later
+        denominator = local_denominator(denominator)
     wide = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
@@ -209,114 +212,3 @@ def _global_count(target: DTensor, weight: Tensor | None, ignore_index: int, dty
     count = reference.of_target(local_weight, local.reshape(-1), ignore_index, dtype).sum()
     over_tokens = layout.replace(**{axis: Partial("sum") for axes in layout.shard_order.values() for axis in axes})
     return reshard(wrap(count, over_tokens, ())).to_local()
-
-
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
-    logits, target, weight, _ = layouts
-    shape, _, _, _ = shapes
-    options: Options = given["options"]
-    assert logits is not None and target is not None and shape, "both are given"
-    vocab_dim = len(shape) - 1
-    vocab_axes = logits.shard_order.get(vocab_dim, ())
-    tokens = logits.replace(**dict.fromkeys(vocab_axes, "R"))
-    if logits.is_partial():
-        raise LayoutError(f"cross_entropy is not linear in its logits, which are ({logits}); reshard them first")
-    if target != tokens:
-        raise LayoutError(
-            f"cross_entropy has logits ({logits}) and a target ({target}); reshard the target to ({tokens})"
-        )
-    if weight is not None:
-        infer.whole("cross_entropy", "the weight", weight, 0)
-    output = tokens
-    if options.reduction != "none":
-        output = Layout(
-            logits.mesh,
-            {
-                axis: Partial("sum") if isinstance(placement, Shard) else placement
-                for axis, placement in zip(tokens.mesh.axis_names, tokens.placements, strict=True)
-            },
-        )
-    of_loss, of_lse = independent(output, (logits, target)), independent(tokens, (logits, target))
-
-    def gradients(loss: Layout | None, lse: Layout | None = None) -> tuple[Layout | None, ...]:
-        found = [rule(grad)[0] for rule, grad in ((of_loss, loss), (of_lse, lse)) if grad is not None]
-        if found[0] != found[-1]:
-            raise LayoutError(
-                f"the gradients of loss ({loss}) and lse ({lse}) bring the logits' gradient as ({found[0]}) and "
-                f"({found[-1]}), which do not add; reshard one of the outputs before it is used"
-            )
-        return found[0], None, None, None
-
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {
-            "vocab_start": logits.local_slices(shape, rank)[vocab_dim].start,
-            "vocab_size": shape[vocab_dim],
-            "gather": starting([axis_group(mesh, axis) for axis in reversed(vocab_axes)]) if vocab_axes else None,
-        }
-
-    loss_shape = shape[:-1] if options.reduction == "none" else ()
-    more = ((tokens, shape[:-1]),) if options.return_lse else ()
-    return Sharding(output, loss_shape, gradients, local, more)
-
-
-def starting(groups: list[dist.ProcessGroup]) -> function.Gather:
-    """Gathers over the groups of the axes that shard the vocabulary, minor first: one all-gather for each."""
-
-    def running(statistics: Tensor) -> Running:
-        gathered = statistics.unsqueeze(0)
-        for group in groups:
-            gathered = yield from _along(group, gathered)
-        return gathered
-
-    return lambda statistics: Pending(running(statistics)).wait
-
-
-def starting_checked(group: dist.ProcessGroup, held: Classes, failed: Exception | None) -> function.Gather:
-    """Gathers over one group; with the statistics goes what each rank holds, and whether it can go on.
-
-    Raises what has `failed` here, and ValueError where another rank has failed or the ranks' classes do not fit; see
-    `look_once`. Where it did not look, NaN is gathered then.
-    """
-
-    def running(statistics: Tensor) -> Running:
-        place = held.told(statistics) if failed is None else agreement.failure(statistics)
-        everyone = yield from _along(group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 2, C]
-        if failed is not None:
-            raise failed
-        gathered, places = everyone[:, :-2], everyone[:, -2:, :3]
-        ranks = dist.get_process_group_ranks(group)
-        look_once((group, held), places, lambda: agreement.check_places(ranks, places.tolist(), held.vocab_size))
-        if not agreement.on_gpu(places):
-            return gathered
-        return torch.where(agreement.fit(places, held.vocab_size), gathered, torch.nan)
-
-    return lambda statistics: Pending(running(statistics)).wait
-
-
-def look_once(met: Hashable, told: Tensor, check: Callable[[], None]) -> None:
-    """Checks what the ranks told: on a CPU always; on a GPU when it is first met and no graph is captured, for the host waits."""
-    if agreement.on_gpu(told) and (met in of_this_world() or torch.cuda.is_current_stream_capturing()):
-        return
-    check()
-    of_this_world()[met] = True
-
-
-def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
-    """[K, ...] of each rank -> [ranks * K, ...], in the order of the ranks."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return part
-    everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    yield all_gather_single(everyone, part.contiguous(), group, async_op=True)
-    return everyone
-
-
-CROSS_ENTROPY = Op(
-    "cross_entropy",
-    function.forward,
-    function.backward,
-    _rule,
-    lambda dtype: torch.promote_types(dtype, torch.float32),
-    varying=("once",),
-    overwrites=lambda options: options["options"].inplace_backward,
-)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cross_entropy.agreement import values_on_ranks
+from ..cross_entropy.agreement import Classes, values_on_ranks
 from ..cross_entropy.options import Options
 from .chunks import chunks_of
 
@@ -19,6 +19,11 @@ class Sizes(NamedTuple):
     tokens: int = 0
     chunk: int = 0
     token_bytes: int = 0
+
+
+def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> Classes:
+    """Those that a rank's weight holds, whatever is given for one."""
+    return Classes(vocab_start, linear_weight.shape[0] if linear_weight.ndim else 0, vocab_size)
 
 
 def sizes_of(

@@ -1,0 +1,1 @@
+"""How the statistics of all shards of the vocabulary come together."""

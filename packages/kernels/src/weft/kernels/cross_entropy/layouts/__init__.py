@@ -1,0 +1,1 @@
+"""Which layouts cross-entropy takes and gives."""

@@ -1,0 +1,87 @@
+"""Cross-entropy as an op on layouts: what the logits, the target and the losses lie like, and who gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, LayoutError, Partial, Shard, infer
+from weft.reshard import layout_of
+from weft.reshard.groups import axis_group
+
+from ...op import Op
+from ...sharded import Shapes, Sharding, independent
+from .. import function
+from ..gathers.sharded import Along
+from ..options import Options
+
+
+def local_denominator(denominator: DTensor) -> Tensor:
+    """Raises LayoutError where it is not whole on every rank."""
+    layout = layout_of(denominator)
+    whole = Layout(layout.mesh)
+    if layout.placements != whole.placements:
+        raise LayoutError(f"the denominator lies ({layout}); reshard it to ({whole})", (whole,))
+    return denominator.to_local()
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
+    logits, target, weight, _ = layouts
+    shape, _, _, _ = shapes
+    options: Options = given["options"]
+    assert logits is not None and target is not None and shape, "both are given"
+    vocab_dim = len(shape) - 1
+    vocab_axes = logits.shard_order.get(vocab_dim, ())
+    tokens = logits.replace(**dict.fromkeys(vocab_axes, "R"))
+    if logits.is_partial():
+        raise LayoutError(f"cross_entropy is not linear in its logits, which are ({logits}); reshard them first")
+    if target != tokens:
+        raise LayoutError(
+            f"cross_entropy has logits ({logits}) and a target ({target}); reshard the target to ({tokens})"
+        )
+    if weight is not None:
+        infer.whole("cross_entropy", "the weight", weight, 0)
+    output = tokens
+    if options.reduction != "none":
+        output = Layout(
+            logits.mesh,
+            {
+                axis: Partial("sum") if isinstance(placement, Shard) else placement
+                for axis, placement in zip(tokens.mesh.axis_names, tokens.placements, strict=True)
+            },
+        )
+    of_loss, of_lse = independent(output, (logits, target)), independent(tokens, (logits, target))
+
+    def gradients(loss: Layout | None, lse: Layout | None = None) -> tuple[Layout | None, ...]:
+        found = [rule(grad)[0] for rule, grad in ((of_loss, loss), (of_lse, lse)) if grad is not None]
+        if found[0] != found[-1]:
+            raise LayoutError(
+                f"the gradients of loss ({loss}) and lse ({lse}) bring the logits' gradient as ({found[0]}) and "
+                f"({found[-1]}), which do not add; reshard one of the outputs before it is used"
+            )
+        return found[0], None, None, None
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {
+            "vocab_start": logits.local_slices(shape, rank)[vocab_dim].start,
+            "vocab_size": shape[vocab_dim],
+            "gather": Along(tuple(axis_group(mesh, axis) for axis in reversed(vocab_axes))) if vocab_axes else None,
+        }
+
+    loss_shape = shape[:-1] if options.reduction == "none" else ()
+    more = ((tokens, shape[:-1]),) if options.return_lse else ()
+    return Sharding(output, loss_shape, gradients, local, more)
+
+
+CROSS_ENTROPY = Op(
+    "cross_entropy",
+    function.forward,
+    function.backward,
+    _rule,
+    lambda dtype: torch.promote_types(dtype, torch.float32),
+    varying=("once",),
+    overwrites=lambda options: options["options"].inplace_backward,
+)

@@ -1,0 +1,74 @@
+"""cross_entropy's custom ops on DTensors: the same ops on their local tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout
+
+from ...traced.sharded import Placed, sum_over, to_local
+from .. import custom_ops, reference
+from ..custom_ops import Made, Place, compiled, with_lse
+from ..layouts.sharded import CROSS_ENTROPY, local_denominator
+from ..options import Options
+
+__all__ = ["Place", "compiled", "divided_by", "place_of"]  # the first two are of custom ops that take DTensors by now
+
+
+def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Made:
+    logits, target, weight, denominator, *asked = args
+    _, options = with_lse(asked)
+    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, None), options=options)
+    divisor = divided_by(denominator, target, weight, logits.dtype, placed.layouts[1], options)
+    rest = (*place_of(placed), *options.flat())
+    loss, lse, counted, statistics = custom_ops.forward(*placed.locals[:3], divisor, *rest)
+    loss, lse = placed.wrapped((loss, lse))
+    return loss, lse, counted if denominator is not None or divisor is None else divisor, statistics
+
+
+def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+    grad, grad_lse, logits, target, weight, denominator, statistics, *asked = args
+    _, options = with_lse(asked)
+    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, None), options=options)
+    arrived, rest = map(to_local, (grad, grad_lse)), (*place_of(placed), *options.flat())
+    dlogits = custom_ops.backward(*arrived, *placed.locals[:3], to_local(denominator), statistics, *rest)
+    return placed.as_operand(0, dlogits, placed.gradients(grad, grad_lse)[0])
+
+
+def divided_by(
+    denominator: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    layout: Layout | None,
+    options: Options,
+) -> Tensor | None:
+    """What "mean" divides by: what was given, or the global count; None where the local op counts all tokens that there are.
+
+    layout: of the target.
+    """
+    if denominator is not None:
+        return local_denominator(denominator) if isinstance(denominator, DTensor) else denominator
+    if options.reduction != "mean" or not isinstance(target, DTensor) or layout is None or not layout.shard_order:
+        return None
+    local, wide = target.to_local().reshape(-1), torch.promote_types(dtype, torch.float32)
+    count = reference.of_target(to_local(weight), local, options.ignore_index, wide).sum()
+    return sum_over(count, layout, target.device_mesh)
+
+
+def place_of(placed: Placed) -> Place:
+    """From what the rule gives a rank."""
+    gather = placed.options["gather"]
+    return Place(
+        placed.options["vocab_start"],
+        placed.options["vocab_size"],
+        None if gather is None else gather.names,
+        checked=False,
+    )
+
+
+library.register_torch_dispatch(custom_ops.forward, DTensor, _forward)
+library.register_torch_dispatch(custom_ops.backward, DTensor, _backward)

@@ -1,0 +1,77 @@
+"""What linear cross-entropy cannot take; the rest is told by cross-entropy's own checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from weft.mesh.extents import chunk
+
+from ..cross_entropy.agreement import Classes
+from ..cross_entropy.options import Form, Options, check, form_of
+from .agreement import Sizes, sizes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def check_factors(input: Form, linear_weight: Tensor, linear_bias: Tensor | None, chunk_tokens: int | None) -> None:
+    if linear_weight.ndim != 2 or not input.shape or input.shape[-1] != linear_weight.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy takes input [..., H] and linear_weight [V, H], got {input.shape} and "
+            f"{tuple(linear_weight.shape)}"
+        )
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        raise ValueError(
+            f"linear_cross_entropy takes a linear_bias of shape {tuple(linear_weight.shape[:1])}, got {tuple(linear_bias.shape)}"
+        )
+    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if tensor is not None and (tensor.dtype, tensor.device) != (input.dtype, input.device):
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, input {input.dtype} on {input.device}; convert one of them"
+            )
+    if chunk_tokens is not None and (
+        not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1
+    ):
+        raise ValueError(
+            f"chunk_tokens is {chunk_tokens!r}; give a number of tokens, 1 or more, or None to have it chosen"
+        )
+
+
+def check_part(input: Tensor, target: Tensor, group: ProcessGroup, sequence_parallel: bool) -> None:
+    expected = list(target.shape)
+    if sequence_parallel:
+        if target.ndim == 0:
+            raise ValueError("sequence_parallel cuts dim 0 of the tokens; target has no dims")
+        start, stop = chunk(target.shape[0], group.size(), group.rank())
+        expected[0] = stop - start
+    if list(input.shape[:-1]) != expected:
+        part = ", this rank's part of dim 0" if sequence_parallel else ""
+        raise ValueError(
+            f"input of shape {tuple(input.shape)} for a target of shape {tuple(target.shape)}; give "
+            f"[{', '.join(map(str, expected))}, H]{part}"
+        )
+
+
+def checked_sizes(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    *,
+    options: Options,
+    held: Classes,
+    chunk_tokens: int | None,
+    group: ProcessGroup,
+    sequence_parallel: bool,
+) -> Sizes:
+    """What a rank of the group tells the others. Raises ValueError for what it cannot take."""
+    check_part(input, target, group, sequence_parallel)
+    form = form_of(input)
+    check_factors(replace(form, shape=(*target.shape, *input.shape[-1:])), linear_weight, linear_bias, chunk_tokens)
+    logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
+    check(logits, target, weight, denominator, options, held.start, held.vocab_size)
+    return sizes_of(input, target, chunk_tokens, held.vocab_size, group.size(), options)

@@ -1,0 +1,1 @@
+"""What the ranks of a group gather once, before they gather in chunks."""

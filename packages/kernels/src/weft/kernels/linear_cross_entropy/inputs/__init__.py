@@ -1,0 +1,1 @@
+"""The input of a vocab-parallel product."""

@@ -1,0 +1,85 @@
+"""How the input of a vocab-parallel product comes to every rank, and its gradient back: each the other's dual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, library
+from weft.mesh.extents import largest_part
+from weft.reshard.collectives import all_gather_single, reduce_scatter_single
+from weft.reshard.groups import group_named
+
+
+class Shared(torch.autograd.Function):
+    """Replicate -> the same; its dual adds the gradients of all ranks: one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        run = _traced_all_reduce if torch.compiler.is_compiling() else _all_reduce
+        run(grad, ctx.group)  # in place: the one op that used the output has just made it
+        return grad, None
+
+
+class Gathered(torch.autograd.Function):
+    """Shard(0) -> Replicate: an all-gather; its dual is the reduce-scatter. Dim 0 is padded to equal parts.
+
+    tokens: of all ranks.  after: what must be known before, so that no compiler puts it later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
+        ctx.group, ctx.rows = group, input.shape[0]
+        run = _traced_all_gather if torch.compiler.is_compiling() else _all_gather
+        return run(input, tokens, group, after)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        run = _traced_reduce_scatter if torch.compiler.is_compiling() else _reduce_scatter
+        return run(grad, ctx.rows, ctx.group), None, None, None
+
+
+def _all_reduce(whole: Tensor, group: str) -> None:
+    dist.all_reduce(whole, group=group_named(group))
+
+
+def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
+    share = largest_part(tokens, group_named(group).size())
+    whole = part.new_empty(share * group_named(group).size(), *part.shape[1:])
+    all_gather_single(whole, _padded(part, share), group_named(group))
+    return whole[:tokens]
+
+
+def _reduce_scatter(whole: Tensor, rows: int, group: str) -> Tensor:
+    share = largest_part(whole.shape[0], group_named(group).size())
+    part = whole.new_empty(share, *whole.shape[1:])
+    padded = _padded(whole, share * group_named(group).size())
+    reduce_scatter_single(part, padded, group=group_named(group))
+    return part[:rows]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:]))) if len(x) < rows else x.contiguous()
+
+
+# Only where they are traced, since what a custom op does is hidden from whoever counts collectives.
+_traced_all_reduce = library.custom_op("weft::all_reduce_", _all_reduce, mutates_args=("whole",))
+_traced_all_gather = library.custom_op("weft::all_gather_tokens", _all_gather, mutates_args=())
+_traced_reduce_scatter = library.custom_op("weft::reduce_scatter_tokens", _reduce_scatter, mutates_args=())
+
+
+@_traced_all_gather.register_fake
+def _(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
+    return part.new_empty(tokens, *part.shape[1:])
+
+
+@_traced_reduce_scatter.register_fake
+def _(whole: Tensor, rows: int, group: str) -> Tensor:
+    return whole.new_empty(rows, *whole.shape[1:])

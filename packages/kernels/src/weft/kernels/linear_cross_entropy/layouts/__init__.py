@@ -1,0 +1,1 @@
+"""Which layouts linear cross-entropy takes and gives."""

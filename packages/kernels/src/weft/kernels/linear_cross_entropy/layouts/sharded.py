@@ -1,0 +1,47 @@
+"""Linear cross-entropy as an op on layouts: those of the product, and of cross-entropy on its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, LayoutError
+
+from ...cross_entropy.layouts.sharded import CROSS_ENTROPY
+from ...matmul.sharded import LINEAR
+from ...op import Op
+from ...sharded import Shapes, Sharding
+from .. import function
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
+    input, linear_weight, target, linear_bias, weight, _ = layouts
+    input_shape, weight_shape, target_shape, bias_shape, _, _ = shapes
+    assert input is not None and linear_weight is not None and input_shape and weight_shape, "both are given"
+    product: Sharding = LINEAR.rule((input, linear_weight, linear_bias), (input_shape, weight_shape, bias_shape), {})
+    if input.is_partial() or linear_weight.is_partial():
+        raise LayoutError(
+            f"linear_cross_entropy is not linear in input ({input}) and linear_weight ({linear_weight}); reshard what is Partial first"
+        )
+    if product.output.is_partial():
+        raise LayoutError(
+            f"linear_cross_entropy has input ({input}) and linear_weight ({linear_weight}), whose logits would be "
+            f"({product.output}); reshard both so that H is whole"
+        )
+    logits = (product.output, target, weight, None)
+    loss: Sharding = CROSS_ENTROPY.rule(logits, (product.shape, target_shape, None, None), given)
+
+    def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        dlogits, *_ = loss.gradients(*grads)
+        assert dlogits is not None, "one of the outputs has a gradient"
+        dinput, dweight, dbias = product.gradients(dlogits)
+        return dinput, dweight, None, dbias, None, None
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        axes = product.output.shard_order.get(len(product.shape) - 1, ())
+        return {**loss.local(rank, mesh), "shards": product.output.mesh.axis_size(*axes)}
+
+    return Sharding(loss.output, loss.shape, gradients, local, loss.more)
+
+
+LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", function.forward, function.backward, _rule, CROSS_ENTROPY.dtype)

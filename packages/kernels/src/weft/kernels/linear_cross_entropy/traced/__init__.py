@@ -1,0 +1,1 @@
+"""linear_cross_entropy where torch.compile traces it."""

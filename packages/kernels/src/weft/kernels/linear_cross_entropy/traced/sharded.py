@@ -1,0 +1,70 @@
+"""linear_cross_entropy's custom ops on DTensors: the same ops on their local tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, library
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, LayoutError
+from weft.reshard import layout_of
+from weft.reshard.dtensor import wrap
+
+from ...cross_entropy.custom_ops import place_and_options
+from ...cross_entropy.traced.sharded import divided_by, place_of
+from ...traced.sharded import Placed, to_local
+from .. import custom_ops
+from ..custom_ops import compiled, settle
+from ..function import in_forward
+from ..layouts.sharded import LINEAR_CROSS_ENTROPY
+
+__all__ = ["compiled", "settle"]  # custom ops that take DTensors by now, where they are tensors of a layout
+
+FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
+
+
+def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
+    *tensors, denominator, settled, wanted, chunk_tokens = args[:9]
+    _, options = place_and_options(args[9:])
+    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, None), options=options)
+    input, _, target, _, weight = tensors
+    divisor = divided_by(denominator, target, weight, input.dtype, placed.layouts[2], options)
+    rest = (settled, wanted, chunk_tokens, *place_of(placed), *options.flat())
+    made = custom_ops.forward(*placed.locals[:5], divisor, *rest)
+    count = 1 + options.return_lse
+    outputs, kept = placed.wrapped(made[:count]), made[count:]
+    if in_forward(options, input.dtype, tuple(input.dtype if flag else None for flag in wanted)):
+        layouts = placed.sharding.gradients(Layout(placed.sharding.output.mesh))  # what arrives for a number
+        kept = [
+            placed.as_operand(i, part, layouts[i]) if want else part
+            for i, part, want in zip(FACTORS, kept, wanted, strict=True)
+        ]
+    elif denominator is None and divisor is not None:
+        kept[0] = divisor
+    return [*outputs, *kept]
+
+
+def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
+    grads, tensors, needed, chunk_tokens, *asked = args
+    _, options = place_and_options(asked)
+    arrived = [to_local(grad) for grad in grads]
+    if len(tensors) == 4:  # made in forward
+        for grad in grads:
+            if isinstance(grad, DTensor) and layout_of(grad) != Layout(layout_of(grad).mesh):
+                raise LayoutError(f"the gradient of the loss lies ({layout_of(grad)}); reshard it to be whole", ())
+        found = custom_ops.backward(arrived, [to_local(each) for each in tensors], needed, chunk_tokens, *asked)
+        made = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
+        return [
+            wrap(part, layout_of(like), like.shape) if isinstance(like, DTensor) else part
+            for part, like in zip(found, made, strict=True)
+        ]
+    *operands, denominator, statistics = tensors
+    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, None), options=options)
+    local = [*placed.locals[:5], to_local(denominator), statistics]
+    found = custom_ops.backward(arrived, local, needed, chunk_tokens, *place_of(placed), *options.flat())
+    layouts, wanted = placed.gradients(*grads), [i for i, need in zip(FACTORS, needed, strict=True) if need]
+    return [placed.as_operand(i, part, layouts[i]) for i, part in zip(wanted, found, strict=True)]
+
+
+library.register_torch_dispatch(custom_ops.forward, DTensor, _forward)
+library.register_torch_dispatch(custom_ops.backward, DTensor, _backward)

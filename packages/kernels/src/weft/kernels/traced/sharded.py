@@ -1,0 +1,82 @@
+"""DTensors where they are traced: taken apart for a custom op on their local tensors, whose outputs are wrapped again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, library
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, LayoutError
+from weft.reshard import layout_of
+from weft.reshard.dtensor import wrap
+from weft.reshard.groups import axis_group, group_named, this_rank
+
+from ..op import Op
+from ..sharded import Sharding, laid, sharding_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An op's operands on this rank. options: what the op's rule gives this rank."""
+
+    op: Op
+    tensors: Sequence[Tensor | None]
+    layouts: tuple[Layout | None, ...]
+    sharding: Sharding
+    locals: tuple[Tensor | None, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
+        """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
+        mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+        layouts, sharding = sharding_of(op, tensors, mesh, options)
+        if this_rank() not in sharding.output.mesh:
+            raise LayoutError(
+                f"{op.name} is compiled on rank {this_rank()}, which is not in {sharding.output.mesh}; compile it on the "
+                f"ranks of the mesh alone"
+            )
+        locals_ = tuple(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return cls(op, tensors, layouts, sharding, locals_, sharding.local(this_rank(), mesh))
+
+    def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
+        """The op's outputs, of which there are several."""
+        lying = ((self.sharding.output, self.sharding.shape), *(self.sharding.more or ()))
+        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, lying, strict=True))
+
+    def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
+        """The layouts of the operands' gradients, where those of the outputs arrive so."""
+        return self.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
+
+    def as_operand(self, i: int, gradient: Tensor, layout: Layout | None) -> Tensor:
+        """The gradient of operand i, as the operand is. Raises as `laid`."""
+        operand = self.tensors[i]
+        assert operand is not None and layout is not None, "only what is given has a gradient"
+        return laid(self.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
+
+
+def to_local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@library.custom_op("weft::sum_over", mutates_args=())
+def _sum_over(part: Tensor, group: str) -> Tensor:
+    total = part.clone()
+    dist.all_reduce(total, group=group_named(group))
+    return total
+
+
+@_sum_over.register_fake
+def _(part: Tensor, group: str) -> Tensor:
+    return part.new_empty(part.shape)
+
+
+def sum_over(part: Tensor, layout: Layout, mesh: Any) -> Tensor:
+    """The sum of all ranks' parts over the axes that shard anything in `layout`: one all-reduce an axis."""
+    for axes in layout.shard_order.values():
+        for axis in axes:
+            part = _sum_over(part, axis_group(mesh, axis).group_name)
+    return part

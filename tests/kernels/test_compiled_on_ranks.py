@@ -1,0 +1,177 @@
+"""The losses on processes under torch.compile: by the group and by the layout, one graph, what they give without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels import (
+    cross_entropy,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
+from weft.kernels.cross_entropy.gathers import sharded
+from weft.mesh import Layout, ProcessMesh
+from weft.mesh.extents import chunk
+from weft.reshard import distribute, layout_of
+
+from tests.kernels.cross_entropy.cases import given
+from tests.kernels.linear_cross_entropy.cases import make
+from tests.support.pool import Pool
+
+TOKENS, V, SIZES = (6, 2), 31, [1, 30]
+OPTIONS: list[Any] = [
+    pytest.param({}, id="mean"),
+    pytest.param({"reduction": "none", "weight": True, "softcap": 5.0}, id="none"),
+    pytest.param({"return_lse": True, "label_smoothing": 0.1, "denominator": 7.0}, id="lse"),
+]
+
+
+def compiles(loss: Callable[..., Any], leaves: list[Tensor], backend: str = "aot_eager") -> None:
+    """To one graph, with the outputs, the gradients and the layouts that the loss has otherwise."""
+    torch._dynamo.reset()
+    found = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
+        outputs = run(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        upstream = [torch.full_like(each, i + 2.0) for i, each in enumerate(outputs)]
+        found.append([*outputs, *torch.autograd.grad(outputs, leaves, upstream)])
+    for plain, compiled in zip(*found, strict=True):
+        if isinstance(plain, DTensor):
+            assert layout_of(plain) == layout_of(compiled)
+            plain, compiled = plain.to_local(), compiled.to_local()
+        torch.testing.assert_close(compiled, plain)
+
+
+def of_the_group(form: str, options: dict[str, Any]) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The loss of this rank's tensors."""
+    case, rank = make(TOKENS, V, bias=True), dist.get_rank()
+    start = sum(SIZES[:rank])
+    place = {"group": dist.group.WORLD, "vocab_start": start, "vocab_size": V, **given(options, V, "cpu")}
+    rows = slice(*chunk(TOKENS[0], 2, rank)) if form == "sequence-parallel" else slice(None)
+    parts = [case.input[rows], *(leaf[start : start + SIZES[rank]] for leaf in case.leaves()[1:])]
+    leaves = [part.detach().clone().requires_grad_() for part in parts]
+
+    def of_the_logits(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return vocab_parallel_cross_entropy(x @ weight.T + bias, case.target, **place)
+
+    def of_the_product(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        more = {"linear_bias": bias, "sequence_parallel": form == "sequence-parallel", "chunk_tokens": 5, **place}
+        return vocab_parallel_linear_cross_entropy(x, weight, case.target, **more)
+
+    return of_the_logits if form == "logits" else of_the_product, leaves
+
+
+def by_group(form: str, options: dict[str, Any], backend: str) -> None:
+    compiles(*of_the_group(form, options), backend)
+
+
+FORMS = ["logits", "product", "sequence-parallel"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_by_the_group_it_compiles_to_one_graph(pool: Pool, form, options):
+    pool.run(by_group, form, options, "aot_eager", ranks=2)
+
+
+@pytest.mark.parametrize("form", ["logits", "sequence-parallel"])
+def test_by_the_group_inductor_takes_it(pool: Pool, form):
+    pool.run(by_group, form, {}, "inductor", ranks=2)
+
+
+def gathers_of(form: str) -> int:
+    loss, leaves = of_the_group(form, {})
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled(*leaves)
+    with patch.object(sharded, "all_gather_single", wraps=sharded.all_gather_single) as gather:
+        compiled(*leaves).backward()
+    return gather.call_count
+
+
+@pytest.mark.parametrize(("form", "count"), [("logits", 1), ("product", 4)])
+def test_compiled_it_gathers_as_often(pool: Pool, form, count):
+    """12 tokens in chunks of 5: three gathers, after one in which the ranks agree."""
+    assert pool.run(gathers_of, form, ranks=2) == [count, count]
+
+
+def told(form: str) -> str:
+    loss, leaves = of_the_group(
+        form, {"ignore_index": -100 if dist.get_rank() == 0 else -1}
+    )  # -100 is no class on rank 1
+    torch._dynamo.reset()
+    with pytest.raises(ValueError) as error:
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("form", ["logits", "product"])
+def test_compiled_every_rank_is_told_of_anothers_mistake(pool: Pool, form):
+    assert pool.run(told, form, ranks=2) == [
+        "cross-entropy cannot go on: see the error of rank 1",
+        "target[1, 0] is -100, which is no class of 31 (0 to 30); correct it, or use ignore_index (-1) for a token "
+        "without a class",
+    ]
+
+
+MESH = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+LAYOUTS: list[Any] = [
+    pytest.param({"dp": "R", "tp": "S(1)"}, id="tp"),
+    pytest.param({"dp": "S(0)", "tp": "S(1)"}, id="dp-tp"),
+    pytest.param({"dp": "S(0)", "tp": "R"}, id="dp"),
+]
+
+
+def by_layout(form: str, of_logits: dict[str, str], options: dict[str, Any], backend: str) -> None:
+    case, more = make((6,), V, bias=True), given(options, V, "cpu")
+    tokens = Layout(MESH, {axis: "R" if lies == "S(1)" else lies for axis, lies in of_logits.items()})
+    classes = Layout(MESH, {axis: "S(0)" if lies == "S(1)" else "R" for axis, lies in of_logits.items()})
+    target = distribute(case.target, tokens)
+    layouts = (tokens, classes, classes)
+    leaves = [distribute(leaf.detach(), lies) for leaf, lies in zip(case.leaves(), layouts, strict=True)]
+    if form == "logits":
+        leaves = [distribute(case.input.detach() @ case.linear_weight.detach().T, Layout(MESH, of_logits))]
+
+    def of_the_logits(logits: Tensor) -> Any:
+        return cross_entropy(logits, target, **more)
+
+    def of_the_product(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return linear_cross_entropy(x, weight, target, linear_bias=bias, chunk_tokens=2, **more)
+
+    loss = of_the_logits if form == "logits" else of_the_product
+    compiles(loss, [leaf.requires_grad_() for leaf in leaves], backend)
+
+
+@pytest.mark.parametrize("form", ["logits", "product"])
+@pytest.mark.parametrize("of_logits", LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_by_the_layout_it_compiles_to_one_graph(pool: Pool, form, of_logits, options):
+    pool.run(by_layout, form, of_logits, options, "aot_eager", ranks=4)
+
+
+@pytest.mark.parametrize("form", ["logits", "product"])
+def test_by_the_layout_inductor_takes_it(pool: Pool, form):
+    pool.run(by_layout, form, {"dp": "S(0)", "tp": "S(1)"}, {}, "inductor", ranks=4)
+
+
+def refused() -> str:
+    logits, target = make((6,), V).input, make((6,), V).target
+    by_classes, by_tokens = Layout(MESH, {"tp": "S(1)"}), Layout(MESH, {"dp": "S(0)"})
+    torch._dynamo.reset()
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception) as error:  # of the compiler's own type
+        compiled(distribute(logits.detach(), by_classes), distribute(target % 16, by_tokens))
+    return str(error.value)
+
+
+def test_compiled_layouts_that_do_not_fit_are_named(pool: Pool):
+    for message in pool.run(refused, ranks=4):
+        assert "reshard the target to (" in message
