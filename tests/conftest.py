@@ -1,3 +1,5 @@
+import gc
+
 import hypothesis
 import pytest
 
@@ -17,3 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         starts = "pool" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts
         item.add_marker(pytest.mark.xdist_group("processes" if starts else item.path.name))
+
+
+def pytest_collection_finish() -> None:
+    """What is alive now stays alive: the collector need not go through torch and the tests again and again."""
+    gc.freeze()
