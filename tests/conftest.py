@@ -14,7 +14,7 @@ hypothesis.settings.load_profile("no deadline")
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With pytest-xdist, tests that start processes run on one worker, since together they would crowd the cores; the others
-    a file at a time.
+    a file at a time, but for tests of it that name a group of their own.
     """
     for item in items:
         starts = "pool" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts
