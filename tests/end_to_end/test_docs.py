@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from weft.models.cli import main
 
 from tests.architecture.rules import ROOT
 from tests.support.pool import Pool
+from tests.support.programs import run_alone, run_in_world
 
 # A block, and where one follows it directly what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 # A command that is quick enough to be called here, and what it prints.
 LAYOUT = re.compile(r"^```sh\n((?:weft|\./run) layout .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
-
-
-def run_alone(program: str, folder: Path) -> str:
-    """What the program prints, as a process of its own."""
-    (folder / "page.py").write_text(program)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # a guide may use what the tests share
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def run_in_world(program: str, folder: Path) -> str:
-    """What the program prints on this rank, of a world that is there already: torch is loaded once for all pages."""
-    import torch.distributed as dist
-
-    printed = io.StringIO()
-    nothing = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
-    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), patch.multiple(dist, **nothing):
-        exec(compile(program, "page.py", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
 
 
 @pytest.mark.parametrize("page", [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in PAGES])

@@ -37,6 +37,8 @@ def _import_interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in KERNELS:
         importlib.import_module(name)
+    import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     truncate = InterpreterBuilder.create_fp_trunc
@@ -48,7 +50,16 @@ def _import_interpreted() -> None:
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
         return TensorHandle(rounded.numpy().view(np.uint16), to.scalar)
 
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        """A function that a kernel calls finds the language patched: to look through it again takes as long as the rest."""
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        patched = languages and not any(tl.core.is_builtin(language.load) for language in languages)
+        return interpreter._LangPatchScope() if patched else patch(function)
+
     InterpreterBuilder.create_fp_trunc = round_to_nearest_even
+    interpreter._patch_lang = patch_once
 
 
 if not HAS_GPU:

@@ -57,11 +57,16 @@ def test_every_pair(sizes, ndim, each):
             check(src, dst, whole_of(shape))
 
 
+def apart(name):
+    """Of this file's longest tests: none waits for another where there are several workers."""
+    return [pytest.mark.timeout(300), pytest.mark.xdist_group(name)]
+
+
 @pytest.mark.parametrize(
     "ndim, parts, part",
     [
         *(pytest.param(2, 4, part, id=f"matrix-{part}") for part in range(4)),
-        *(pytest.param(3, 8, part, marks=pytest.mark.timeout(300), id=f"cube-{part}") for part in range(8)),
+        *(pytest.param(3, 8, part, marks=apart(f"cube-{part}"), id=f"cube-{part}") for part in range(8)),
     ],
 )
 def test_every_pair_on_2x2x2(ndim, parts, part):

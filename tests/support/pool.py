@@ -10,6 +10,7 @@ When a rank fails, dies or hangs, the workers of that call are killed and the ne
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -213,6 +214,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     """A worker's life: a call, an answer, until the pool goes away."""
     import torch
 
+    gc.freeze()  # torch is there to stay, and takes the collector long
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     with open(stacks, "w") as file:

@@ -1,0 +1,41 @@
+"""Runs the programs that the documents show: a process of its own for each, or the ranks of a world that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.architecture.rules import ROOT
+
+PYTHON = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+
+
+def run_alone(program: str, folder: Path, command: Sequence[str] = PYTHON) -> str:
+    """What the program prints, started by `command`."""
+    (folder / "program.py").write_text(program)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # a guide may use what the tests share
+    done = subprocess.run(
+        [*command, "program.py"], cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_in_world(program: str, folder: Path) -> str:
+    """What the program prints on this rank, of a world that is there already: torch is loaded once for all programs."""
+    import torch.distributed as dist
+
+    printed = io.StringIO()
+    nothing: dict[str, Any] = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
+    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), patch.multiple(dist, **nothing):
+        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
