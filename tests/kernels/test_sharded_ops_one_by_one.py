@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -251,3 +252,23 @@ def test_paddle_58126_a_rank_outside_the_mesh_knows_all_and_does_nothing(pool, n
     assert all(held == 0 or held is None for held in outside[1])
     assert outside[2] == []
     assert all(isinstance(held, Tensor) or held > 0 for held in (*first[1], *last[1]))
+
+
+def in_two_worlds(store):
+    """Vocab-parallel, before and after the processes have left their groups and changed places in new ones."""
+    losses = []
+    for world in range(2):
+        if world:
+            rank = 1 - dist.get_rank()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        logits, target = distribute(normal(3, 8), Layout(TWO, "tp: S(1)")), distribute(ints(8, 3), Layout(TWO))
+        losses.append(kernels.cross_entropy(logits, target).to_local())
+    return losses
+
+
+def test_what_an_op_knows_of_its_rank_is_of_this_world(pool, tmp_path):
+    expected = F.cross_entropy(normal(3, 8), ints(8, 3))
+    for losses in pool.run(in_two_worlds, str(tmp_path / "store"), ranks=2):
+        for loss in losses:
+            torch.testing.assert_close(loss, expected)

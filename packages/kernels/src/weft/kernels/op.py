@@ -12,7 +12,7 @@ from torch import Tensor
 Tensors = tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One operation of a model, on local tensors; `sharded.apply` runs it on plain tensors and on DTensors.
 

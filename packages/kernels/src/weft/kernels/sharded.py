@@ -15,21 +15,21 @@ from weft.mesh import Layout, LayoutError, Replicate, infer
 from weft.mesh.infer.terms import one_mesh
 from weft.reshard import layout_of
 from weft.reshard.dtensor import wrap
-from weft.reshard.groups import process_mesh, this_rank
+from weft.reshard.groups import of_this_world, process_mesh, this_rank
 
 from .op import Op, Tensors
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
     """What a rule answers: how the output lies, how the gradients lie, and what differs between ranks."""
 
     output: Layout
     shape: tuple[int, ...]  # of the global output
     gradients: Callable[..., tuple[Layout | None, ...]]  # from the layouts in which the outputs' gradients arrive
-    local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}  # options of this rank's forward
+    local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}  # options of a rank's forward: kept
     # Layout and shape of each further output; None where the op's output is no tuple.
     more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
 
@@ -55,22 +55,25 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
-    layouts, sharding = sharding_of(op, tensors, mesh, options)
-    return _Sharded.apply(op, options, sharding, layouts, mesh, *tensors)  # type: ignore[no-untyped-call]
+    _, shapes, sharding = sharding_of(op, tensors, mesh, options)
+    return _Sharded.apply(op, options, sharding, shapes, mesh, *tensors)  # type: ignore[no-untyped-call]
 
 
 def sharding_of(
     op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]
-) -> tuple[tuple[Layout | None, ...], Sharding]:
-    """How the operands lie, and what the op's rule answers. Raises LayoutError where it does not take that."""
+) -> tuple[tuple[Layout | None, ...], Shapes, Sharding]:
+    """How the operands lie, their shapes, and what the op's rule answers. Raises LayoutError where it does not take that."""
     layouts = tuple(None if tensor is None else _layout(tensor, mesh) for tensor in tensors)
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
     fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
-    return layouts, _sharding(op, layouts, shapes, fixed)
+    return layouts, shapes, _sharding(op, layouts, shapes, fixed)
 
 
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
-    return layout_of(tensor) if isinstance(tensor, DTensor) else Layout(process_mesh(mesh))
+    return layout_of(tensor) if isinstance(tensor, DTensor) else _replicated(process_mesh(mesh))
+
+
+_replicated = lru_cache(maxsize=65536)(Layout)
 
 
 @lru_cache(maxsize=65536)
@@ -78,6 +81,16 @@ def _sharding(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, option
     one_mesh([layout for layout in layouts if layout is not None], op.name)
     answer: Sharding = op.rule(layouts, shapes, dict(options))
     return answer
+
+
+def _on_this_rank(sharding: Sharding, mesh: DeviceMesh) -> dict[str, Any] | None:
+    """The options of this rank's forward; None outside the mesh."""
+    kept, key = of_this_world(), (sharding, mesh)  # the options may hold process groups
+    if key not in kept:
+        rank = this_rank()
+        kept[key] = sharding.local(rank, mesh) if rank in sharding.output.mesh else None
+    options: dict[str, Any] | None = kept[key]
+    return options
 
 
 def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[[Layout], tuple[Layout | None, ...]]:
@@ -95,9 +108,11 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return found
         anchor = torch.zeros((), requires_grad=True)
         return tuple(_Last.apply(each, anchor) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
@@ -138,24 +153,24 @@ class _Sharded(torch.autograd.Function):
         op: Op,
         options: dict[str, Any],
         sharding: Sharding,
-        layouts: tuple[Layout | None, ...],
+        shapes: Shapes,
         mesh: DeviceMesh,
         *tensors: Tensor | None,
     ) -> Any:
         locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        ctx.inside = this_rank() in sharding.output.mesh
-        ctx.shapes = [None if tensor is None else tensor.shape for tensor in tensors]
+        local = _on_this_rank(sharding, mesh)
+        ctx.inside, ctx.shapes = local is not None, shapes
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding
         ctx.overwritten = tensors[0] if op.overwrites(options) else None
-        if not ctx.inside:
+        if local is None:
             ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             like = next(t for t in locals_ if t is not None and t.is_floating_point())
             output: Any = like.new_empty(0, dtype=op.dtype(like.dtype))
             if sharding.more is not None:
                 output = (output, *(output.clone() for _ in sharding.more))
         else:
-            ctx.options = {**options, **sharding.local(this_rank(), mesh)}
+            ctx.options = {**options, **local}
             output, saved = op.forward(*locals_, **ctx.options)
             ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(sharding.more is None)

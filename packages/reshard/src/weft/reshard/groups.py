@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
-_world: object = None
-_made: dict[tuple[ProcessMesh, str], DeviceMesh] = {}
-_known: dict[DeviceMesh, ProcessMesh] = {}
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_of_this_world: dict[Any, Any] = {}
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What was made among the processes that one init_process_group() brought together: groups die with their world."""
+
+    group: dist.ProcessGroup
+    rank: int  # kept: every op on a DTensor asks for it
+    made: dict[tuple[ProcessMesh, str], DeviceMesh] = field(default_factory=dict)
+    known: dict[DeviceMesh, ProcessMesh] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+
+_latest: _World | None = None
 
 
 def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
@@ -26,9 +36,8 @@ def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
     Communication: the first call for a mesh creates its groups, so every rank of the world must make it, in the same
     order. Raises RuntimeError without an initialized process group; ValueError for ranks that the world has not.
     """
-    _forget_other_worlds()
-    key = (mesh, device_type)
-    if key not in _made:
+    world, key = _world(), (mesh, device_type)
+    if key not in world.made:
         size = dist.get_world_size()
         if max(mesh.ranks) >= size:
             raise ValueError(
@@ -36,19 +45,19 @@ def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
             )
         ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
         made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names)
-        _made[key] = made
-        _known[made] = mesh
-    return _made[key]
+        world.made[key] = made
+        world.known[made] = mesh
+    return world.made[key]
 
 
 def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
     """The process mesh of a DeviceMesh; axes without names are called axis0, axis1, …"""
-    _forget_other_worlds()
-    if mesh not in _known:
+    world = _world()
+    if mesh not in world.known:
         with unset_fake_temporarily():  # its ranks are numbers also where torch.compile traces
-            _known[mesh] = as_mesh(mesh)
-        _made.setdefault((_known[mesh], mesh.device_type), mesh)
-    return _known[mesh]
+            world.known[mesh] = as_mesh(mesh)
+        world.made.setdefault((world.known[mesh], mesh.device_type), mesh)
+    return world.known[mesh]
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
@@ -75,14 +84,12 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     `ranks`, in the same order. (torch can make a group among its members alone, but names it by how many groups each
     of them has seen, which differs between ranks of overlapping meshes.)
     """
-    _forget_other_worlds()
+    world = _world()
     if len(ranks) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None, "checked above: torch.distributed is initialized"
-        return world
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks))
-    return _groups[ranks]
+        return world.group
+    if ranks not in world.groups:
+        world.groups[ranks] = dist.new_group(list(ranks))
+    return world.groups[ranks]
 
 
 def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> None:
@@ -92,36 +99,29 @@ def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> None:
 
 
 def of_this_world() -> dict[Any, Any]:
-    """A place for what must not outlive the process groups it refers to: emptied when the world changes."""
-    _forget_other_worlds()
-    return _of_this_world
+    """A place for what must not outlive the process groups it refers to: empty in a new world."""
+    return _world().kept
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of that `group_name`, which is what a compiled graph knows of it. Raises RuntimeError for none."""
-    group: dist.ProcessGroup = c10d._resolve_process_group(
-        cast(Any, name)
-    )  # torch 2.13 has a type of its own for names
-    return group
+    own: Any = name  # torch 2.13 has a type of its own for names
+    return c10d._resolve_process_group(own)
 
 
 def this_rank() -> int:
     """This process's rank in the world."""
-    if not dist.is_initialized():
+    return _world().rank
+
+
+def _world() -> _World:
+    global _latest
+    group = dist.group.WORLD
+    if group is None:
         raise RuntimeError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group() before using DTensors, "
             "or start the program with torchrun"
         )
-    return dist.get_rank()
-
-
-def _forget_other_worlds() -> None:
-    """Groups die with the world they were made in; a new one starts with none."""
-    global _world
-    this_rank()
-    if _world is not dist.group.WORLD:
-        _world = dist.group.WORLD
-        _made.clear()
-        _known.clear()
-        _groups.clear()
-        _of_this_world.clear()
+    if _latest is None or _latest.group is not group:
+        _latest = _World(group, dist.get_rank())
+    return _latest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from weft.mesh.extents import chunk
@@ -11,9 +10,6 @@ from weft.mesh.extents import chunk
 from ..cross_entropy.agreement import Classes
 from ..cross_entropy.options import Form, Options, check, form_of
 from .agreement import Sizes, sizes_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def check_factors(input: Form, linear_weight: Tensor, linear_bias: Tensor | None, chunk_tokens: int | None) -> None:
@@ -39,12 +35,12 @@ def check_factors(input: Form, linear_weight: Tensor, linear_bias: Tensor | None
         )
 
 
-def check_part(input: Tensor, target: Tensor, group: ProcessGroup, sequence_parallel: bool) -> None:
+def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
     expected = list(target.shape)
     if sequence_parallel:
         if target.ndim == 0:
             raise ValueError("sequence_parallel cuts dim 0 of the tokens; target has no dims")
-        start, stop = chunk(target.shape[0], group.size(), group.rank())
+        start, stop = chunk(target.shape[0], ranks, rank)
         expected[0] = stop - start
     if list(input.shape[:-1]) != expected:
         part = ", this rank's part of dim 0" if sequence_parallel else ""
@@ -65,13 +61,14 @@ def checked_sizes(
     options: Options,
     held: Classes,
     chunk_tokens: int | None,
-    group: ProcessGroup,
+    rank: int,
+    ranks: int,
     sequence_parallel: bool,
 ) -> Sizes:
     """What a rank of the group tells the others. Raises ValueError for what it cannot take."""
-    check_part(input, target, group, sequence_parallel)
+    check_part(input, target, rank, ranks, sequence_parallel)
     form = form_of(input)
     check_factors(replace(form, shape=(*target.shape, *input.shape[-1:])), linear_weight, linear_bias, chunk_tokens)
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
     check(logits, target, weight, denominator, options, held.start, held.vocab_size)
-    return sizes_of(input, target, chunk_tokens, held.vocab_size, group.size(), options)
+    return sizes_of(input, target, chunk_tokens, held.vocab_size, ranks, options)

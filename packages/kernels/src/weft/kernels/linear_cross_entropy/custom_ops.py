@@ -60,7 +60,7 @@ def settle(*given: Any) -> Tensor:
         lambda: (
             None,
             checked_sizes(
-                *tensors, options=options, held=held, chunk_tokens=chunk_tokens, group=group,
+                *tensors, options=options, held=held, chunk_tokens=chunk_tokens, rank=group.rank(), ranks=group.size(),
                 sequence_parallel=sequence_parallel,
             ),
         ),

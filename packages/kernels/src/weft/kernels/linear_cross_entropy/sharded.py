@@ -143,7 +143,7 @@ def vocab_parallel_linear_cross_entropy(
         asked, scalar = given()
         sizes = checked_sizes(
             input, linear_weight, target, linear_bias, weight, scalar, options=asked, held=held,
-            chunk_tokens=chunk_tokens, group=group, sequence_parallel=sequence_parallel,
+            chunk_tokens=chunk_tokens, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
         )  # fmt: skip
         return (asked, scalar), sizes
 

@@ -20,7 +20,7 @@ def forward(
         adds it. The bias' gradient does not change: the sum is linear in the bias, wherever it was added.
     """
     output = F.linear(_rows(input), weight, bias if add_bias else None)  # [N, M]
-    return output.view(*input.shape[:-1], weight.shape[0]), (input, weight)
+    return _shaped(output, input), (input, weight)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
@@ -28,11 +28,18 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, add_bias: 
     input, weight = saved
     assert input is not None and weight is not None, "forward saves both"
     rows = _rows(grad)  # [N, M]
-    dinput = (rows @ weight).view(input.shape) if needed[0] else None
+    dinput = _shaped(rows @ weight, input) if needed[0] else None
     dweight = rows.mT @ _rows(input) if needed[1] else None  # [M, K]
     dbias = rows.sum(0) if len(needed) > 2 and needed[2] else None
     return (dinput, dweight, dbias)[: len(needed)]
 
 
 def _rows(x: Tensor) -> Tensor:
+    if x.ndim == 2:
+        return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # the count is spelled out: -1 is ambiguous where x is empty
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """[N, M] -> [..., M], with the leading dims of `like`."""
+    return rows if like.ndim == 2 else rows.view(*like.shape[:-1], rows.shape[-1])

@@ -33,7 +33,7 @@ class Placed:
     def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
         """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-        layouts, sharding = sharding_of(op, tensors, mesh, options)
+        layouts, _, sharding = sharding_of(op, tensors, mesh, options)
         if this_rank() not in sharding.output.mesh:
             raise LayoutError(
                 f"{op.name} is compiled on rank {this_rank()}, which is not in {sharding.output.mesh}; compile it on the "
