@@ -54,9 +54,7 @@ def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
     size, stride = torch.Size(shape), _contiguous_stride(shape)
     part = local.new_empty(0 if shape else ())  # of a scalar from_local takes the shape from the local tensor
     with torch.no_grad():
-        like = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
-    _, (spec, _) = like.__tensor_flatten__()  # type: ignore[no-untyped-call]  # the protocol of tensor subclasses
-    return spec
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)._spec
 
 
 def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[TorchPlacement, ...]]:

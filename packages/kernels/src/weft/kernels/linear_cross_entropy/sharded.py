@@ -117,7 +117,6 @@ def vocab_parallel_linear_cross_entropy(
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    wanted = _wanted(input, linear_weight, linear_bias)
     name = group.group_name
     place = Place(vocab_start, vocab_size, [name])
 
@@ -135,8 +134,9 @@ def vocab_parallel_linear_cross_entropy(
             settled = settle(input, *rest, chunk_tokens, sequence_parallel, *place, *asked.flat())
         whole = _whole(input, target, name, sequence_parallel, settled)
         outputs = compiled(
-            whole, *rest, options=asked, wanted=wanted, chunk_tokens=chunk_tokens, place=place, settled=settled
-        )
+            whole, *rest, options=asked, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
+            place=place, settled=settled,
+        )  # fmt: skip
         return outputs if asked.return_lse else outputs[0]
 
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
@@ -152,8 +152,8 @@ def vocab_parallel_linear_cross_entropy(
     whole = _whole(input, target, name, sequence_parallel, settled)
     loss, *lse = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
-        options=asked, wanted=wanted, chunk_tokens=chunk_tokens, vocab_start=vocab_start, vocab_size=vocab_size,
-        shards=place.shards, gather=Along((group,)),
+        options=asked, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
+        vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
     if agreement.on_gpu(input):  # elsewhere the host has looked
         loss = loss + settled
