@@ -157,9 +157,17 @@ def test_by_the_layout_it_compiles_to_one_graph(pool: Pool, form, of_logits, opt
     pool.run(by_layout, form, of_logits, options, "aot_eager", ranks=4)
 
 
+def after_other_groups(form: str, others: int) -> None:
+    for _ in range(others):
+        dist.new_group()
+    by_layout(form, {"dp": "S(0)", "tp": "S(1)"}, {}, "inductor")
+
+
 @pytest.mark.parametrize("form", ["logits", "product"])
-def test_by_the_layout_inductor_takes_it(pool: Pool, form):
-    pool.run(by_layout, form, {"dp": "S(0)", "tp": "S(1)"}, {}, "inductor", ranks=4)
+def test_by_the_layout_inductor_takes_it_and_keeps_no_groups_of_another_program(pool: Pool, form):
+    """The names of groups count those made before."""
+    for others in (0, 3):
+        pool.run(after_other_groups, form, others, ranks=4)
 
 
 def refused() -> str:

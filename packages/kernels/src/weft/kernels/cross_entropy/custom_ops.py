@@ -22,9 +22,10 @@ TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
 class Place(NamedTuple):
-    """Which shard of the vocabulary it is, as arguments of a custom op; of DTensors, their layouts tell.
+    """Which shard of the vocabulary it is, as arguments of a custom op.
 
     groups: those that gather, by name, minor first.  checked: whether the one group also compares what its ranks hold.
+    Of DTensors their layouts tell, and the groups are all of their mesh: see `groups_of`.
     """
 
     vocab_start: int = 0

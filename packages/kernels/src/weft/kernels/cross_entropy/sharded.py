@@ -14,6 +14,7 @@ from weft.reshard import layout_of, reshard
 from weft.reshard.dtensor import wrap
 
 from ..sharded import apply_many
+from ..traced.sharded import groups_of
 from . import agreement, reference
 from .agreement import Classes
 from .gathers.sharded import attempted
@@ -71,7 +72,7 @@ def cross_entropy(
     check_not_leaf(logits, options)
     operands = (logits, target, weight, divisor(denominator, target, weight, logits, options))
     if torch.compiler.is_compiling():
-        outputs = compiled(*operands, options=options, place=Place())
+        outputs = compiled(*operands, options=options, place=Place(groups=groups_of(*operands)))
     else:
         outputs = apply_many(CROSS_ENTROPY, *operands, options=options, once=_once(logits, options))
     return outputs if return_lse else outputs[0]

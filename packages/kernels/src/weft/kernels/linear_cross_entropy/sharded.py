@@ -15,6 +15,7 @@ from ..cross_entropy.gathers.sharded import Along
 from ..cross_entropy.options import Asked, Options, form_of
 from ..cross_entropy.sharded import Reduction, as_denominator, divisor
 from ..sharded import apply_many
+from ..traced.sharded import groups_of
 from .agreement import Sizes, classes_of
 from .checks import check_factors, checked_sizes
 from .gathers.sharded import settled_by
@@ -79,7 +80,7 @@ def linear_cross_entropy(
         "chunk_tokens": chunk_tokens,
     }
     if torch.compiler.is_compiling():
-        outputs = compiled(*operands, **asked, place=Place(), settled=None)
+        outputs = compiled(*operands, **asked, place=Place(groups=groups_of(*operands)), settled=None)
     else:
         outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **asked)
     return outputs if return_lse else outputs[0]

@@ -58,6 +58,16 @@ class Placed:
         return laid(self.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
 
 
+def groups_of(*tensors: Tensor | None) -> list[str] | None:
+    """The names of the groups along the axes of the DTensors' mesh, None without one. They must be in the graph that is
+    traced: the compiler keeps what it made of a graph, and would give the groups of one program to another.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            return [tensor.device_mesh.get_group(axis).group_name for axis in range(tensor.device_mesh.ndim)]
+    return None
+
+
 def to_local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
