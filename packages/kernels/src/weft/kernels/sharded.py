@@ -83,7 +83,7 @@ def _sharding(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, option
     return answer
 
 
-def _on_this_rank(sharding: Sharding, mesh: DeviceMesh) -> dict[str, Any] | None:
+def on_this_rank(sharding: Sharding, mesh: DeviceMesh) -> dict[str, Any] | None:
     """The options of this rank's forward; None outside the mesh."""
     kept, key = of_this_world(), (sharding, mesh)  # the options may hold process groups
     if key not in kept:
@@ -158,7 +158,7 @@ class _Sharded(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Any:
         locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        local = _on_this_rank(sharding, mesh)
+        local = on_this_rank(sharding, mesh)
         ctx.inside, ctx.shapes = local is not None, shapes
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding

@@ -15,7 +15,7 @@ from weft.reshard.dtensor import wrap
 from weft.reshard.groups import axis_group, group_named, this_rank
 
 from ..op import Op
-from ..sharded import Sharding, laid, sharding_of
+from ..sharded import Sharding, laid, on_this_rank, sharding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,14 @@ class Placed:
         """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
         layouts, _, sharding = sharding_of(op, tensors, mesh, options)
-        if this_rank() not in sharding.output.mesh:
+        local = on_this_rank(sharding, mesh)
+        if local is None:
             raise LayoutError(
                 f"{op.name} is compiled on rank {this_rank()}, which is not in {sharding.output.mesh}; compile it on the "
                 f"ranks of the mesh alone"
             )
         locals_ = tuple(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return cls(op, tensors, layouts, sharding, locals_, sharding.local(this_rank(), mesh))
+        return cls(op, tensors, layouts, sharding, locals_, local)
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The op's outputs, of which there are several."""
