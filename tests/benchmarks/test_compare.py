@@ -54,11 +54,25 @@ def test_a_slowdown_of_a_whole_group_fails_with_each_case_and_its_numbers() -> N
     old = run(case("a"), case("b"), case("c", group="others"))
     found = compared(run(case("a", median=1.06e-3), case("b", median=1.07e-3), case("c", group="others")), old)
     (failure,) = found.failures
-    assert failure.splitlines()[0] == "losses: the geometric mean of Weft's ratios is 0.939, under 0.95"
+    told = "losses: the geometric mean of Weft's ratios is 0.939, under 0.95, and beyond the noise"
+    assert failure.splitlines()[0] == told
     assert [line.split(";")[0] for line in failure.splitlines()[1:]] == [
         "    losses: a, Weft: 0.943 (0.925 to 0.962)",
         "    losses: b, Weft: 0.935 (0.916 to 0.953)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("cases", "failures"), [pytest.param(3, 0, id="few-within-it"), pytest.param(30, 1, id="many-beyond-it")]
+)
+def test_the_noise_of_a_group_falls_with_the_number_of_its_cases(cases: int, failures: int) -> None:
+    """A mean of 0.93 of cases that are told to 10%, then and now: the mean of 3 to 12%, that of 30 to 4%."""
+
+    def noisy(median: float) -> list[Case]:
+        wide = {"seconds_median": median, "seconds_p20": 0.9 * median, "seconds_p80": 1.1 * median}
+        return [case(f"loss[{number}]", **wide) for number in range(cases)]
+
+    assert len(compared(run(*noisy(1e-3 / 0.93)), run(*noisy(1e-3))).failures) == failures
 
 
 @pytest.mark.parametrize(
