@@ -104,9 +104,8 @@ def test_compiled_it_gathers_as_often(pool: Pool, form, count):
 
 
 def told(form: str) -> str:
-    loss, leaves = of_the_group(
-        form, {"ignore_index": -100 if dist.get_rank() == 0 else -1}
-    )  # -100 is no class on rank 1
+    """On rank 1 the target of -100 is no token to ignore, and no class."""
+    loss, leaves = of_the_group(form, {"ignore_index": -100 if dist.get_rank() == 0 else -1})
     torch._dynamo.reset()
     with pytest.raises(ValueError) as error:
         torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)

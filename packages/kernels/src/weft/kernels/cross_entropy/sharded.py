@@ -17,11 +17,12 @@ from ..sharded import apply_many
 from ..traced.sharded import groups_of
 from . import agreement, reference
 from .agreement import Classes
+from .custom_ops import Place
 from .gathers.sharded import attempted
 from .guess import Once
 from .layouts.sharded import CROSS_ENTROPY, local_denominator
 from .options import Asked, Options, check, check_contiguous, form_of
-from .traced.sharded import Place, compiled
+from .traced.sharded import compiled
 
 Reduction = Literal["none", "mean", "sum"]
 

@@ -21,25 +21,20 @@ TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bia
 
 
 def compiled(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    *,
+    *tensors: Tensor | None,
     options: Options,
     wanted: Wanted,
     chunk_tokens: int | None,
     place: Place,
     settled: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """(loss,) or (loss, lse). A second backward may follow whatever was asked: the compiler decides on memory.
+    """(loss,) or (loss, lse) of the tensors of TENSORS. A second backward may follow whatever was asked: the compiler decides
+    on memory.
 
     The gradients have the inputs' dtype: in torch 2.13 the compiler does not know of another.
     settled: what `settle` gave, where it was asked.
     """
-    tensors, flags = (input, linear_weight, target, linear_bias, weight, denominator), [e is not None for e in wanted]
+    flags = [each is not None for each in wanted]
     made = forward(*tensors, settled, flags, chunk_tokens, *place, *options.flat())
     return tuple(made[: 1 + options.return_lse])
 

@@ -18,11 +18,12 @@ from ..sharded import apply_many
 from ..traced.sharded import groups_of
 from .agreement import Sizes, classes_of
 from .checks import check_factors, checked_sizes
+from .custom_ops import settle
 from .gathers.sharded import settled_by
 from .gradients import Wanted
 from .inputs.sharded import Gathered, Shared
 from .layouts.sharded import LINEAR_CROSS_ENTROPY
-from .traced.sharded import compiled, settle
+from .traced.sharded import compiled
 
 
 def linear_cross_entropy(

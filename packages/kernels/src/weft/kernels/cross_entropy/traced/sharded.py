@@ -15,7 +15,7 @@ from ..custom_ops import Made, Place, compiled, with_lse
 from ..layouts.sharded import CROSS_ENTROPY, local_denominator
 from ..options import Options
 
-__all__ = ["Place", "compiled", "divided_by", "place_of"]  # the first two are of custom ops that take DTensors by now
+__all__ = ["compiled", "divided_by", "place_of"]  # the first imported from here, so that its ops take DTensors
 
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Made:

@@ -51,17 +51,18 @@ def _all_reduce(whole: Tensor, group: str) -> None:
 
 
 def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
-    share = largest_part(tokens, group_named(group).size())
-    whole = part.new_empty(share * group_named(group).size(), *part.shape[1:])
-    all_gather_single(whole, _padded(part, share), group_named(group))
+    ranks = group_named(group)
+    share = largest_part(tokens, ranks.size())
+    whole = part.new_empty(share * ranks.size(), *part.shape[1:])
+    all_gather_single(whole, _padded(part, share), ranks)
     return whole[:tokens]
 
 
 def _reduce_scatter(whole: Tensor, rows: int, group: str) -> Tensor:
-    share = largest_part(whole.shape[0], group_named(group).size())
+    ranks = group_named(group)
+    share = largest_part(whole.shape[0], ranks.size())
     part = whole.new_empty(share, *whole.shape[1:])
-    padded = _padded(whole, share * group_named(group).size())
-    reduce_scatter_single(part, padded, group=group_named(group))
+    reduce_scatter_single(part, _padded(whole, share * ranks.size()), group=ranks)
     return part[:rows]
 
 

@@ -14,11 +14,11 @@ from ...cross_entropy.custom_ops import place_and_options
 from ...cross_entropy.traced.sharded import divided_by, place_of
 from ...traced.sharded import Placed, to_local
 from .. import custom_ops
-from ..custom_ops import compiled, settle
+from ..custom_ops import compiled
 from ..function import in_forward
 from ..layouts.sharded import LINEAR_CROSS_ENTROPY
 
-__all__ = ["compiled", "settle"]  # custom ops that take DTensors by now, where they are tensors of a layout
+__all__ = ["compiled"]  # imported from here, so that its ops take DTensors
 
 FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
 
@@ -49,9 +49,9 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
     _, options = place_and_options(asked)
     arrived = [to_local(grad) for grad in grads]
     if len(tensors) == 4:  # made in forward
-        for grad in grads:
-            if isinstance(grad, DTensor) and layout_of(grad) != Layout(layout_of(grad).mesh):
-                raise LayoutError(f"the gradient of the loss lies ({layout_of(grad)}); reshard it to be whole", ())
+        for layout in (layout_of(grad) for grad in grads if isinstance(grad, DTensor)):
+            if layout != (whole := Layout(layout.mesh)):
+                raise LayoutError(f"the gradient of the loss lies ({layout}); reshard it to ({whole})", (whole,))
         found = custom_ops.backward(arrived, [to_local(each) for each in tensors], needed, chunk_tokens, *asked)
         made = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
         return [
