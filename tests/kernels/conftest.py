@@ -22,6 +22,7 @@ KERNELS = (
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
+    "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",
 )
 HAS_GPU = torch.cuda.is_available()

@@ -122,8 +122,9 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
         *loops
     }
     for name, kinds in loops.items():
-        classes = 8 if target.startswith("gfx") else 16  # of a thread
-        logits, weights = classes * (4 if "/fp32" in name else 2) // 16, classes * 4 // 16 * ("weighted" in name)
+        logits = 1 if target.startswith("gfx") else 2  # 16-byte words of a thread
+        classes = logits * (4 if "/fp32" in name else 8)
+        weights = classes * 4 // 16 * ("weighted" in name)
         wide = {"load 128": (logits + weights) * (2 if "fused" in name else 1)}
         if "gradient" in name:
             of_row = target.startswith("gfx") and "fused-sum" in name  # four statistics of a row, which are 128 bits
@@ -138,7 +139,7 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
 def test_contiguous_logits_move_128_bits_at_a_time(reports, name, layout):
     accesses = Counter(reports[f"cross_entropy.{name}/{layout}", "sm_90"]["accesses"])
     bits = 32 if layout.startswith("fp32") else 16
-    wide = 16 * bits // 128  # 16 classes a thread
+    wide = 2  # 32 bytes of logits a thread
     rows = Counter({"load 64": 1, f"load {bits}": 1, "store 32": 3})  # the target and its logit; the statistics
     loops = Counter({"load 128": wide})
     if name == "gradient":

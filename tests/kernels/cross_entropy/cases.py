@@ -95,12 +95,17 @@ def torch_loss_and_gradient(
     return loss.detach(), gradient.view(logits.shape)
 
 
+def ulp(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unit in the last place of positive numbers: the distance from there to the next number of `dtype`, as float64."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(numbers.double())  # a number is in [2**(exponent - 1), 2**exponent)
+    apart = torch.ldexp((numbers != 0).double() * info.eps, exponent - 1)
+    return apart.clamp(min=info.smallest_normal * info.eps)
+
+
 def ulps(value: Tensor, truth: Tensor) -> Tensor:
-    """How far each value is from the truth, in the distance of two neighbours of its dtype at the truth; float64."""
-    info = torch.finfo(value.dtype)
-    _, exponent = torch.frexp(truth.double())  # |truth| is in [2**(exponent - 1), 2**exponent)
-    apart = torch.ldexp((truth != 0).double() * info.eps, exponent - 1)
-    return (value.double() - truth).abs() / apart.clamp(min=info.smallest_normal * info.eps)
+    """How far each value is from the truth, in units in the last place of its dtype at the truth; float64."""
+    return (value.double() - truth).abs() / ulp(truth.abs(), value.dtype)
 
 
 def max_error(value: Tensor, truth: Tensor) -> float:

@@ -207,5 +207,8 @@ def test_the_lowest_finite_logits_are_no_minus_infinity(device):
     logits = torch.full((2, 5000), torch.finfo(torch.float32).min, device=device)
     logits[1, 4999] = torch.finfo(torch.float32).max / 2
     target = torch.tensor([1, 4999], device=device)
-    loss, _ = loss_and_gradient(logits, target, torch.ones(2, device=device), reduction="none")
+    loss, gradient = loss_and_gradient(logits, target, torch.ones(2, device=device), reduction="none")
     torch.testing.assert_close(loss.cpu(), torch.tensor([5000.0, 1.0]).log())
+    expected = torch.tensor([[1 / 5000], [0]]).repeat(1, 5000)
+    expected[0, 1] -= 1
+    torch.testing.assert_close(gradient.cpu(), expected)

@@ -14,142 +14,14 @@ than two words of a row, apart from it.
 import triton
 import triton.language as tl
 
-# The lowest finite float32, as the running maximum before any logit. With -inf there, -inf - -inf would be NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-SMALL = tl.constexpr(0.2)  # below it tanh is its series: of (1 - e) / (1 + e) the difference would lose digits there
+from .row import aligned, edges, in_heads, plus, row_offset, row_statistics, words, write
 
 
 @triton.jit
-def _row_offset(row, T, stride_b, stride_t):
-    return (row // T) * stride_b + (row % T) * stride_t
-
-
-@triton.jit
-def _words(ptr, offset, V, RAGGED: tl.constexpr):
-    """The first class of a row that whole words hold, and how many they hold; all, where rows are not RAGGED."""
-    if not RAGGED:
-        return 0, V
-    size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    first = tl.minimum((size - offset % size) % size, V).to(tl.int32)
-    return first, tl.multiple_of((V - first) // size * size, size)
-
-
-@triton.jit
-def _edges(ptr, first, count, V):
-    """The classes that no whole words hold; and which of these lanes are one."""
-    size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    lanes = tl.arange(0, 2 * size)
-    cols = tl.where(lanes < size, lanes, first + count + lanes - size)
-    return cols, cols < tl.where(lanes < size, first, V)
-
-
-@triton.jit
-def _aligned(ptr, offset, first, RAGGED: tl.constexpr):
-    """Where `first` of a row lies; of a RAGGED row at the beginning of a word."""
-    if not RAGGED:
-        return ptr + offset
-    size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    return ptr + tl.multiple_of(offset + first, size)
-
-
-@triton.jit
-def _tanh(u):
-    """tanh(u), and its derivative 1 - tanh(u)**2 without the difference; both within some 2**-22 of themselves."""
-    e = tl.exp(-2.0 * tl.abs(u))
-    v = u * u
-    series = u * (1.0 - v * (1.0 / 3.0 - v * (2.0 / 15.0 - v * (17.0 / 315.0 - v * (62.0 / 2835.0)))))
-    far = tl.where(u < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
-    return tl.where(tl.abs(u) < SMALL, series, far), 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def _counted(x, scale, cap, CAP: tl.constexpr):
-    """What a logit counts as."""
-    if CAP:
-        bent, _ = _tanh(x * (scale / cap))
-        return cap * bent
-    return x * scale
-
-
-@triton.jit
-def _read(
-    ptr, cols, in_row, target_col, part_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """What some logits count as, -inf at the target and outside of the row; and what they add to the sum of all."""
-    x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
-    x = _counted(x, scale, cap, CAP)
-    plain = tl.zeros_like(x)
-    if SUM:
-        plain = tl.where(in_row, x, 0.0)
-        if WEIGHTED:
-            plain *= tl.load(part_ptr + cols, mask=in_row, other=0.0)
-    return tl.where(in_row & (cols != target_col), x, -float("inf")), plain
-
-
-@triton.jit
-def _row_statistics(
-    x_ptr, offset, target, part_ptr,
-    V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The columns of `statistics`, of one row.
-
-    Each lane keeps a maximum and a sum of its own and the lanes meet once, after the loop, so the loop has no barrier.
-    Of exp(old - new) and exp(x - new) one is always exp(0), so a logit costs one exponential.
-    """
-    ignored = target == ignore_index
-    classes_read = tl.where(ignored, 0, V)
-
-    local = target - vocab_start
-    is_here = (local >= 0) & (local < classes_read)
-    target_logit = tl.load(x_ptr + offset + local * stride_xv, mask=is_here, other=0.0).to(tl.float32)
-    target_logit = tl.where(is_here, _counted(target_logit, scale, cap, CAP), 0.0)
-    target_col = tl.where(is_here, local, -1).to(tl.int32)
-
-    lanes = tl.arange(0, BLOCK_V)
-    largest = tl.full([BLOCK_V], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_V], tl.float32)
-    plain = tl.zeros([BLOCK_V], tl.float32)
-    first, count = _words(x_ptr, offset, V, RAGGED)
-    words_ptr = _aligned(x_ptr, offset, first, RAGGED)
-    for start in range(0, tl.minimum(classes_read, count), BLOCK_V):
-        at = start + lanes
-        x, more = _read(
-            words_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, part_ptr, scale, cap,
-            SUM, WEIGHTED, CAP,
-        )  # fmt: skip
-        plain += more
-        rise = x - largest
-        fade = tl.exp(-tl.abs(rise))
-        total = tl.where(rise > 0, total * fade + 1.0, total + fade)
-        largest = tl.maximum(largest, x)
-    row_largest = tl.max(largest, 0)
-    row_plain = tl.sum(plain, 0)
-    if RAGGED:
-        cols, in_row = _edges(x_ptr, first, count, V)
-        x, more = _read(
-            x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, part_ptr, scale, cap,
-            SUM, WEIGHTED, CAP,
-        )  # fmt: skip
-        row_largest = tl.maximum(row_largest, tl.max(x, 0))
-        row_plain += tl.sum(more, 0)
-    row_total = tl.sum(total * tl.exp(largest - row_largest), 0)
-    if RAGGED:
-        row_total += tl.sum(tl.exp(x - row_largest), 0)
-    # The largest logit adds 1, so a sum of 0 means that every one was -inf, or that there was none.
-    row_largest = tl.where(row_total == 0.0, -float("inf"), row_largest)
-    is_class = (target >= 0) & (target < vocab_size)
-    tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
-    row_total = tl.where(ignored | is_class, row_total, float("nan"))
-    return row_largest, row_total, target_logit, row_plain
-
-
-@triton.jit
-def _keep(statistics_ptr, row, largest, total, target_logit, plain, SUM: tl.constexpr):
+def _keep(statistics_ptr, row, others, others_low, target_logit, plain, SUM: tl.constexpr):
     columns: tl.constexpr = 4 if SUM else 3
-    tl.store(statistics_ptr + row * columns, largest)
-    tl.store(statistics_ptr + row * columns + 1, total)
+    tl.store(statistics_ptr + row * columns, others)
+    tl.store(statistics_ptr + row * columns + 1, others_low)
     tl.store(statistics_ptr + row * columns + 2, target_logit)
     if SUM:
         tl.store(statistics_ptr + row * columns + 3, plain)
@@ -163,19 +35,19 @@ def statistics(
     vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One row: the largest logit and the sum of exp(logit - largest), both without the target; the target's logit; and
-    with SUM the sum of all logits, each times its class's weight where they are WEIGHTED: part, of this shard's classes.
+    """One row: logsumexp without the target, as a number and what it rounds away; the target's logit; and with SUM the sum of
+    all logits, each times its class's weight where they are WEIGHTED: part, of this shard's classes.
 
     The third is 0 where this shard does not hold the target. An ignored row is not read: -inf, 0, 0, 0.
     A target that is no class makes the second NaN, and so the loss: a kernel cannot raise.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
-    largest, total, target_logit, plain = _row_statistics(
-        x_ptr, _row_offset(row, T, stride_xb, stride_xt), target, part_ptr,
+    others, others_low, target_logit, plain = row_statistics(
+        x_ptr, row_offset(row, T, stride_xb, stride_xt), target, part_ptr,
         V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
     )  # fmt: skip
-    _keep(statistics_ptr, row, largest, total, target_logit, plain, SUM)
+    _keep(statistics_ptr, row, others, others_low, target_logit, plain, SUM)
 
 
 @triton.jit
@@ -186,31 +58,32 @@ def _log1p(y):
 
 
 @triton.jit
-def _merged(statistics_ptr, mask, R, stride_r):
-    """`_odds` of rows from the statistics of R shards."""
-    other = tl.load(statistics_ptr, mask=mask, other=0.0)
-    total = tl.load(statistics_ptr + 1, mask=mask, other=0.0)
-    target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0)
+def _merged(statistics_ptr, mask, R, stride_r, wide: tl.constexpr):
+    """`_odds` of rows from the statistics of R shards, computed in the type `wide`."""
+    others = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)
+    total = tl.exp(tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide))  # of exp(logit - others)
+    target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0).to(wide)
     for _ in range(1, R):
         statistics_ptr += stride_r
-        there = tl.load(statistics_ptr, mask=mask, other=0.0)
-        both = tl.maximum(other, there)
+        there = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)
+        both = tl.maximum(others, there)
         base = tl.where(both == -float("inf"), 0.0, both)
-        total = total * tl.exp(other - base) + tl.load(statistics_ptr + 1, mask=mask, other=0.0) * tl.exp(there - base)
-        target_logit += tl.load(statistics_ptr + 2, mask=mask, other=0.0)
-        other = both
-    return _odds(other, total, target_logit)
+        there_total = tl.exp(tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide))
+        total = total * tl.exp(others - base) + there_total * tl.exp(there - base)
+        target_logit += tl.load(statistics_ptr + 2, mask=mask, other=0.0).to(wide)
+        others = both
+    return _odds(others, total, target_logit)
 
 
 @triton.jit
-def _odds(other, total, target_logit):
+def _odds(others, total, target_logit):
     """largest, log_sum and log_odds; see `reference.merge`."""
-    largest = tl.maximum(other, target_logit)
+    largest = tl.maximum(others, target_logit)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
-    other -= largest
+    others -= largest
     target_logit -= largest  # one of the two is 0 now
-    log_sum = tl.log(total * tl.exp(other) + tl.exp(target_logit))
-    return largest, log_sum, (other - target_logit) + tl.log(total)
+    log_sum = tl.log(total * tl.exp(others) + tl.exp(target_logit))
+    return largest, log_sum, (others - target_logit) + tl.log(total)
 
 
 @triton.jit(do_not_specialize=["N", "R", "vocab_size", "ignore_index", "label_smoothing", "z_loss"])
@@ -228,7 +101,7 @@ def losses(
     columns: tl.constexpr = 4 if SUM else 3
     statistics_ptr += rows * columns
     stride_r = N.to(tl.int64) * columns
-    largest, log_sum, log_odds = _merged(statistics_ptr, is_row, R, stride_r)
+    largest, log_sum, log_odds = _merged(statistics_ptr, is_row, R, stride_r, tl.float32)
     target = tl.load(target_ptr + rows, mask=is_row, other=ignore_index).to(tl.int64)
     ignored = target == ignore_index
 
@@ -236,7 +109,7 @@ def losses(
     if WEIGHTED:
         loss *= tl.load(weight_ptr + target, mask=is_row & (target >= 0) & (target < vocab_size), other=0.0)
     if SUM:
-        whole = tl.load(whole_ptr) if WEIGHTED else vocab_size.to(tl.float32)
+        whole = tl.load(whole_ptr).to(tl.float32) if WEIGHTED else vocab_size.to(tl.float32)
         plain = tl.load(statistics_ptr + 3, mask=is_row, other=0.0)
         for shard in range(1, R):
             plain += tl.load(statistics_ptr + shard * stride_r + 3, mask=is_row, other=0.0)
@@ -246,28 +119,6 @@ def losses(
     loss += z_loss * lse * lse
     tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=is_row)
     tl.store(lse_ptr + rows, tl.where(ignored, 0.0, lse), mask=is_row)
-
-
-@triton.jit
-def _write(
-    x_ptr, dx_ptr, cols, in_row, target_col, part_ptr,
-    largest, log_sum, factor, spread, true, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """The gradient of some logits of a row."""
-    x = tl.load(x_ptr, mask=in_row, other=-float("inf")).to(tl.float32)
-    # Not x - (largest + log_sum): that sum rounds at the size of the logits, not at that of the difference.
-    dx = factor * tl.exp((_counted(x, scale, cap, CAP) - largest) - log_sum)
-    if SUM:
-        if WEIGHTED:
-            dx -= spread * tl.load(part_ptr + cols, mask=in_row, other=0.0)
-        else:
-            dx -= spread
-    dx = tl.where(cols == target_col, true, dx) * scale
-    if CAP:
-        _, slope = _tanh(x * (scale / cap))
-        dx *= slope
-    tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -305,25 +156,27 @@ def gradient(
     With MADE dx is what FUSED made for the guess, and is made again where the grad, one number, is another.
 
     A row whose factor, spread and true are 0 is not read: its gradient is exactly 0, whatever its logits. The rows of dx are
-    contiguous, and may be those of x.
+    contiguous, and may be those of x. Of float32 logits it is within a unit in the last place where they count as they are.
     """
+    exact: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    wide: tl.constexpr = tl.float64 if exact else tl.float32  # of what a row needs once
     if MADE:
         N = _rows_to_make(N, grad_ptr, guess_ptr, arrived_ptr)
     row = tl.program_id(0).to(tl.int64)
     while row < N:
-        offset = _row_offset(row, T, stride_xb, stride_xt)
+        offset = row_offset(row, T, stride_xb, stride_xt)
         target = tl.load(target_ptr + row).to(tl.int64)
         ignored = target == ignore_index
         if FUSED:
-            other, total, target_logit, plain = _row_statistics(
+            others, others_low, target_logit, plain = row_statistics(
                 x_ptr, offset, target, part_ptr,
                 V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
             )  # fmt: skip
-            _keep(statistics_ptr, row, other, total, target_logit, plain, SUM)
-            largest, log_sum, log_odds = _odds(other, total, target_logit)
+            _keep(statistics_ptr, row, others, others_low, target_logit, plain, SUM)
+            largest, log_sum, log_odds = _odds(others.to(wide), tl.exp(others_low.to(wide)), target_logit.to(wide))
         else:
             columns: tl.constexpr = 4 if SUM else 3
-            largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r)
+            largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r, wide)
 
         share = 1.0
         if WEIGHTED:
@@ -331,18 +184,19 @@ def gradient(
         grad = 0.0
         made = True
         if GRAD:
-            grad = tl.load(grad_ptr + row * stride_gn)
+            grad = tl.load(grad_ptr + row * stride_gn).to(wide)
             if FUSED:
                 made = grad == grad
             if DENOMINATOR:
                 grad /= tl.load(denominator_ptr)
         grad = tl.where(ignored, 0.0, grad)
-        pull = grad * share * (1.0 - label_smoothing)
+        pull = grad * share
         even = 0.0  # what reaches all classes by their probability, besides the pull
         spread = 0.0
         if SUM:
-            whole = tl.load(whole_ptr) if WEIGHTED else vocab_size.to(tl.float32)
-            spread = grad * (label_smoothing / vocab_size)
+            whole = tl.load(whole_ptr).to(wide) if WEIGHTED else vocab_size.to(wide)
+            spread = grad * label_smoothing / vocab_size
+            pull -= pull * label_smoothing
             even += spread * whole
         if Z_LOSS:
             even += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
@@ -351,31 +205,41 @@ def gradient(
         factor = pull + even
         true = even / (1.0 + tl.exp(log_odds)) - pull / (1.0 + tl.exp(-log_odds)) - spread * share
         true = tl.where(ignored, 0.0, true)
-        first, count = _words(x_ptr, offset, V, RAGGED)
-        x_words_ptr = _aligned(x_ptr, offset, first, RAGGED)
-        dx_words_ptr = _aligned(dx_ptr, row * stride_dn, first, RAGGED)
+        dead = (factor == 0.0) & (true == 0.0) & (spread == 0.0)
+        base, base_low, factor_low, spread_low = largest, log_sum, 0.0, 0.0
+        if exact:
+            base, base_low = plus(largest.to(tl.float32), log_sum)
+            factor, factor_low = in_heads(factor)
+            true = true.to(tl.float32)
+            if SUM:
+                spread, spread_low = in_heads(spread)
+        first, count = words(x_ptr, offset, V, RAGGED)
+        x_words_ptr = aligned(x_ptr, offset, first, RAGGED)
+        dx_words_ptr = aligned(dx_ptr, row * stride_dn, first, RAGGED)
         lanes = tl.arange(0, BLOCK_V)
 
-        if (factor == 0.0) & (true == 0.0) & (spread == 0.0):
+        if dead:
             for start in range(0, count, BLOCK_V):
                 at = start + lanes
                 tl.store(dx_words_ptr + at, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=at < count)
             if RAGGED:
-                cols, in_row = _edges(x_ptr, first, count, V)
+                cols, in_row = edges(x_ptr, first, count, V)
                 tl.store(dx_ptr + row * stride_dn + cols, cols.to(dx_ptr.dtype.element_ty) * 0, mask=in_row)
         elif made:
             local = target - vocab_start
             target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
             for start in range(0, count, BLOCK_V):
                 at = start + lanes
-                _write(
+                write(
                     x_words_ptr + at.to(tl.int64) * stride_xv, dx_words_ptr + at, first + at, at < count,
-                    target_col, part_ptr, largest, log_sum, factor, spread, true, scale, cap, SUM, WEIGHTED, CAP,
+                    target_col, part_ptr, base, base_low, factor, factor_low, spread, spread_low, true, scale, cap,
+                    SUM, WEIGHTED, CAP,
                 )  # fmt: skip
             if RAGGED:
-                cols, in_row = _edges(x_ptr, first, count, V)
-                _write(
+                cols, in_row = edges(x_ptr, first, count, V)
+                write(
                     x_ptr + offset + cols, dx_ptr + row * stride_dn + cols, cols, in_row,
-                    target_col, part_ptr, largest, log_sum, factor, spread, true, scale, cap, SUM, WEIGHTED, CAP,
+                    target_col, part_ptr, base, base_low, factor, factor_low, spread, spread_low, true, scale, cap,
+                    SUM, WEIGHTED, CAP,
                 )  # fmt: skip
         row += tl.num_programs(0)

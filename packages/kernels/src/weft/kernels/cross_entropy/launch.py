@@ -21,11 +21,11 @@ class Launch:
     warps: int
 
 
-# 16 classes a thread: two 16-byte loads of bf16 in flight for each, and the two float32 that `statistics` keeps for a class
-# fit in the registers with no spill (compiled for sm_80 to sm_100; its speed is not measured yet). The same for all kernels, so
-# that a loss has the same bits whichever of them made its statistics.
-CLASSES_PER_THREAD = 16
-LONGEST_BLOCK = 8192
+# Two 16-byte loads in flight for each thread: 16 classes of bf16 or 8 of float32. What `statistics` keeps for them fits in the
+# registers with no spill (compiled for sm_80 to sm_100 and gfx942; its speed is not measured yet); that of float32 takes more, and
+# 16 warps of it would spill on sm_80. The same for all kernels, so that a loss has the same bits whichever made its statistics.
+BYTES_PER_THREAD = 32
+MOST_WARPS = {2: 16, 4: 8}  # by the bytes of a logit
 # Where a row is read twice by one program there are few of them, so that the rows at work stay in the L2 from their first
 # reading to their second: one for each multiprocessor, and more while their rows take no more than this share of it. 132 rows
 # of 256 KiB, a vocabulary of 128 Ki in bf16, are 33 MiB of an H100's 50. Its speed is not measured yet.
@@ -34,11 +34,12 @@ WARPS_AT_WORK = 64  # of a multiprocessor, at most
 ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
 
 
-def config(V: int) -> Launch:
-    """The launch for rows of V classes: a short row is one block, with the warps that it can fill."""
-    row = 1 << (max(V, CLASSES_PER_THREAD) - 1).bit_length()  # the power of two at or above V
-    block_v = min(row, LONGEST_BLOCK)
-    return Launch(block_v, warps=max(1, block_v // (32 * CLASSES_PER_THREAD)))
+def config(V: int, itemsize: int) -> Launch:
+    """The launch for rows of V classes of `itemsize` bytes: a short row is one block, with the warps that it can fill."""
+    of_thread = BYTES_PER_THREAD // itemsize
+    row = 1 << (max(V, of_thread) - 1).bit_length()  # the power of two at or above V
+    block_v = min(row, MOST_WARPS[itemsize] * 32 * of_thread)
+    return Launch(block_v, warps=max(1, block_v // (32 * of_thread)))
 
 
 def as_batches(logits: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     out = torch.empty(N, shard.columns, dtype=torch.float32, device=logits.device)
     if N == 0:
         return out
-    launch, options = config(V), shard.options
+    launch, options = config(V, x.itemsize), shard.options
     part = None if weight is None else shard.part(weight, V)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.statistics[(N,)](
@@ -135,7 +136,7 @@ def _gradient(
     grad, grad_lse = (_rows(each, N, statistics) for each in (upstream.loss, upstream.lse))
     denominator = statistics if upstream.denominator is None else upstream.denominator.to(torch.float32)
     part = None if weight is None else shard.part(weight, V)
-    launch = config(V)
+    launch = config(V, x.itemsize)
     programs = N if guessed is None and not fused else min(N, _programs(x, launch))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.gradient[(programs,)](
@@ -185,7 +186,7 @@ def _float32(weight: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _whole(weight: Tensor | None, other: Tensor) -> Tensor:
-    return other if weight is None else weight.to(torch.float32).sum()
+    return other if weight is None else weight.sum(dtype=torch.float64)
 
 
 def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, ...]:
@@ -207,7 +208,7 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
         "RAGGED": 0,
         **switches,
     }
-    launch = config(1 << 20)
+    launch = config(1 << 20, 4 if dtype == "fp32" else 2)
     size = "i32" if on["RAGGED"] else "i32:16"
     logits = {"V": size, "T": "i32", "stride_xb": size, "stride_xt": size, "stride_xv": stride_xv}
     read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "part_ptr": "*fp32:16"}
@@ -267,6 +268,7 @@ VARIANTS = (
     *_variants("bf16", FUSED=1)[1:],
     *_variants("bf16", FUSED=1, RAGGED=1)[1:],
     *_variants("fp32", FUSED=1)[1:],
+    *_variants("fp32", FUSED=1, SUM=1, WEIGHTED=1, Z_LOSS=1)[1:],
     *_variants("bf16", FUSED=1, SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1)[1:],
     _losses(),
     _losses(SUM=1, WEIGHTED=1),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .options import Options
 
-CHUNK = 1 << 20  # logits widened to float32 at a time: 4 MiB a temporary, whatever the number of rows
+CHUNK = 1 << 20  # logits widened at a time: 4 MiB a temporary in float32, whatever the number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Upstream:
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
     """What each row of this shard contributes to the loss: [N, 3 or 4], float32 (float64 for float64 logits).
 
-    The columns: over all classes but the target, the largest logit and the sum of exp(logit - largest), which are -inf
-    and 0 where there is no class or all are -inf; then the target's logit, 0 if another shard holds it; then, where
-    sums are wanted, the sum of all logits, each times its class's weight where there are weights: [size], of all classes.
+    The columns: logsumexp over all classes but the target, and what float32 rounds away of it, which are -inf and 0 where
+    there is no class or all are -inf; then the target's logit, 0 if another shard holds it; then, where sums are wanted,
+    the sum of all logits, each times its class's weight where there are weights: [size], of all classes.
     A row to ignore gives -inf, 0, 0, 0. A target that is no class makes the second NaN.
     The target is kept out of the sum because beside exp(0) of a likely class float32 drops the unlikely ones, and
     their sum is 1 - p: the loss and the gradient of the true class.
@@ -70,17 +70,20 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     if V > 0:
         x = logits.reshape(-1, V)  # [N, V]
         for some in _chunks(len(classes), V):
-            z = _counted(x[some].to(dtype), shard)
+            z = _counted(x[some].to(_wide(logits.dtype)), shard)
             if shard.sums:
-                out[some, 3] = z.sum(-1) if weight is None else (z * shard.part(weight, V).to(dtype)).sum(-1)
+                out[some, 3] = z.sum(-1) if weight is None else (z * shard.part(weight, V).to(z.dtype)).sum(-1)
             local = classes[some] - shard.start
             is_here = (local >= 0) & (local < V)
             index = local.clamp(0, V - 1).unsqueeze(1)
             logit = z.gather(1, index)
             out[some, 2] = logit.squeeze(1).where(is_here, 0)
             others = z.scatter(1, index, logit.masked_fill(is_here.unsqueeze(1), -torch.inf))
-            out[some, 0] = others.amax(-1)
-            out[some, 1] = others.sub_(_finite(out[some, :1])).exp_().sum(-1)
+            largest = _finite(others.amax(-1, keepdim=True))
+            total = others.sub_(largest).exp_().sum(-1)
+            largest, log_total = largest.squeeze(1).double(), total.double().log()
+            out[some, 0] = largest + log_total
+            out[some, 1] = ((largest - out[some, 0]) + log_total).masked_fill_(total == 0, 0)
     out[:, 1].masked_fill_((classes < 0) | (classes >= shard.size), torch.nan)
     return torch.where((classes == shard.options.ignore_index).unsqueeze(1), nothing, out)
 
@@ -91,12 +94,12 @@ def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     log_sum is of exp(logit - largest) over all classes, so logsumexp is largest + log_sum. They stay apart because
     their sum rounds at the size of the logits. Where every logit is -inf, largest is 0 and log_sum is -inf.
     log_odds is log((1 - p) / p) for the p of the true class: the loss is softplus(log_odds), and p - 1 is
-    -sigmoid(log_odds), both accurate for p near 1.
+    -sigmoid(log_odds), both accurate for p near 1. All in float64: it is little beside the logits.
     The result depends on nothing but the statistics, so ranks that gathered the same numbers get the same bits.
     """
-    others, sums, target_logits = statistics.unbind(-1)  # [shards, N] each
+    others, lows, target_logits = statistics.double().unbind(-1)  # [shards, N] each
     other, target_logit = others.amax(0), target_logits.sum(0)
-    other_sum = (sums * (others - _finite(other)).exp()).sum(0)
+    other_sum = ((others - _finite(other)) + lows).exp().sum(0)
     largest = _finite(torch.maximum(other, target_logit))
     other, target_logit = other - largest, target_logit - largest  # one of the two is 0
     log_sum = (other_sum * other.exp() + target_logit.exp()).log()
@@ -123,7 +126,7 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
     # Masked last: autograd forbids changing a view in place where it is an output.
-    ignored, loss, lse = (each.view(target.shape) for each in (ignored, loss, lse))
+    ignored, loss, lse = ignored.view(target.shape), *(x.to(statistics.dtype).view(target.shape) for x in (loss, lse))
     return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
 
 
@@ -139,7 +142,7 @@ def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the gradient of a row is made of, each [N]: factor * softmax - spread * weight, and `true` at the true class.
+    """What the gradient of a row is made of, each [N] in float64: factor * softmax - spread * weight, and `true` at the true class.
 
     largest, log_sum: as `merge` gives them. spread: where sums are wanted, otherwise None.
     """
@@ -194,7 +197,7 @@ def gradient(
     The gradient of what a logit counts as, see `Rows`, times the derivative of that. Rows whose factor, spread and true
     are 0 are exactly 0.
     """
-    V = logits.shape[-1]
+    V, wide = logits.shape[-1], _wide(logits.dtype)
     if out.numel() == 0:
         return out
     row = rows(statistics, target, weight, upstream, shard)
@@ -205,13 +208,16 @@ def gradient(
     if row.spread is not None:
         dead &= row.spread == 0
     for some in _chunks(len(local), V):
-        z, slope = _bent(x[some].to(row.factor.dtype), shard)
-        wide = (z - row.largest[some, None]).sub_(row.log_sum[some, None]).exp_().mul_(row.factor[some, None])
+        z, slope = _bent(x[some].to(wide), shard)
+        largest, log_sum, factor, true = (
+            each[some, None].to(wide) for each in (row.largest, row.log_sum, row.factor, row.true)
+        )
+        each = (z - largest).sub_(log_sum).exp_().mul_(factor)
         if row.spread is not None:
-            wide -= row.spread[some, None] * (1 if weight is None else shard.part(weight, V).to(wide.dtype))
+            each -= row.spread[some, None].to(wide) * (1 if weight is None else shard.part(weight, V).to(wide))
         index = local[some].clamp(0, V - 1).unsqueeze(1)
-        wide.scatter_(1, index, torch.where(is_here[some, None], row.true[some, None], wide.gather(1, index)))
-        dx[some] = wide.mul_(slope).masked_fill_(dead[some, None], 0)
+        each.scatter_(1, index, torch.where(is_here[some, None], true, each.gather(1, index)))
+        dx[some] = each.mul_(slope).masked_fill_(dead[some, None], 0)
     return out
 
 
@@ -222,6 +228,11 @@ def statistics_and_gradient(
     found = statistics(logits, target, weight, shard)
     gradient(logits, target, weight, found.unsqueeze(0), upstream, shard, out)
     return found
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What the passes compute in, to round once: wider than the logits."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _counted(x: Tensor, shard: Shard) -> Tensor:

@@ -46,6 +46,8 @@ def cross_entropy(
 
     logits: [..., V], the classes last. target: [...] of int32 or int64. Returns float32 (float64 for float64 logits):
     [...] for "none", a scalar otherwise; with return_lse a pair, the second [...], differentiable, 0 where ignored.
+    The logits' gradient is within a unit in the last place of their dtype; with labels smoothed, of what is subtracted there;
+    float32 with a softcap or scale no better than float32 arithmetic.
     weight: [V], of each class. label_smoothing: the share of the target that is spread over all classes.
     logit_scale, softcap: a logit x counts as cap * tanh(scale * x / cap), without a cap as scale * x.
     z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5).
