@@ -17,6 +17,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..process_mesh import ProcessMesh
 
 Placements = tuple[Placement, ...]  # of all operands on one axis
+Why = Callable[[], str]  # a reason, put in words for those who ask: a remedy tries many that fail
 SHOWN = 4  # of the operands to reshard, in a message
 IDEMPOTENT = ("avg", "min", "max")  # of one value and itself these give that value
 
@@ -77,8 +78,8 @@ def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
         placement = _on_axis(operation, tuple(layout[axis] for layout in layouts))
-        if isinstance(placement, str):
-            return f"on axis {axis!r} {placement}"
+        if callable(placement):
+            return f"on axis {axis!r} {placement()}"
         if not _goes_with(placement, placements.values()):
             return f"the output would be {placement} on axis {axis!r} and another on others"
         placements[axis] = placement
@@ -143,31 +144,38 @@ def never(placements: Placements) -> None:
     """For operations that no reduction passes through."""
 
 
-def _on_axis(operation: Operation, placements: Placements) -> Placement | str:
+def _on_axis(operation: Operation, placements: Placements) -> Placement | Why:
     """The output's placement, or why there is none."""
     indices = {term[p.dim] for term, p in zip(operation.terms, placements, strict=True) if isinstance(p, Shard)}
-    shown = "it is " + str(placements[0]) if len(placements) == 1 else "operands are " + ", ".join(map(str, placements))
     if any(isinstance(placement, Partial) for placement in placements):
         result = None if indices else operation.partial(placements)
-        return result or f"{shown}: what the ranks compute would not reduce to the result"
+        return result or (lambda: f"{_shown(placements)}: what the ranks compute would not reduce to the result")
     if not indices:
         return Replicate()
-    where = " and ".join(
-        f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard)
-    )
     if len(indices) > 1:
-        return f"{shown}: it shards {where}, which do not go together"
+        return lambda: f"{_sharded(operation, placements)}, which do not go together"
     (index,) = indices
     for position, (term, placement) in enumerate(zip(operation.terms, placements, strict=True)):
         if term.count(index) > 1:
-            return f"{shown}: it shards {where}, which is the same index as another dim of it"
+            return lambda: f"{_sharded(operation, placements)}, which is the same index as another dim of it"
         if index in term and not isinstance(placement, Shard):
-            return f"{shown}: it shards {where}, but not dim {term.index(index)} of {operation.operand(position)}"
-    if index in operation.whole:
-        return f"{shown}: {operation.why_whole}"
-    if index in operation.output:
-        return Shard(operation.output.index(index))
-    return operation.contracted or f"{shown}: {operation.why_whole}"
+            other = f"dim {term.index(index)} of {operation.operand(position)}"
+            return lambda: f"{_sharded(operation, placements)}, but not {other}"
+    if index not in operation.whole:
+        if index in operation.output:
+            return Shard(operation.output.index(index))
+        if operation.contracted:
+            return operation.contracted
+    return lambda: f"{_shown(placements)}: {operation.why_whole}"
+
+
+def _shown(placements: Placements) -> str:
+    return "it is " + str(placements[0]) if len(placements) == 1 else "operands are " + ", ".join(map(str, placements))
+
+
+def _sharded(operation: Operation, placements: Placements) -> str:
+    dims = (f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard))
+    return f"{_shown(placements)}: it shards {' and '.join(dims)}"
 
 
 def _goes_with(placement: Placement, others: Iterable[Placement]) -> bool:
@@ -183,7 +191,7 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
     for axis in mesh.axis_names:
         given = tuple(layout[axis] for layout in layouts)
         answers = {choice: _on_axis(operation, choice) for choice in _choices(operation, given)}
-        fitting = {c: a for c, a in answers.items() if not isinstance(a, str) and _goes_with(a, output)}
+        fitting = {c: a for c, a in answers.items() if not callable(a) and _goes_with(a, output)}
         chosen[axis] = min(fitting, key=partial(_cost, mesh.axis_size(axis), given))
         output.append(fitting[chosen[axis]])
     orders: dict[str, list[str]] = {}  # of each index, the axes that will shard it: as they do where they do already
