@@ -117,26 +117,19 @@ def of_a_shard(logits: Tensor, target: Tensor) -> Truth:
     own[here] = x[here, classes[here]]
     others = x.clone()
     others[here, classes[here]] = -torch.inf
-    largest = others.amax(1)
-    dlogits = (x - torch.logaddexp(others.logsumexp(1), own)[:, None]).exp()
+    lse = others.logsumexp(1)
+    dlogits = (x - torch.logaddexp(lse, own)[:, None]).exp()
     dlogits[here, classes[here]] -= 1
-    columns = (
-        ("largest_logit_error", "the largest other logit", largest),
-        ("sum_error", "the sum of the others' exponentials", (others - largest[:, None]).exp().sum(1)),
-        ("target_logit_error", "the target's logit", own),
-    )
-    statistics = [Part(figure, told, _column(i, rows), truth, EXACT) for i, (figure, told, truth) in enumerate(columns)]
-    gradient = Part("gradient_error", "the gradient", lambda made: made.gradients[0][rows], dlogits / N, ROUNDED)
-    return [*statistics, gradient]
+    return [
+        Part("lse_error", "logsumexp of the others", lambda made: made.loss[rows, :2].double().sum(1), lse, EXACT),
+        Part("target_logit_error", "the target's logit", lambda made: made.loss[rows, 2], own, EXACT),
+        Part("gradient_error", "the gradient", lambda made: made.gradients[0][rows], dlogits / N, ROUNDED),
+    ]
 
 
 def spread(N: int, rows: int = ROWS, *, like: Tensor) -> Tensor:
     """Indices from the first of N to the last, each once."""
     return torch.linspace(0, max(0, N - 1), min(N, rows), dtype=torch.float64, device=like.device).long()
-
-
-def _column(i: int, rows: Tensor) -> Callable[[Made], Tensor]:
-    return lambda made: made.loss[rows, i]
 
 
 def _losses(logits: Tensor, target: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ NAN = float("nan")
         pytest.param("products", changed(1, FREE[-1], 0), "of classes that are no token's errs by", id="a-free-class"),
         pytest.param("products", changed(1, FREE, 1.1), "of classes that are no token's errs by", id="free-classes"),
         pytest.param("shard", changed(0, 0, 1.2), "the gradient errs by", id="shard-gradient"),
-        pytest.param("shard", column((0, 0), 0.01), "the largest other logit errs by", id="shard-largest"),
-        pytest.param("shard", column((0, 1), 0.1), "sum of the others' exponentials errs by", id="shard-sum"),
+        pytest.param("shard", column((0, 0), 0.01), "logsumexp of the others errs by", id="shard-logsumexp"),
+        pytest.param("shard", column((0, 1), 0.01), "logsumexp of the others errs by", id="shard-logsumexp-low"),
         pytest.param("shard", column((0, 2), 0.01), "the target's logit errs by", id="shard-target"),
     ],
 )
@@ -124,11 +124,11 @@ def test_a_gradient_of_another_shape_is_told() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the numbers that it made, but what makes them: the softmax without its sum, and a target that is not taken away."""
+    """Not the numbers that it made, but what makes them: a softmax of too large a sum, and a target that is not taken away."""
     from weft.kernels.cross_entropy import reference
 
     right = reference.rows
-    monkeypatch.setattr(reference, "rows", lambda *given: replace(right(*given), log_sum=0 * right(*given).log_sum))
+    monkeypatch.setattr(reference, "rows", lambda *given: replace(right(*given), log_sum=1 + right(*given).log_sum))
     for kind in TRUTHS:
         with pytest.raises(Inaccurate):
             errors("Weft", made(kind), TRUTHS[kind])
