@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -94,9 +95,10 @@ def _part(layout: Placements, *, addend: bool = False) -> torch.Tensor:
     return part * math.prod(times)
 
 
+@pytest.mark.timeout(600)
 def test_reshard_time(pool: Pool, tell: Tell) -> None:
     pairs = [*sorted(CASE.pairs()), *PARTIAL]
-    by_rank = tell.measuring(pool.run, measure, pairs, ranks=RANKS, timeout=1100)
+    by_rank = tell.measuring(pool.run, measure, pairs, ranks=RANKS, timeout=580)
     ratios = [_ratio(pair, ranks) for pair, ranks in zip(pairs, zip(*by_rank, strict=True), strict=True)]
     moving = [ratio for ratio in ratios if ratio.moves]
     print(f"\nlayout changes of a 64 MB fp32 tensor, mesh 2x2, {RANKS} gloo processes, CPU time, {ROUNDS} rounds")

@@ -159,14 +159,15 @@ def test_an_ulp_is_the_distance_to_a_neighbour():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.125}, {"z_loss": 2**-10}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}], ids=str)
 @pytest.mark.parametrize("size", [1, 10])
 def test_large_logits_lose_no_digit_of_their_dtype(device, dtype, options, size):
     """Against float64 of the same rounded logits: the loss within 1e-5 and a few ulp of the lse; the gradient within an ulp.
 
-    Where labels are smoothed an element of it is a difference: of one that is small beside what is subtracted, an ulp of
-    1/16 of that is allowed. The options are numbers that float32 has, since the kernels are given them so.
+    Where labels are smoothed an element of it is a difference: in float32, of one that is small beside what is subtracted, an
+    ulp of a quarter of that is allowed. The options are rounded to float32, as the kernels are given them.
     """
+    options = {name: torch.tensor(value).item() for name, value in options.items()}
     generator = torch.Generator().manual_seed(5)
     logits = (size * torch.randn(8, 4096, generator=generator)).to(dtype).to(device)
     target = torch.randint(4096, (8,), generator=generator).to(device)
@@ -175,9 +176,12 @@ def test_large_logits_lose_no_digit_of_their_dtype(device, dtype, options, size)
     true_loss, truth = torch_loss_and_gradient(logits.double(), target, upstream.double(), reduction="none", **options)
     lse = logits.double().logsumexp(-1)
     assert ((loss - true_loss).abs() <= 1e-5 * true_loss.abs() + 4 * torch.finfo(torch.float32).eps * lse).all()
+    if dtype != torch.float32:
+        assert ulps(gradient, truth).max() <= 1
+        return
     subtracted = upstream.double().abs()[:, None] * options.get("label_smoothing", 0) / 4096
-    sixteenth = torch.maximum(truth.abs(), subtracted / 16)
-    assert ((gradient.double() - truth).abs() <= ulp(sixteenth, dtype)).all()
+    allowed = ulp(torch.maximum(truth.abs(), subtracted / 4), dtype)
+    assert ((gradient.double() - truth).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("sizes", [[4096], [1000, 3096]], ids=str)

@@ -230,6 +230,7 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
             {
                 **read,
                 **{f"{each}_ptr": "*fp32:16" for each in arriving},
+                "whole_ptr": "*fp64:16" if on["WEIGHTED"] else "*fp32:16",
                 "dx_ptr": f"*{dtype}:16",
                 "N": "i32",
                 **logits,
@@ -244,6 +245,7 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
 
 def _losses(**switches: int) -> Variant:
     pointers = {f"{each}_ptr": "*fp32:16" for each in ("statistics", "target", "weight", "whole", "loss", "lse")}
+    pointers |= {"whole_ptr": "*fp64:16"} if "WEIGHTED" in switches else {}
     sizes = dict.fromkeys(("N", "R", "vocab_size", "ignore_index"), "i32")
     return Variant(
         "-".join(("cross_entropy.losses/fp32", *map(str.lower, switches))),
