@@ -70,9 +70,10 @@ def other_timer(case: Case, weft: Case | None, label: str) -> str:
 
 
 def by_baseline(cases: Sequence[Case]) -> dict[str, dict[str, list[float]]]:
-    """Of each baseline, by label: its ratios to Weft."""
+    """Of each baseline, by label: its ratios to Weft, but of times by another timer."""
     found: dict[str, dict[str, list[float]]] = {}
+    weft = {(case.group, case.name): case for case in cases if case.way == "Weft"}
     for case, label, ratio in ratios(cases):
-        if not case.ours:
+        if not case.ours and not other_timer(case, weft.get((case.group, case.name)), label):
             found.setdefault(case.way, {}).setdefault(label, []).append(ratio)
     return found

@@ -117,11 +117,19 @@ def measured(
 
 
 def held(way: Way) -> Row:
-    """Bytes at the most above what was there before and the gradients that are returned; those of the gradients."""
+    """Bytes at the most above what was there before and the gradients that are returned; those of the gradients.
+
+    As tensors ask for them: what the allocator rounds them up to depends on what it kept from earlier calls.
+    """
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = _requested("current")
     torch.cuda.reset_peak_memory_stats()
     made = way()
     torch.cuda.synchronize()
     gradients = sum(each.nbytes for each in made.gradients) if isinstance(made, Made) else 0
-    return {"peak_bytes": torch.cuda.max_memory_allocated() - before - gradients, "gradient_bytes": gradients}
+    return {"peak_bytes": _requested("peak") - before - gradients, "gradient_bytes": gradients}
+
+
+def _requested(which: str) -> int:
+    nbytes: int = torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+    return nbytes

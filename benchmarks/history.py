@@ -1,9 +1,9 @@
 """The history of benchmark results: a folder for each device, a file for each run.
 
-    python -m benchmarks.history add FILE [--device NAME]    # FILE: what `./run benchmark --benchmark-json FILE` wrote
+    python -m benchmarks.history add FILE [--device NAME] [--commit ID]
 
-writes results/<device>/<UTC time>_<short commit>.json, a `record.Run`, and renews index.json beside it: the list of runs,
-oldest first. Of each benchmark in pytest-benchmark's JSON are taken
+takes FILE, which `./run benchmark --benchmark-json FILE` wrote, writes results/<device>/<UTC time>_<short commit>.json, a
+`record.Run`, and renews index.json beside it: the list of runs, oldest first. Of each benchmark in pytest-benchmark's JSON are taken
 
     name    extra_info["case"], or the test's name without "test_" and without the id of the way
     group   its group, or the name of its file without "test_"
@@ -65,14 +65,14 @@ def devices(results: Path = RESULTS) -> list[str]:
     return sorted({file.parent.name for file in results.glob(f"*/{RUN_FILES}")})
 
 
-def recorded(file: Path, device: str | None = None) -> Run:
+def recorded(file: Path, device: str | None = None, commit: str | None = None) -> Run:
     """The run that pytest-benchmark wrote into `file`.
 
-    device: its name, where the file says none. Raises HistoryError.
+    device, commit: where the file says none, as of a copy without its repository. Raises HistoryError.
     """
-    with naming(file, "correct --device or what the benchmarks put into extra_info, and run them again"):
+    with naming(file, "correct --device, --commit or what the benchmarks put into extra_info, and run them again"):
         raw = json_of(file)
-        machine, commit = taken(raw, "machine_info", dict), taken(raw, "commit_info", dict)
+        machine, told = taken(raw, "machine_info", dict), taken(raw, "commit_info", dict)
         cases: list[Case] = []
         said: dict[str, Any] = {}
         for benchmark in taken(raw, "benchmarks", list):
@@ -81,7 +81,7 @@ def recorded(file: Path, device: str | None = None) -> Run:
                 said |= {key: value for key, value in extra.items() if key not in OF_A_CASE}
             else:
                 cases.append(case_of(benchmark))
-        said = {"commit": commit.get("id", ""), "dirty": commit.get("dirty", False)} | said
+        said = {"commit": told.get("id", ""), "dirty": told.get("dirty", False)} | said
         asked = [
             device,
             machine.get("device"),
@@ -99,12 +99,21 @@ def recorded(file: Path, device: str | None = None) -> Run:
         return Run(
             device=names[0],
             time=made.astimezone(UTC).strftime(TIME),
-            commit=said.pop("commit"),
+            commit=_commit(said.pop("commit"), commit),
             dirty=bool(said.pop("dirty")),
             versions=versions | {key: value for key, value in said.items() if isinstance(value, str)},
             ceilings=taken(machine, "ceilings", dict) | {key: v for key, v in said.items() if not isinstance(v, str)},
             cases=tuple(cases),
         )
+
+
+def _commit(told: str, asked: str | None) -> str:
+    """The commit of a run. Raises ValueError where it is of another than was asked for."""
+    if told in ("", "unversioned"):  # pytest-benchmark's word
+        return asked or ""
+    if asked and not str(told).startswith(asked):
+        raise ValueError(f"the run is of commit {told}, not {asked}")
+    return told
 
 
 def load(file: Path) -> Run:
@@ -114,9 +123,9 @@ def load(file: Path) -> Run:
     return recorded(file) if of_pytest else read(file)
 
 
-def add(file: Path, device: str | None = None, results: Path = RESULTS) -> Path:
+def add(file: Path, device: str | None = None, results: Path = RESULTS, commit: str | None = None) -> Path:
     """Adds the run that pytest-benchmark wrote into `file`, once however often. Raises HistoryError."""
-    run = recorded(file, device)
+    run = recorded(file, device, commit)
     path = run.write(results / folder_name(run.device))
     rows = [json.dumps(_index_row(name, each)) for name, each in runs(run.device, results).runs.items()]
     path.with_name("index.json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
@@ -162,9 +171,10 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> Non
     adding = parser.add_subparsers(required=True, metavar="add").add_parser("add", help="add a run")
     adding.add_argument("file", type=Path, help="what `./run benchmark --benchmark-json FILE` wrote")
     adding.add_argument("--device", help='what the run is of, where the file does not say: "cpu", or a GPU\'s name')
+    adding.add_argument("--commit", help="what the run is of, where it was made without a repository")
     options = parser.parse_args(arguments)
     try:
-        path = add(options.file, options.device, results)
+        path = add(options.file, options.device, results, options.commit)
     except HistoryError as error:
         sys.exit(f"benchmarks.history: {error}")
     print(path)

@@ -73,7 +73,8 @@ def of_logits(operands: Operands) -> Ways:
 
 def of_a_shard(operands: Operands) -> Ways:
     """The kernels of one of SHARDS shards; the gather left out, as if the others' statistics added nothing."""
-    options, size = Options(), SHARDS * operands[0][0].shape[1]
+    classes = operands[0][0].shape[1]
+    options, size = Options(), SHARDS * classes + SHARDS - 1  # the last shards may hold a class less
     upstream = torch.ones((), device=operands[0][0].device)
 
     def made(logits: Tensor, target: Tensor) -> Made:

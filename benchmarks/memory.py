@@ -28,7 +28,10 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 takes its out_dtype for beta on tensors without data
+            made = kwargs["out"]
+        else:
+            made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):
             if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
                 storage = each.untyped_storage()

@@ -217,6 +217,21 @@ def test_what_cannot_be_added_is_told_in_a_line(
     assert not (tmp_path / "results").exists()
 
 
+def test_a_run_made_without_its_repository_is_told_its_commit(tmp_path: Path) -> None:
+    file = pytest_file(tmp_path, timed(), commit_info={"id": "unversioned", "dirty": False})
+    assert history.recorded(file).commit == ""
+    history.main(["add", str(file), "--commit", "abcdef0123456789"], results=tmp_path)
+    assert (tmp_path / "NVIDIA-H200" / "20260301T120030Z_abcdef0123.json").exists()
+
+
+def test_a_run_that_knows_its_commit_is_of_no_other(tmp_path: Path) -> None:
+    file = pytest_file(tmp_path, timed())
+    known = history.recorded(file).commit
+    assert history.recorded(file, commit=known[:10]).commit == known
+    with pytest.raises(HistoryError, match=f"the run is of commit {known}, not abcdef"):
+        history.recorded(file, commit="abcdef")
+
+
 def test_the_command_adds_and_tells_what_it_could_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = pytest_file(tmp_path, benchmark("test_mesh"), machine_info=CPU)
     (tmp_path / "cpu").mkdir()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
+from benchmarks.figures import by_baseline
 from benchmarks.history import HistoryError
 from benchmarks.record import Case, printable
 from tests.benchmarks.cases import case, counted, pytest_file, run, timed, unmeasured
@@ -128,6 +129,17 @@ def test_a_time_that_was_taken_in_another_manner_is_marked() -> None:
     page = report.report(run(case("loss", timer="graph", peak_bytes=4), liger))
     assert "| loss | time | 1 ms | 2 ms by events (2.00) |" in page
     assert "| loss | peak\\_bytes | 4 B | 8 B (2.00) |" in page
+
+
+def test_a_mean_leaves_out_what_was_timed_in_another_manner() -> None:
+    cases = [
+        case(name, way, seconds, timer=timer)
+        for name, way, seconds, timer in (
+            ("a", "Weft", 1.0, "graph"), ("a", "eager", 2.0, "graph"), ("a", "Liger", 3.0, "events"),
+            ("b", "Weft", 1.0, "events"), ("b", "eager", 4.0, "graph"), ("b", "Liger", 5.0, "events"),
+        )
+    ]  # fmt: skip
+    assert by_baseline(cases) == {"eager": {"time": [2.0]}, "Liger": {"time": [5.0]}}
 
 
 def test_a_time_of_the_host_is_called_so() -> None:

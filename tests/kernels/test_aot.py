@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import triton
 from weft.kernels.aot import TARGETS, Report, accesses, as_json, as_table, loops, save, tensor_core
+from weft.kernels.cross_entropy.launch import FUSED_STAGES
 
 from benchmarks.compiled import compiled, reported
 
@@ -124,8 +125,11 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
     for name, kinds in loops.items():
         logits = 1 if target.startswith("gfx") else 2  # 16-byte words of a thread
         classes = logits * (4 if "/fp32" in name else 8)
-        weights = classes * 4 // 16 * ("weighted" in name)
-        wide = {"load 128": (logits + weights) * (2 if "fused" in name else 1)}
+        weights = classes * 4 // 16 * ("sum-weighted" in name)
+        read = 1
+        if "fused" in name:  # a plain row is read ahead of the loop and in it, and once more
+            read = 2 if "sum" in name or "cap" in name else FUSED_STAGES + 1
+        wide = {"load 128": (logits + weights) * read}
         if "gradient" in name:
             of_row = target.startswith("gfx") and "fused-sum" in name  # four statistics of a row, which are 128 bits
             wide["store 128"] = 2 * logits + of_row  # of the gradient, and of the zeros of ignored rows

@@ -87,8 +87,7 @@ def test_by_the_group_inductor_takes_it(pool: Pool, form):
     pool.run(by_group, form, {}, "inductor", ranks=2)
 
 
-def gathers_of(form: str) -> int:
-    loss, leaves = of_the_group(form, {})
+def gathers_of(loss: Callable[..., Any], leaves: list[Tensor]) -> int:
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     compiled(*leaves)
@@ -97,10 +96,14 @@ def gathers_of(form: str) -> int:
     return gather.call_count
 
 
+def gathers_of_the_group(form: str) -> int:
+    return gathers_of(*of_the_group(form, {}))
+
+
 @pytest.mark.parametrize(("form", "count"), [("logits", 1), ("product", 4)])
 def test_compiled_it_gathers_as_often(pool: Pool, form, count):
     """12 tokens in chunks of 5: three gathers, after one in which the ranks agree."""
-    assert pool.run(gathers_of, form, ranks=2) == [count, count]
+    assert pool.run(gathers_of_the_group, form, ranks=2) == [count, count]
 
 
 def told(form: str) -> str:
@@ -126,18 +129,22 @@ LAYOUTS: list[Any] = [
     pytest.param({"dp": "R", "tp": "S(1)"}, id="tp"),
     pytest.param({"dp": "S(0)", "tp": "S(1)"}, id="dp-tp"),
     pytest.param({"dp": "S(0)", "tp": "R"}, id="dp"),
+    pytest.param({"dp": "S(1)", "tp": "S(1)"}, id="both"),
 ]
 
 
-def by_layout(form: str, of_logits: dict[str, str], options: dict[str, Any], backend: str) -> None:
+def of_the_layout(
+    form: str, mesh: ProcessMesh, of_logits: dict[str, str], options: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The loss of DTensors."""
     case, more = make((6,), V, bias=True), given(options, V, "cpu")
-    tokens = Layout(MESH, {axis: "R" if lies == "S(1)" else lies for axis, lies in of_logits.items()})
-    classes = Layout(MESH, {axis: "S(0)" if lies == "S(1)" else "R" for axis, lies in of_logits.items()})
+    tokens = Layout(mesh, {axis: "R" if lies == "S(1)" else lies for axis, lies in of_logits.items()})
+    classes = Layout(mesh, {axis: "S(0)" if lies == "S(1)" else "R" for axis, lies in of_logits.items()})
     target = distribute(case.target, tokens)
     layouts = (tokens, classes, classes)
     leaves = [distribute(leaf.detach(), lies) for leaf, lies in zip(case.leaves(), layouts, strict=True)]
     if form == "logits":
-        leaves = [distribute(case.input.detach() @ case.linear_weight.detach().T, Layout(MESH, of_logits))]
+        leaves = [distribute(case.input.detach() @ case.linear_weight.detach().T, Layout(mesh, of_logits))]
 
     def of_the_logits(logits: Tensor) -> Any:
         return cross_entropy(logits, target, **more)
@@ -145,8 +152,11 @@ def by_layout(form: str, of_logits: dict[str, str], options: dict[str, Any], bac
     def of_the_product(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
         return linear_cross_entropy(x, weight, target, linear_bias=bias, chunk_tokens=2, **more)
 
-    loss = of_the_logits if form == "logits" else of_the_product
-    compiles(loss, [leaf.requires_grad_() for leaf in leaves], backend)
+    return of_the_logits if form == "logits" else of_the_product, [leaf.requires_grad_() for leaf in leaves]
+
+
+def by_layout(form: str, of_logits: dict[str, str], options: dict[str, Any], backend: str) -> None:
+    compiles(*of_the_layout(form, MESH, of_logits, options), backend)
 
 
 @pytest.mark.parametrize("form", ["logits", "product"])
@@ -156,17 +166,40 @@ def test_by_the_layout_it_compiles_to_one_graph(pool: Pool, form, of_logits, opt
     pool.run(by_layout, form, of_logits, options, "aot_eager", ranks=4)
 
 
-def after_other_groups(form: str, others: int) -> None:
+CUBE = ProcessMesh.grid(dp=2, cp=2, tp=2)
+ON_TWO_AXES = {"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"}
+
+
+def gathers_of_the_layout(form: str) -> int:
+    return gathers_of(*of_the_layout(form, CUBE, ON_TWO_AXES, {}))
+
+
+@pytest.mark.parametrize(("form", "count"), [("logits", 1), ("product", 2)])
+def test_compiled_two_axes_that_shard_the_vocabulary_are_gathered_at_once(pool: Pool, form, count):
+    """3 tokens in chunks of 2."""
+    assert pool.run(gathers_of_the_layout, form, ranks=8) == [count] * 8
+
+
+def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], others: int) -> None:
     for _ in range(others):
         dist.new_group()
-    by_layout(form, {"dp": "S(0)", "tp": "S(1)"}, {}, "inductor")
+    compiles(*of_the_layout(form, mesh, of_logits, {}), "inductor")
 
 
-@pytest.mark.parametrize("form", ["logits", "product"])
-def test_by_the_layout_inductor_takes_it_and_keeps_no_groups_of_another_program(pool: Pool, form):
-    """The names of groups count those made before."""
-    for others in (0, 3):
-        pool.run(after_other_groups, form, others, ranks=4)
+@pytest.mark.parametrize(
+    ("form", "mesh", "of_logits"),
+    [
+        pytest.param("logits", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="logits-1-D"),
+        pytest.param("product", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="product-1-D"),
+        pytest.param("logits", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="logits-2-D"),
+        pytest.param("product", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="product-2-D"),
+        pytest.param("logits", CUBE, ON_TWO_AXES, id="logits-on-two-axes", marks=pytest.mark.timeout(300)),
+    ],
+)
+def test_by_the_layout_inductor_takes_it_and_gives_no_rank_what_it_kept_of_another(pool: Pool, form, mesh, of_logits):
+    """Nor of another program, where the same names are of other groups: they count those made before."""
+    for others in (0, 0, 3):
+        pool.run(after_other_groups, form, mesh, of_logits, others, ranks=mesh.size, timeout=100)
 
 
 def refused() -> str:

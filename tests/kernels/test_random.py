@@ -161,6 +161,20 @@ def test_bad_arguments(draw: Any, shape: Any, key: Any, dtype: torch.dtype, mess
         draw(shape, key, dtype=dtype, device="meta")
 
 
+def test_normal_in_place_of_what_is_saved_for_backward_is_an_error(device: str) -> None:
+    leaf = torch.ones(3, device=device, requires_grad=True)
+    saved = torch.ones(3, device=device)
+    product = leaf * saved
+    normal_(saved, KEY)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_normal_in_place_fills_tensors_of_inference() -> None:
+    with torch.inference_mode():
+        assert torch.equal(normal_(torch.empty(3), KEY), kernels.normal((3,), KEY))
+
+
 def test_normal_in_place_refuses_what_normal_does() -> None:
     with pytest.raises(ValueError, match=r"normal_: the dtype is torch.int64"):
         normal_(torch.zeros(3, dtype=torch.int64), KEY)

@@ -71,9 +71,9 @@ def drop(x: Tensor) -> Tensor:
 
 
 def cross_entropy_collectives(reduction: str, logits: Layout, target: Layout) -> list[str]:
-    """What the docstring declares: a gather per axis over V; "mean" counts over the axes that cut the tokens."""
+    """What the docstring declares: a gather where V is cut; "mean" counts over the axes that cut the tokens."""
     counted = reduction == "mean" and bool(target.shard_order)
-    return ["all-reduce"] * counted + ["all-gather"] * len(logits.shard_order.get(logits_dims - 1, ()))
+    return ["all-reduce"] * counted + ["all-gather"] * bool(logits.shard_order.get(logits_dims - 1))
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: object) -> Tensor:
@@ -81,9 +81,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: o
 
 
 def linear_cross_entropy_collectives(reduction: str, x: Layout, weight: Layout, target: Layout) -> list[str]:
-    """A gather per axis over V and chunk of two of this rank's tokens; "mean" counts over the axes that cut the tokens."""
+    """A gather a chunk of two of this rank's tokens where V is cut; "mean" counts over the axes that cut the tokens."""
     tokens = x.local_shape((N, 3), dist.get_rank())[0]
-    gathers = len(weight.shard_order.get(0, ())) * -(-tokens // 2)
+    gathers = bool(weight.shard_order.get(0)) * -(-tokens // 2)
     return ["all-reduce"] * (reduction == "mean" and bool(target.shard_order)) + ["all-gather"] * gathers
 
 
@@ -134,7 +134,7 @@ CASES = {
         lambda x, weight, bias: linear_cross_entropy(x, weight, ints(V, N), linear_bias=bias, denominator=4.0),
         lambda x, weight, bias: torch_cross_entropy(F.linear(x, weight, bias), ints(V, N), reduction="sum") / 4,
         (normal(N, 3), normal(V, 3), normal(V)),
-        communicates=lambda x, weight, bias: ["all-gather"] * len(weight.shard_order.get(0, ())),
+        communicates=lambda x, weight, bias: ["all-gather"] * bool(weight.shard_order.get(0)),
     ),
     "cross_entropy-weighted-mean": Case(
         partial(kernels.cross_entropy, weight=normal(V).abs(), label_smoothing=0.2),

@@ -12,6 +12,7 @@ from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import function, reference
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.reference import Shard
+from weft.kernels.cross_entropy.sharded import as_denominator
 from weft.kernels.traffic import Traffic, counted_traffic
 
 from tests.kernels.cross_entropy.cases import loss_and_gradient, make, shard_by_shard
@@ -114,6 +115,14 @@ def test_a_denominator_of_any_dtype_leaves_a_float32_scalar(device, denominator)
     loss = cross_entropy(logits, target, denominator=denominator.to(device))
     assert (loss.shape, loss.dtype) == ((), torch.float32)
     assert torch.equal(loss, cross_entropy(logits, target, denominator=3))
+
+
+def test_a_denominator_on_the_host_is_not_copied_from_there(monkeypatch):
+    """The host would wait for that, and a CUDA graph could not be captured."""
+    logits, moved, to = torch.empty(4, 5, device="meta"), [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, **how: moved.append(tensor.device) or to(tensor, **how))
+    as_denominator(torch.tensor(3.0), None, logits)
+    assert moved == [logits.device]
 
 
 def test_a_second_derivative_is_refused(device):

@@ -97,6 +97,24 @@ def test_without_a_backward_forward_makes_no_gradient(interpreted, context):
     assert forward.stored / logits.numel() < 0.1
 
 
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"return_lse": True}], ids=["none", "lse"])
+def test_where_nothing_can_be_guessed_nothing_is_kept_on_the_device(interpreted, options):
+    """A tensor that is made in the memory of torch.compile's CUDA graphs may not outlive their step."""
+    logits, target, _ = make(4, 31, "cpu", torch.bfloat16)
+    outputs = cross_entropy(logits.requires_grad_(), target, **options)
+    sum(each.sum() for each in (outputs if isinstance(outputs, tuple) else [outputs])).backward()
+    assert guess._ARRIVED == {}
+
+
+def test_the_guess_is_float32_whatever_torchs_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert guess.guess(torch.device("cpu")).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_float16_is_not_made_ahead(interpreted):
     """Its gradient of an unscaled loss may be 0."""
     logits, target, _ = make(4, 8192, "cpu", torch.float16)

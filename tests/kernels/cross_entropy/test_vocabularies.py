@@ -4,13 +4,17 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import kernels
-from weft.mesh import Layout
+from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of
+from weft.reshard.groups import device_mesh
 
 from tests.kernels.cases import FOUR, GRID, TWO, ints, normal, told, torch_cross_entropy, upstream_of, whole
 from tests.support.collectives import Collectives
+
+CUBE = ProcessMesh.grid(dp=2, cp=2, tp=2)
 
 
 class Gathers(TorchDispatchMode):
@@ -48,11 +52,12 @@ def vocab_parallel(mesh, placements, classes, tokens, dtype):
         pytest.param(FOUR, "tp: S(2)", id="4"),
         pytest.param(GRID, "dp: S(0), tp: S(2)", id="2x2-tokens-and-vocabulary"),
         pytest.param(GRID, "dp: S(2), tp: S(2)", id="2x2-both-on-the-vocabulary"),
+        pytest.param(CUBE, "cp: S(2), tp: S(2), dp: S(0)", id="2x2x2-two-of-three-on-the-vocabulary"),
     ],
 )
 @pytest.mark.parametrize("classes", [1, 5, 257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_vocab_parallel_loss_gathers_12_bytes_per_token_and_rank_once_per_axis(pool, mesh, placements, classes, dtype):
+def test_vocab_parallel_loss_gathers_12_bytes_per_token_and_rank_once(pool, mesh, placements, classes, dtype):
     tokens, layout = (4, 3), Layout(mesh, placements)
     logits = normal(*tokens, classes).to(dtype).double().requires_grad_()
     expected = torch_cross_entropy(logits, ints(classes, *tokens), reduction="none")
@@ -63,8 +68,22 @@ def test_vocab_parallel_loss_gathers_12_bytes_per_token_and_rank_once_per_axis(p
     grad = whole([result[1] for result in results], mesh, logits.shape)
     near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
     torch.testing.assert_close(grad.double(), logits.grad, **near)
-    axes = layout.shard_order[2]
-    sizes = [mesh.axis_size(axis) for axis in reversed(axes)]
     for rank, (_, _, nbytes) in enumerate(results):
-        here = math.prod(layout.local_shape(logits.shape, rank)[:-1])
-        assert nbytes == [12 * here * math.prod(sizes[: i + 1]) for i in range(len(sizes))]
+        assert nbytes == [12 * math.prod(layout.local_shape(logits.shape, rank)[:-1]) * layout.parts(2)]
+
+
+def on_part_of_the_world(placements, classes):
+    """As `vocab_parallel`, on the four first ranks; the others have nothing to do but to make the mesh with them."""
+    if dist.get_rank() >= GRID.size:
+        device_mesh(GRID, "cpu")
+        return None
+    return vocab_parallel(GRID, placements, classes, (4, 3), torch.float32)
+
+
+def test_ranks_outside_of_the_mesh_need_not_call_where_two_axes_shard_the_vocabulary(pool):
+    """So there is no group over both of them, and a gather over each."""
+    expected = torch_cross_entropy(normal(4, 3, 5), ints(5, 4, 3), reduction="none")
+    *results, _ = pool.run(on_part_of_the_world, "dp: S(2), tp: S(2)", 5, ranks=5)
+    loss = whole([result[0] for result in results], GRID, expected.shape)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+    assert [nbytes for _, _, nbytes in results] == [[12 * 12 * 2, 12 * 12 * 4]] * 4

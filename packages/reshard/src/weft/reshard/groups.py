@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
+RANKS = "ranks"  # how the name of a group begins that is told by its ranks
+
 
 @dataclass(frozen=True, slots=True)
 class _World:
@@ -98,13 +100,42 @@ def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> None:
         group_of(tuple(sorted(part.ranks)))
 
 
+def groups_over(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of this rank that span `axes` one after the other, minor first: a single one, where all ranks of the world are in
+    the mesh and so can make it; otherwise one an axis.
+
+    Communication: as in `group_of`, but ranks outside of the mesh have nothing to make.
+    """
+    whole = process_mesh(mesh)
+    wide = [axis for axis in axes if whole.axis_size(axis) > 1]
+    if len(wide) > 1 and whole.size == dist.get_world_size():
+        with unset_fake_temporarily():
+            make_groups(whole, wide)
+        return (group_along(mesh, wide)[0],)
+    return tuple(axis_group(mesh, axis) for axis in reversed(axes))
+
+
 def of_this_world() -> dict[Any, Any]:
     """A place for what must not outlive the process groups it refers to: empty in a new world."""
     return _world().kept
 
 
+def name_of(group: dist.ProcessGroup) -> str:
+    """What a compiled graph knows of the group: its `group_name`, or its ranks where `group_of` made it.
+
+    torch numbers groups as they are made. A graph may outlive its program, and the number be another group's in the next.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return " ".join(map(str, (RANKS, *ranks))) if _world().groups.get(ranks) is group else group.group_name
+
+
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of that `group_name`, which is what a compiled graph knows of it. Raises RuntimeError for none."""
+    """The process group of which that is the `name_of`. Raises RuntimeError for none.
+
+    Communication: as in `group_of`, where it is named by its ranks.
+    """
+    if name.startswith(RANKS):
+        return group_of(tuple(map(int, name.split()[1:])))
     own: Any = name  # torch 2.13 has a type of its own for names
     return c10d._resolve_process_group(own)
 

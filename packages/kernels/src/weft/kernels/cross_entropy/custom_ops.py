@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """Which shard of the vocabulary it is, as arguments of a custom op.
 
     groups: those that gather, by name, minor first.  checked: whether the one group also compares what its ranks hold.
-    Of DTensors their layouts tell, and the groups are all of their mesh: see `groups_of`.
+    Of DTensors their layouts tell, and what stands for the groups is for the compiler alone: see `groups_of`.
     """
 
     vocab_start: int = 0

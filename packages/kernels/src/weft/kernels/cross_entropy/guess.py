@@ -23,7 +23,9 @@ class Once:
 
 def arrived(device: torch.device) -> Tensor:
     """Of the device [2], float32: the guess, NaN where there is none, and what arrived last; for `kernel.gradient` to keep."""
-    return _ARRIVED.setdefault(device, torch.ones(2, device=device))
+    if device not in _ARRIVED:
+        _ARRIVED[device] = torch.ones(2, dtype=torch.float32, device=device)
+    return _ARRIVED[device]
 
 
 def guess(device: torch.device) -> Tensor:

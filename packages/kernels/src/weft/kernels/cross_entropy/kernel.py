@@ -45,7 +45,7 @@ def statistics(
     target = tl.load(target_ptr + row).to(tl.int64)
     others, others_low, target_logit, plain = row_statistics(
         x_ptr, row_offset(row, T, stride_xb, stride_xt), target, part_ptr,
-        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
+        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V, 1,
     )  # fmt: skip
     _keep(statistics_ptr, row, others, others_low, target_logit, plain, SUM)
 
@@ -86,7 +86,10 @@ def _odds(others, total, target_logit):
     return largest, log_sum, (others - target_logit) + tl.log(total)
 
 
-@triton.jit(do_not_specialize=["N", "R", "vocab_size", "ignore_index", "label_smoothing", "z_loss"])
+@triton.jit(
+    do_not_specialize=["N", "R", "vocab_size", "ignore_index", "label_smoothing", "z_loss"],
+    do_not_specialize_on_alignment=["weight_ptr", "whole_ptr"],  # read a number at a time
+)
 def losses(
     statistics_ptr, target_ptr, weight_ptr, whole_ptr, loss_ptr, lse_ptr,
     N, R, vocab_size, ignore_index, label_smoothing, z_loss,
@@ -135,7 +138,10 @@ def _rows_to_make(N, grad_ptr, guess_ptr, arrived_ptr):
     do_not_specialize=[
         "N", "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
         "scale", "cap", "label_smoothing", "z_loss",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "weight_ptr", "whole_ptr", "statistics_ptr", "grad_ptr", "grad_lse_ptr", "denominator_ptr", "guess_ptr", "arrived_ptr",
+    ],
 )  # fmt: skip
 def gradient(
     x_ptr, target_ptr, part_ptr, weight_ptr, whole_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr,
@@ -144,7 +150,7 @@ def gradient(
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr,
     GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, FUSED: tl.constexpr, MADE: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each row: factor * softmax, less spread times each class's weight with SUM, and `true` in the true
     class's place; times the derivative of what a logit counts as. See `reference.rows`.
@@ -171,6 +177,7 @@ def gradient(
             others, others_low, target_logit, plain = row_statistics(
                 x_ptr, offset, target, part_ptr,
                 V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
+                STAGES,
             )  # fmt: skip
             _keep(statistics_ptr, row, others, others_low, target_logit, plain, SUM)
             largest, log_sum, log_odds = _odds(others.to(wide), tl.exp(others_low.to(wide)), target_logit.to(wide))

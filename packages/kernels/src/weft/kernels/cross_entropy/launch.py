@@ -30,7 +30,13 @@ MOST_WARPS = {2: 16, 4: 8}  # by the bytes of a logit
 # reading to their second: one for each multiprocessor, and more while their rows take no more than this share of it. 132 rows
 # of 256 KiB, a vocabulary of 128 Ki in bf16, are 33 MiB of an H100's 50. Its speed is not measured yet.
 L2_SHARE = 0.7
-WARPS_AT_WORK = 64  # of a multiprocessor, at most
+# So few have few loads on the way, and read blocks ahead, one fewer than stages: by Little's law a multiprocessor of an H200 needs
+# 4.8 TB/s * 0.7 µs / 132, some 25 KB, and a block is BYTES_PER_THREAD of 512 threads, 16 KB. Where more is computed than a plain
+# logsumexp, the stages would spill registers.
+FUSED_STAGES = 3
+# Of a multiprocessor: 65536 registers, of which a thread takes up to 128 where it makes the statistics, too, and 32 to 40 where
+# it does not. More programs than that would wait for the first to end.
+WARPS_AT_WORK = {True: 16, False: 48}
 ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
 
 
@@ -137,40 +143,49 @@ def _gradient(
     denominator = statistics if upstream.denominator is None else upstream.denominator.to(torch.float32)
     part = None if weight is None else shard.part(weight, V)
     launch = config(V, x.itemsize)
-    programs = N if guessed is None and not fused else min(N, _programs(x, launch))
+    programs = N if guessed is None and not fused else min(N, _programs(x, launch, fused))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         kernel.gradient[(programs,)](
             x, target.reshape(N).contiguous(), _float32(part, statistics), _float32(weight, statistics),
             _whole(weight, statistics), statistics, grad, grad_lse, denominator,
-            statistics if guessed is None else guessed, guess.arrived(logits.device), out,
+            *((statistics, statistics) if guessed is None else (guessed, guess.arrived(logits.device))), out,
             N, V, T, *x.stride(), V, grad.stride(0), grad_lse.stride(0), len(statistics), statistics.stride(0),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
             float(options.label_smoothing), float(options.z_loss),
             SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, Z_LOSS=options.z_loss > 0,
             GRAD=upstream.loss is not None, GRAD_LSE=upstream.lse is not None,
             DENOMINATOR=upstream.denominator is not None, FUSED=fused, MADE=guessed is not None,
-            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
+            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(fused, shard.sums or options.softcap is not None), num_warps=launch.warps,
         )  # fmt: skip
 
 
 def _ragged(*tensors: Tensor) -> bool:
-    """Whether contiguous rows begin in the same places of 16-byte words in all tensors, and not all of them at their start.
+    """Whether contiguous rows begin in the same places of 16-byte words in all tensors, and not all at their start for all that
+    Triton knows: of a size it knows whether 16 divides it.
 
     Of 16-bit logits: a word of float32 is half as many classes, and the kernel spills registers.
     """
-    row_bytes = tensors[0].shape[-1] * tensors[0].itemsize
     contiguous = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
-    return contiguous and row_bytes % 16 > 0 and tensors[0].itemsize == 2
+    return contiguous and tensors[0].shape[-1] % 16 > 0 and tensors[0].itemsize == 2
 
 
-def _programs(x: Tensor, launch: Launch) -> int:
-    """How many take all rows of x [..., V] in turn; in the interpreter a few, so that one has several rows."""
+def _stages(fused: bool, more: bool) -> int:
+    return FUSED_STAGES if fused and not more else 1
+
+
+def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
+    """How many take all rows of x [..., V] in turn, as many on each multiprocessor; in the interpreter a few, so that one has
+    several rows.
+    """
     if not x.is_cuda:
         return 3
     device = torch.cuda.get_device_properties(x.device)
-    cached = int(L2_SHARE * device.L2_cache_size) // (x.shape[-1] * x.itemsize)
-    at_once = device.multi_processor_count * WARPS_AT_WORK // launch.warps
-    return max(device.multi_processor_count, min(cached, at_once))
+    at_once = WARPS_AT_WORK[fused] // launch.warps
+    if fused:
+        rows = x.shape[-1] * x.itemsize * device.multi_processor_count  # bytes of one on each
+        cached = int(L2_SHARE * device.L2_cache_size) // rows
+        at_once = min(at_once, cached or at_once)  # where not even those fit, all come from device memory twice
+    return device.multi_processor_count * at_once
 
 
 def _rows(grad: Tensor | None, N: int, other: Tensor) -> Tensor:
@@ -192,9 +207,10 @@ def _whole(weight: Tensor | None, other: Tensor) -> Tensor:
 def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, ...]:
     """The kernels for long rows of `dtype`, 16-byte aligned unless RAGGED; stride_xv is "1" where classes are contiguous.
 
-    switches: the constexprs that are on.
+    switches: the constexprs that are not as usual.
     """
-    name = "-".join((dtype, "contiguous" if stride_xv == "1" else "strided", *map(str.lower, switches)))
+    switched = (name.lower() if on else f"no_{name.lower()}" for name, on in switches.items())
+    name = "-".join((dtype, "contiguous" if stride_xv == "1" else "strided", *switched))
     on = {
         "SUM": 0,
         "WEIGHTED": 0,
@@ -229,15 +245,15 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
             kernel.gradient,
             {
                 **read,
-                **{f"{each}_ptr": "*fp32:16" for each in arriving},
-                "whole_ptr": "*fp64:16" if on["WEIGHTED"] else "*fp32:16",
+                **{f"{each}_ptr": "*fp32" for each in arriving},
+                "whole_ptr": "*fp64" if on["WEIGHTED"] else "*fp32",
                 "dx_ptr": f"*{dtype}:16",
                 "N": "i32",
                 **logits,
                 **strides,
             }
             | {**classes, **bend, "label_smoothing": "fp32", "z_loss": "fp32"},
-            {**on, "BLOCK_V": launch.block_v},
+            {**on, "BLOCK_V": launch.block_v, "STAGES": _stages(on["FUSED"] > 0, on["SUM"] + on["CAP"] > 0)},
             launch.warps,
         ),
     )
@@ -245,7 +261,7 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
 
 def _losses(**switches: int) -> Variant:
     pointers = {f"{each}_ptr": "*fp32:16" for each in ("statistics", "target", "weight", "whole", "loss", "lse")}
-    pointers |= {"whole_ptr": "*fp64:16"} if "WEIGHTED" in switches else {}
+    pointers |= {"weight_ptr": "*fp32", "whole_ptr": "*fp64" if "WEIGHTED" in switches else "*fp32"}
     sizes = dict.fromkeys(("N", "R", "vocab_size", "ignore_index"), "i32")
     return Variant(
         "-".join(("cross_entropy.losses/fp32", *map(str.lower, switches))),
@@ -266,10 +282,16 @@ VARIANTS = (
     *_variants("bf16", SUM=1, WEIGHTED=1),
     *_variants("bf16", CAP=1),
     *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1, GRAD_LSE=1),
+    *_variants("fp32", CAP=1),
+    *_variants("bf16", GRAD=0, GRAD_LSE=1)[1:],
     *_variants("bf16", MADE=1)[1:],
     *_variants("bf16", FUSED=1)[1:],
     *_variants("bf16", FUSED=1, RAGGED=1)[1:],
+    *_variants("bf16", FUSED=1, Z_LOSS=1)[1:],
+    *_variants("bf16", FUSED=1, WEIGHTED=1)[1:],
+    *_variants("bf16", FUSED=1, SUM=1)[1:],
     *_variants("fp32", FUSED=1)[1:],
+    *_variants("fp32", FUSED=1, Z_LOSS=1)[1:],
     *_variants("fp32", FUSED=1, SUM=1, WEIGHTED=1, Z_LOSS=1)[1:],
     *_variants("bf16", FUSED=1, SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1)[1:],
     _losses(),

@@ -65,7 +65,8 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     V = logits.shape[-1]
     classes = target.reshape(-1).long()  # [N]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    nothing = torch.tensor([-torch.inf, 0, 0, 0][: shard.columns], dtype=dtype, device=logits.device)
+    nothing = torch.zeros(shard.columns, dtype=dtype, device=logits.device)
+    nothing[0].fill_(-torch.inf)
     out = nothing.repeat(len(classes), 1)
     if V > 0:
         x = logits.reshape(-1, V)  # [N, V]

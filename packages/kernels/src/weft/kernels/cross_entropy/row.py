@@ -100,6 +100,7 @@ def row_statistics(
     x_ptr, offset, target, part_ptr,
     V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The columns of `statistics`, of one row."""
     ignored = target == ignore_index
@@ -114,12 +115,12 @@ def row_statistics(
     if x_ptr.dtype.element_ty == tl.float32:
         largest, total, plain = _exact_sum(
             x_ptr + offset, classes_read, stride_xv, target_logit, target_col, part_ptr, scale, cap,
-            SUM, WEIGHTED, CAP, BLOCK_V,
+            SUM, WEIGHTED, CAP, BLOCK_V, STAGES,
         )  # fmt: skip
     else:
         largest, total, plain = _sum(
             x_ptr, offset, classes_read, V, stride_xv, target_col, part_ptr, scale, cap,
-            SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
+            SUM, WEIGHTED, CAP, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
     high, low = plus(largest, tl.log(total))
     high = tl.where(total == 0.0, -float("inf"), high)
@@ -134,6 +135,7 @@ def row_statistics(
 def _sum(
     x_ptr, offset, classes_read, V, stride_xv, target_col, part_ptr, scale, cap,
     SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest logit, the sum of exp(logit - largest), 0 where all are -inf, and the sum of the logits.
 
@@ -146,7 +148,7 @@ def _sum(
     plain = tl.zeros([BLOCK_V], tl.float32)
     first, count = words(x_ptr, offset, V, RAGGED)
     words_ptr = aligned(x_ptr, offset, first, RAGGED)
-    for start in range(0, tl.minimum(classes_read, count), BLOCK_V):
+    for start in tl.range(0, tl.minimum(classes_read, count), BLOCK_V, num_stages=STAGES):
         at = start + lanes
         x, more = _read(
             words_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, part_ptr, scale, cap,
@@ -176,7 +178,7 @@ def _sum(
 @triton.jit
 def _exact_sum(
     x_ptr, classes_read, stride_xv, guess, target_col, part_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A base, the sum of exp(logit - base) in float64, 0 where all are -inf, and the sum of the logits.
 
@@ -191,7 +193,7 @@ def _exact_sum(
         total = tl.zeros([BLOCK_V], tl.float32)
         rest = tl.zeros([BLOCK_V], tl.float32)
         plain = tl.zeros([BLOCK_V], tl.float32)
-        for start in range(0, classes_read, BLOCK_V):
+        for start in tl.range(0, classes_read, BLOCK_V, num_stages=STAGES):
             at = start + lanes
             x, more = _read(
                 x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col, part_ptr, scale, cap,

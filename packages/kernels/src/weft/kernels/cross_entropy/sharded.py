@@ -58,9 +58,10 @@ def cross_entropy(
     forward where it can be (on a GPU, by one shard of all classes), for the upstream gradient that is to be expected.
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
-    Communication: for each axis that shards the vocabulary, one all-gather of 12 bytes per token and rank in forward (16
-    with label smoothing), none in backward; for "mean" without a denominator, one all-reduce of a number over the axes
-    that shard the tokens. The host waits for no device.
+    Communication: where the vocabulary is sharded, one all-gather of 12 bytes per token and rank in forward (16 with label
+    smoothing), none in backward; over several axes of a mesh that is not the whole world, one an axis, since not all are there
+    to make their group. For "mean" without a denominator, one all-reduce of a number over the axes that shard the tokens. The
+    host waits for no device.
     torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors the count is one all-reduce an axis then.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
@@ -176,7 +177,9 @@ def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, lo
         if denominator.numel() != 1:
             raise ValueError(f"denominator has shape {tuple(denominator.shape)}; give one number")
         if denominator.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_divisor(denominator)
+            number = _check_divisor(denominator)
+            if denominator.device != logits.device:  # a copy from the host would wait
+                denominator = torch.full((), number, dtype=wide, device=logits.device)
         return denominator.reshape(()).to(dtype=wide, device=logits.device)
     return torch.full((), _check_divisor(denominator), dtype=wide, device=logits.device)
 

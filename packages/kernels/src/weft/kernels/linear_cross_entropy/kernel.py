@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["factor_ptr"])
 def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """out = x * factor in float32, over N contiguous elements; IN_PLACE out is x."""
     factor = tl.load(factor_ptr)

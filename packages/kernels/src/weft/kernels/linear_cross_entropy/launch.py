@@ -33,7 +33,7 @@ VARIANTS = tuple(
     Variant(
         f"linear_cross_entropy.scale/{dtype}-to-{to}",
         kernel.scale,
-        {"x_ptr": f"*{dtype}:16", "factor_ptr": "*fp32:16", "out_ptr": f"*{to}:16", "N": "i64:16"},
+        {"x_ptr": f"*{dtype}:16", "factor_ptr": "*fp32", "out_ptr": f"*{to}:16", "N": "i64:16"},
         {"IN_PLACE": int(dtype == to), "BLOCK": BLOCK},
         WARPS,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,11 @@ from weft.reshard.groups import axis_group, group_named, this_rank
 
 from ..op import Op
 from ..sharded import Sharding, laid, on_this_rank, sharding_of
+
+try:
+    VERSION = version("weft-kernels")
+except PackageNotFoundError:  # its sources, not installed
+    VERSION = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,15 @@ class Placed:
 
 
 def groups_of(*tensors: Tensor | None) -> list[str] | None:
-    """The names of the groups along the axes of the DTensors' mesh, None without one. They must be in the graph that is
-    traced: the compiler keeps what it made of a graph, and would give the groups of one program to another.
+    """The names of the groups along the axes of the DTensors' mesh, this rank and this version; None without one.
+
+    They must be in the graph that is traced: the compiler keeps what it made of a graph on disk, knows of DTensors what is the
+    same on all ranks, and would give one rank's part and groups to another rank, or to the next program.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            return [tensor.device_mesh.get_group(axis).group_name for axis in range(tensor.device_mesh.ndim)]
+            groups = [tensor.device_mesh.get_group(axis).group_name for axis in range(tensor.device_mesh.ndim)]
+            return [*groups, f"rank {dist.get_rank()}, weft-kernels {VERSION}"]
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.reshard.collectives import Pending, Running, all_gather_single
-from weft.reshard.groups import group_named, of_this_world
+from weft.reshard.groups import group_named, name_of, of_this_world
 
 from .. import agreement
 from ..agreement import Classes
@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """Gathers over the groups of the axes that shard the vocabulary, minor first: one all-gather for each."""
+    """Gathers over groups that span the axes that shard the vocabulary, minor first: one all-gather for each."""
 
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -31,7 +31,7 @@ class Along:
 
     @property
     def names(self) -> list[str]:
-        return [group.group_name for group in self.groups]
+        return [name_of(group) for group in self.groups]
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
         return Pending(self._running(statistics)).wait

@@ -26,7 +26,7 @@ def settled_by(
     told = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
     ranks = dist.get_process_group_ranks(group)
     look_once((group, held, sizes), told, lambda: check_sizes(ranks, told.tolist()))
-    return found, torch.where((told == told[0]).all(), 0.0, torch.nan)
+    return found, torch.where((told == told[0]).all(), told.new_zeros(()), torch.nan)
 
 
 def _row(sizes: Sizes, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
 from weft.reshard.dtensor import wrap
 
-from ...cross_entropy.custom_ops import place_and_options
+from ...cross_entropy.custom_ops import Place, place_and_options
 from ...cross_entropy.traced.sharded import divided_by, place_of
 from ...traced.sharded import Placed, to_local
 from .. import custom_ops
@@ -52,11 +52,12 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
         for layout in (layout_of(grad) for grad in grads if isinstance(grad, DTensor)):
             if layout != (whole := Layout(layout.mesh)):
                 raise LayoutError(f"the gradient of the loss lies ({layout}); reshard it to ({whole})", (whole,))
-        found = custom_ops.backward(arrived, [to_local(each) for each in tensors], needed, chunk_tokens, *asked)
-        made = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
+        made = [to_local(each) for each in tensors]
+        found = custom_ops.backward(arrived, made, needed, chunk_tokens, *Place(), *options.flat())
+        returned = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
         return [
             wrap(part, layout_of(like), like.shape) if isinstance(like, DTensor) else part
-            for part, like in zip(found, made, strict=True)
+            for part, like in zip(found, returned, strict=True)
         ]
     *operands, denominator, statistics = tensors
     placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, None), options=options)
