@@ -26,10 +26,12 @@ class Traffic:
 @contextmanager
 def counted_traffic() -> Iterator[Traffic]:
     """What kernels load and store inside; one at a time."""
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
     traffic = Traffic()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    patch = interpreter._patch_lang_tensor
 
     def counted_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         traffic.loaded += _bytes(ptrs, mask)
@@ -39,11 +41,18 @@ def counted_traffic() -> Iterator[Traffic]:
         traffic.stored += _bytes(ptrs, mask)
         return store(builder, ptrs, value, mask, *rest)
 
+    def patched(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 takes an array of one element for a number, which NumPy 2.4 does not."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: int(number.handle.data.squeeze()))
+
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counted_load, counted_store
+    interpreter._patch_lang_tensor = patched
     try:
         yield traffic
     finally:
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        interpreter._patch_lang_tensor = patch
 
 
 def _bytes(ptrs: Any, mask: Any) -> int:
