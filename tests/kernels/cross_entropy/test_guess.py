@@ -41,7 +41,7 @@ def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", ASKED)
+@pytest.mark.parametrize("options", [pytest.param({}, id="plain-of-two-blocks"), *ASKED])
 def test_whatever_was_guessed_the_bits_are_the_same(device, options, reduction):
     V = 37 if options else 9000
     options = given(options, V, device) | {"reduction": reduction}
