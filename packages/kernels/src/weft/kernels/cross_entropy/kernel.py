@@ -158,7 +158,7 @@ def gradient(
     part, weight: the weights of this shard's classes, and of all classes; whole: their sum.  grad, grad_lse: of the loss and
     of the lse of this row; grad over the denominator where there is one.  With FUSED the statistics are not read but made, of
     the one shard that there is, and stored; with few programs a row is still in the L2 then, and read from there: 4 bytes of
-    device memory a bf16 logit. A grad of NaN is none: only the statistics are made.
+    device memory a bf16 logit. Its first reading is STAGES - 1 blocks ahead. A grad of NaN is none: only the statistics are made.
     With MADE dx is what FUSED made for the guess, and is made again where the grad, one number, is another.
 
     A row whose factor, spread and true are 0 is not read: its gradient is exactly 0, whatever its logits. The rows of dx are
