@@ -27,6 +27,7 @@ from tests.kernels.linear_cross_entropy.cases import make
 from tests.support.pool import Pool
 
 TOKENS, V, SIZES = (6, 2), 31, [1, 30]
+COMPILING = 100  # seconds: nothing is kept of earlier runs, and each rank has a C++ compiler of its own at work
 OPTIONS: list[Any] = [
     pytest.param({}, id="mean"),
     pytest.param({"reduction": "none", "weight": True, "softcap": 5.0}, id="none"),
@@ -84,7 +85,7 @@ def test_by_the_group_it_compiles_to_one_graph(pool: Pool, form, options):
 
 @pytest.mark.parametrize("form", ["logits", "sequence-parallel"])
 def test_by_the_group_inductor_takes_it(pool: Pool, form):
-    pool.run(by_group, form, {}, "inductor", ranks=2)
+    pool.run(by_group, form, {}, "inductor", ranks=2, timeout=COMPILING)
 
 
 def gathers_of(loss: Callable[..., Any], leaves: list[Tensor]) -> int:
@@ -199,7 +200,7 @@ def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], 
 def test_by_the_layout_inductor_takes_it_and_gives_no_rank_what_it_kept_of_another(pool: Pool, form, mesh, of_logits):
     """Nor of another program, where the same names are of other groups: they count those made before."""
     for others in (0, 0, 3):
-        pool.run(after_other_groups, form, mesh, of_logits, others, ranks=mesh.size, timeout=100)
+        pool.run(after_other_groups, form, mesh, of_logits, others, ranks=mesh.size, timeout=COMPILING)
 
 
 def refused() -> str:
