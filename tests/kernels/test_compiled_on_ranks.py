@@ -21,6 +21,7 @@ from weft.kernels.cross_entropy.gathers import sharded
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
 from weft.reshard import distribute, layout_of
+from weft.reshard.groups import device_mesh
 
 from tests.kernels.cross_entropy.cases import given
 from tests.kernels.linear_cross_entropy.cases import make
@@ -181,8 +182,12 @@ def test_compiled_two_axes_that_shard_the_vocabulary_are_gathered_at_once(pool: 
     assert pool.run(gathers_of_the_layout, form, ranks=8) == [count] * 8
 
 
-def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], others: int) -> None:
-    for _ in range(others):
+def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], before: int, between: int) -> None:
+    """between: the mesh, and the group over two of its axes."""
+    for _ in range(before):
+        dist.new_group()
+    device_mesh(mesh, "cpu")
+    for _ in range(between):
         dist.new_group()
     compiles(*of_the_layout(form, mesh, of_logits, {}), "inductor")
 
@@ -199,8 +204,8 @@ def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], 
 )
 def test_by_the_layout_inductor_takes_it_and_gives_no_rank_what_it_kept_of_another(pool: Pool, form, mesh, of_logits):
     """Nor of another program, where the same names are of other groups: they count those made before."""
-    for others in (0, 0, 3):
-        pool.run(after_other_groups, form, mesh, of_logits, others, ranks=mesh.size, timeout=COMPILING)
+    for others in ((0, 0), (3, 0), (0, 3)):
+        pool.run(after_other_groups, form, mesh, of_logits, *others, ranks=mesh.size, timeout=COMPILING)
 
 
 def refused() -> str:

@@ -75,8 +75,7 @@ def normal_(tensor: Tensor, key: int, *, std: float = 1.0) -> Tensor:
             dense = torch.empty_like(local, memory_format=torch.contiguous_format)
             _fill_normal(dense, _part(tuple(tensor.shape), layout), key, std)
             local.copy_(dense)
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)  # neither a kernel tells it, nor the local part of a DTensor
+    torch.autograd.graph.increment_version(tensor)  # neither a kernel tells it, nor the local part of a DTensor
     return tensor
 
 
