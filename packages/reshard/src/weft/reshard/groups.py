@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
-RANKS = "ranks"  # how the name of a group begins that is told by its ranks
+GROUPS = "groups"  # how the name of a group begins that tells its ranks, and those of all that are made with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class _World:
     made: dict[tuple[ProcessMesh, str], DeviceMesh] = field(default_factory=dict)
     known: dict[DeviceMesh, ProcessMesh] = field(default_factory=dict)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    names: dict[dist.ProcessGroup, str] = field(default_factory=dict)  # see `name_of`
     kept: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -94,10 +95,12 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return world.groups[ranks]
 
 
-def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> None:
-    """Makes the groups of all sub-meshes along `axes`. Communication: as in `group_of`."""
-    for part in mesh.groups(*axes):
-        group_of(tuple(sorted(part.ranks)))
+def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Makes the groups of all sub-meshes along `axes`, whose ranks are returned. Communication: as in `group_of`."""
+    groups = tuple(tuple(sorted(part.ranks)) for part in mesh.groups(*axes))
+    for ranks in groups:
+        group_of(ranks)
+    return groups
 
 
 def groups_over(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
@@ -110,8 +113,11 @@ def groups_over(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGrou
     wide = [axis for axis in axes if whole.axis_size(axis) > 1]
     if len(wide) > 1 and whole.size == dist.get_world_size():
         with unset_fake_temporarily():
-            make_groups(whole, wide)
-        return (group_along(mesh, wide)[0],)
+            made = make_groups(whole, wide)
+        (group, _), names = group_along(mesh, wide), _world().names
+        if group is not _world().group:
+            names[group] = f"{GROUPS} {', '.join(' '.join(map(str, ranks)) for ranks in made)}"
+        return (group,)
     return tuple(axis_group(mesh, axis) for axis in reversed(axes))
 
 
@@ -121,21 +127,22 @@ def of_this_world() -> dict[Any, Any]:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """What a compiled graph knows of the group: its `group_name`, or its ranks where `group_of` made it.
+    """What a compiled graph knows of the group: its `group_name`, or what `groups_over` made it of.
 
-    torch numbers groups as they are made. A graph may outlive its program, and the number be another group's in the next.
+    torch numbers groups as they are made. A graph may outlive its program, and in the next the number be another group's, or the
+    group not be made yet.
     """
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return " ".join(map(str, (RANKS, *ranks))) if _world().groups.get(ranks) is group else group.group_name
+    return _world().names.get(group, group.group_name)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of which that is the `name_of`. Raises RuntimeError for none.
 
-    Communication: as in `group_of`, where it is named by its ranks.
+    Communication: as in `group_of`, where `groups_over` would make it.
     """
-    if name.startswith(RANKS):
-        return group_of(tuple(map(int, name.split()[1:])))
+    if name.startswith(GROUPS):
+        made = [group_of(tuple(map(int, ranks.split()))) for ranks in name.removeprefix(GROUPS).split(",")]
+        return next(group for group in made if dist.get_rank(group) >= 0)
     own: Any = name  # torch 2.13 has a type of its own for names
     return c10d._resolve_process_group(own)
 
