@@ -152,9 +152,8 @@ def in_turn(
     replays: dict[str, Way | None] = {}
     if any(warm[name] < QUICK for name in several):  # all of them, so that they are timed alike
         replays = {name: clock.replay(ways[name], calls) for name in several}
-        again: dict[
-            str, float
-        ] = {}  # a capture empties the allocator's cache, a first replay brings the graph to the device
+        # Once more: a capture empties the allocator's cache, a first replay brings the graph to the device.
+        again: dict[str, float] = {}
         for name in warm:
             with guard(name):
                 again[name] = clock(replays.get(name) or ways[name])()

@@ -40,10 +40,8 @@ def compiles(loss: Callable[..., Any], leaves: list[Tensor], backend: str = "aot
     """To one graph, with the outputs, the gradients and the layouts that the loss has otherwise."""
     torch._dynamo.reset()
     found = []
-    for run in (
-        torch.compile(loss, fullgraph=True, backend=backend),
-        loss,
-    ):  # first, so that it makes the groups it needs
+    # Compiled first, so that it makes the groups that it needs.
+    for run in (torch.compile(loss, fullgraph=True, backend=backend), loss):
         outputs = run(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         upstream = [torch.full_like(each, i + 2.0) for i, each in enumerate(outputs)]

@@ -215,9 +215,8 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch
 
     gc.freeze()  # torch is there to stay, and takes the collector long
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
-        Path(stacks).with_name("inductor")
-    )  # what is kept there is of these sources
+    # Of its own, since torch would take what it kept of other sources.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(stacks).with_name("inductor"))
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     with open(stacks, "w") as file:

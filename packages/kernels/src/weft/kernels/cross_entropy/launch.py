@@ -36,7 +36,7 @@ L2_SHARE = 0.7
 FUSED_STAGES = 3
 # Of a multiprocessor: 65536 registers, of which a thread takes up to 128 where it makes the statistics, too, and 32 to 40 where
 # it does not. More programs than that would wait for the first to end.
-WARPS_AT_WORK = {True: 16, False: 48}
+WARPS_AT_WORK, WARPS_AT_WORK_FUSED = 48, 16
 ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
 
 
@@ -155,7 +155,8 @@ def _gradient(
             SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, Z_LOSS=options.z_loss > 0,
             GRAD=upstream.loss is not None, GRAD_LSE=upstream.lse is not None,
             DENOMINATOR=upstream.denominator is not None, FUSED=fused, MADE=guessed is not None,
-            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(fused, shard.sums or options.softcap is not None), num_warps=launch.warps,
+            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v,
+            STAGES=_stages(fused, shard.sums or options.softcap is not None), num_warps=launch.warps,
         )  # fmt: skip
 
 
@@ -170,6 +171,7 @@ def _ragged(*tensors: Tensor) -> bool:
 
 
 def _stages(fused: bool, more: bool) -> int:
+    """more: than a plain logsumexp is computed."""
     return FUSED_STAGES if fused and not more else 1
 
 
@@ -180,7 +182,7 @@ def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
     if not x.is_cuda:
         return 3
     device = torch.cuda.get_device_properties(x.device)
-    at_once = WARPS_AT_WORK[fused] // launch.warps
+    at_once = (WARPS_AT_WORK_FUSED if fused else WARPS_AT_WORK) // launch.warps
     if fused:
         rows = x.shape[-1] * x.itemsize * device.multi_processor_count  # bytes of one on each
         cached = int(L2_SHARE * device.L2_cache_size) // rows
