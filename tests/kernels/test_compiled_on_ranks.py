@@ -90,23 +90,29 @@ def test_by_the_group_inductor_takes_it(pool: Pool, form):
     pool.run(by_group, form, {}, "inductor", ranks=2, timeout=COMPILING)
 
 
-def gathers_of(loss: Callable[..., Any], leaves: list[Tensor]) -> int:
+def collectives_of(loss: Callable[..., Any], leaves: list[Tensor]) -> list[int]:
+    """How often it gathers, and how often it counts tokens."""
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     compiled(*leaves)
-    with patch.object(sharded, "all_gather_single", wraps=sharded.all_gather_single) as gather:
-        compiled(*leaves).backward()
-    return gather.call_count
+    with (
+        patch.object(sharded, "all_gather_single", wraps=sharded.all_gather_single) as gather,
+        patch.object(dist, "all_reduce", wraps=dist.all_reduce) as total,
+    ):
+        outputs = compiled(*leaves)
+        counts = total.call_count
+        outputs.backward()
+    return [gather.call_count, counts]
 
 
-def gathers_of_the_group(form: str) -> int:
-    return gathers_of(*of_the_group(form, {}))
+def collectives_of_the_group(form: str) -> list[int]:
+    return collectives_of(*of_the_group(form, {}))
 
 
 @pytest.mark.parametrize(("form", "count"), [("logits", 1), ("product", 4)])
 def test_compiled_it_gathers_as_often(pool: Pool, form, count):
     """12 tokens in chunks of 5: three gathers, after one in which the ranks agree."""
-    assert pool.run(gathers_of_the_group, form, ranks=2) == [count, count]
+    assert pool.run(collectives_of_the_group, form, ranks=2) == [[count, 0]] * 2
 
 
 def told(form: str) -> str:
@@ -170,17 +176,21 @@ def test_by_the_layout_it_compiles_to_one_graph(pool: Pool, form, of_logits, opt
 
 
 CUBE = ProcessMesh.grid(dp=2, cp=2, tp=2)
-ON_TWO_AXES = {"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"}
+ON_TWO_AXES: list[Any] = [
+    pytest.param({"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"}, [1, 1], "logits", id="vocabulary-logits"),
+    pytest.param({"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"}, [2, 1], "product", id="vocabulary-product"),
+    pytest.param({"dp": "S(0)", "cp": "S(0)", "tp": "S(1)"}, [1, 1], "logits", id="tokens-logits"),
+]
 
 
-def gathers_of_the_layout(form: str) -> int:
-    return gathers_of(*of_the_layout(form, CUBE, ON_TWO_AXES, {}))
+def collectives_of_the_layout(form: str, of_logits: dict[str, str]) -> list[int]:
+    return collectives_of(*of_the_layout(form, CUBE, of_logits, {}))
 
 
-@pytest.mark.parametrize(("form", "count"), [("logits", 1), ("product", 2)])
-def test_compiled_two_axes_that_shard_the_vocabulary_are_gathered_at_once(pool: Pool, form, count):
-    """3 tokens in chunks of 2."""
-    assert pool.run(gathers_of_the_layout, form, ranks=8) == [count] * 8
+@pytest.mark.parametrize(("of_logits", "count", "form"), ON_TWO_AXES)
+def test_compiled_two_axes_of_the_vocabulary_or_the_tokens_take_one_collective(pool: Pool, of_logits, count, form):
+    """6 tokens on two ranks, 3 each, in chunks of 2; or on four."""
+    assert pool.run(collectives_of_the_layout, form, of_logits, ranks=8) == [count] * 8
 
 
 def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], before: int, between: int) -> None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of laid out logits over vocabularies that do not divide: its values, and the bytes that it gathers."""
+"""Cross-entropy of laid out logits over vocabularies that do not divide: its values, what it gathers, and how it counts."""
 
 import math
 
@@ -87,3 +87,31 @@ def test_ranks_outside_of_the_mesh_need_not_call_where_two_axes_shard_the_vocabu
     loss = whole([result[0] for result in results], GRID, expected.shape)
     torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
     assert [nbytes for _, _, nbytes in results] == [[12 * 12 * 2, 12 * 12 * 4]] * 4
+
+
+def mean(mesh):
+    """The mean over tokens that lie on two axes, and what it communicates; ranks outside of the mesh make it with the others."""
+    if dist.get_rank() >= mesh.size:
+        device_mesh(mesh, "cpu")
+        return None
+    logits, target = normal(4, 3, 5), torch.where(ints(3, 4, 3) == 0, -100, ints(5, 4, 3))
+    on_tokens = Layout(mesh, "dp: S(0), tp: S(1)")
+    x, y = distribute(logits, on_tokens), distribute(target, on_tokens)
+    with Collectives() as seen:
+        loss = kernels.cross_entropy(x, y)
+    return told(loss), seen.kinds
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        pytest.param(4, ["all-reduce"], id="the-world"),
+        pytest.param(5, ["all-reduce"] * 2, id="part-of-it"),
+    ],
+)
+def test_tokens_on_two_axes_are_counted_at_once_where_all_ranks_are_there(pool, ranks, kinds):
+    target = torch.where(ints(3, 4, 3) == 0, -100, ints(5, 4, 3))
+    results = pool.run(mean, GRID, ranks=ranks)[:4]
+    loss = whole([result[0] for result in results], GRID, ())
+    torch.testing.assert_close(loss, torch_cross_entropy(normal(4, 3, 5), target, reduction="mean"))
+    assert [seen for _, seen in results] == [kinds] * 4

@@ -17,6 +17,7 @@ from .reference import Shard, Upstream, of_target
 
 # Starts to gather this shard's statistics [N, 3 or 4]; what it returns waits for those of all shards, [shards, N, 3 or 4].
 Gather = Callable[[Tensor], Callable[[], Tensor]]
+Count = Callable[[Tensor], Tensor]  # sums over all tokens what is the sum over these; it may take the memory
 
 
 def forward(
@@ -29,6 +30,7 @@ def forward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
+    count: Count | None = None,
     once: Once | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """(loss,) or (loss, lse), float32 (float64 for float64 logits), and what `backward` needs.
@@ -36,7 +38,7 @@ def forward(
     logits: [..., V], any strides: the classes vocab_start to vocab_start + V of vocab_size; a shard may be empty.
     target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
     denominator: a scalar, what "mean" divides by in place of the weights of the tokens that are not ignored.
-    gather: see `Gather`; the only communication.
+    gather: see `Gather`. count: see `Count`; for "mean" without a denominator. There is no other communication.
     once: where the gradient may be made here, for the first backward.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
@@ -47,7 +49,7 @@ def forward(
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(logits)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        denominator = of_target(weight, target.reshape(-1), options.ignore_index, wide).sum()
+        denominator = counted(weight, target.reshape(-1), options.ignore_index, wide, count)
     guessed = made = None
     if once is None or gather is not None or not use_triton(logits):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
@@ -74,6 +76,7 @@ def backward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
+    count: Count | None = None,
     once: Once | None = None,
 ) -> Tensors:
     """The gradient of this shard's logits, in their shape and dtype, and none for the rest; no communication.
@@ -98,6 +101,14 @@ def backward(
         torch.autograd.graph.increment_version(logits)  # whoever saved them is told, and a second backward
         dlogits = dlogits.detach()
     return dlogits, None, None, None
+
+
+def counted(
+    weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype, count: Count | None
+) -> Tensor:
+    """The weights of all tokens that are not ignored: their number, where there are none."""
+    here = of_target(weight, classes, ignore_index, dtype).sum()
+    return here if count is None else count(here)
 
 
 def _like(logits: Tensor) -> Tensor:

@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.mesh import Partial
-from weft.reshard import layout_of, reshard
-from weft.reshard.dtensor import wrap
 
 from ..sharded import apply_many
 from ..traced.sharded import groups_of
-from . import agreement, reference
+from . import agreement
 from .agreement import Classes
 from .custom_ops import Place
 from .gathers.sharded import attempted
@@ -59,10 +56,10 @@ def cross_entropy(
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
     Communication: where the vocabulary is sharded, one all-gather of 12 bytes per token and rank in forward (16 with label
-    smoothing), none in backward; over several axes of a mesh that is not the whole world, one an axis, since not all are there
-    to make their group. For "mean" without a denominator, one all-reduce of a number over the axes that shard the tokens. The
-    host waits for no device.
-    torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors the count is one all-reduce an axis then.
+    smoothing), none in backward; for "mean" without a denominator, one all-reduce of a number over the axes that shard the
+    tokens. Over several axes of a mesh that is not the whole world, one an axis, since not all are there to make their group.
+    The host waits for no device.
+    torch.compile(fullgraph=True) takes it as one node of the graph.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
     if logits.ndim < 1 or target.shape != logits.shape[:-1]:
@@ -74,7 +71,7 @@ def cross_entropy(
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
     check_not_leaf(logits, options)
-    operands = (logits, target, weight, divisor(denominator, target, weight, logits, options))
+    operands = (logits, target, weight, as_denominator(denominator, weight, logits))
     if torch.compiler.is_compiling():
         outputs = compiled(*operands, options=options, place=Place(groups=groups_of(*operands)))
     else:
@@ -145,20 +142,6 @@ def _check_local(*tensors: Tensor) -> None:
         raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
 
 
-def divisor(
-    denominator: float | Tensor | None, target: Tensor, weight: Tensor | None, like: Tensor, options: Options
-) -> Tensor | None:
-    """What "mean" divides by: what was given, see `as_denominator`, or of DTensors the global count, by one all-reduce; None
-    where the local tokens are all that there are.
-    """
-    given = as_denominator(denominator, weight, like)
-    if torch.compiler.is_compiling():  # the op counts
-        return given
-    if given is None and options.reduction == "mean" and isinstance(target, DTensor):
-        return _global_count(target, weight, options.ignore_index, torch.promote_types(like.dtype, torch.float32))
-    return given
-
-
 def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor) -> Tensor | None:
     """A number as a tensor on the logits' device, which no host has to wait for.
 
@@ -210,13 +193,3 @@ def check_not_leaf(logits: Tensor, options: Options) -> None:
 def _memory(tensor: Tensor) -> int:
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
-
-
-def _global_count(target: DTensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The weights of all tokens of the global target that are not ignored: their number, where there are none."""
-    layout = layout_of(target)
-    local = target.to_local()
-    local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
-    count = reference.of_target(local_weight, local.reshape(-1), ignore_index, dtype).sum()
-    over_tokens = layout.replace(**{axis: Partial("sum") for axes in layout.shard_order.values() for axis in axes})
-    return reshard(wrap(count, over_tokens, ())).to_local()

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import Gather, passes_on
+from ..cross_entropy.function import Count, Gather, counted, passes_on
 from ..cross_entropy.options import Form, Options, check
-from ..cross_entropy.reference import Shard, Upstream, of_target
+from ..cross_entropy.reference import Shard, Upstream
 from ..op import Tensors
 from .chunks import Product, chunks_of, sweep
 from .gradients import Sums, Wanted, scaled
@@ -35,6 +35,7 @@ def forward(
     vocab_size: int | None = None,
     shards: int = 1,
     gather: Gather | None = None,
+    count: Count | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """(loss,) or (loss, lse), float32 (float64 for float64 input), and what `backward` needs.
 
@@ -42,6 +43,7 @@ def forward(
     the input's dtype. target, weight, denominator: as of cross-entropy.
     wanted: the dtypes of the gradients that backward will be asked for.  shards: how many there are of the vocabulary.
     gather: see `Gather`; called once a chunk, the next chunk's GEMM running before what it returned is called.
+    count: see `Count`; for "mean" without a denominator.
     """
     V = len(linear_weight)
     if vocab_size is None:
@@ -52,7 +54,7 @@ def forward(
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(input.dtype, torch.float32)
-        denominator = of_target(weight, product.classes, options.ignore_index, wide).sum()
+        denominator = counted(weight, product.classes, options.ignore_index, wide, count)
     upstream = sums = None
     if in_forward(options, input.dtype, wanted):
         upstream, sums = Upstream(torch.ones((), device=input.device), None, denominator), Sums(product, wanted, chunks)
@@ -94,6 +96,7 @@ def backward(
     vocab_size: int | None = None,
     shards: int = 1,
     gather: Gather | None = None,
+    count: Count | None = None,
 ) -> Tensors:
     """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication."""
     asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))

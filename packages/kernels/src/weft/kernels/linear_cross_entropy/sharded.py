@@ -13,7 +13,7 @@ from ..cross_entropy import agreement
 from ..cross_entropy.custom_ops import Place
 from ..cross_entropy.gathers.sharded import Along
 from ..cross_entropy.options import Asked, Options, form_of
-from ..cross_entropy.sharded import Reduction, as_denominator, divisor
+from ..cross_entropy.sharded import Reduction, as_denominator
 from ..sharded import apply_many
 from ..traced.sharded import groups_of
 from .agreement import Sizes, classes_of
@@ -73,7 +73,7 @@ def linear_cross_entropy(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
     )  # fmt: skip
-    scalar = divisor(denominator, target, weight, input, options)
+    scalar = as_denominator(denominator, weight, input)
     operands = (input, linear_weight, target, linear_bias, weight, scalar)
     asked: dict[str, Any] = {
         "options": options,

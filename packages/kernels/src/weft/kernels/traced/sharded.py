@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
 from weft.reshard.dtensor import wrap
-from weft.reshard.groups import axis_group, group_named, this_rank
+from weft.reshard.groups import group_named, this_rank
 
 from ..op import Op
 from ..sharded import Sharding, laid, on_this_rank, sharding_of
@@ -94,9 +94,8 @@ def _(part: Tensor, group: str) -> Tensor:
     return part.new_empty(part.shape)
 
 
-def sum_over(part: Tensor, layout: Layout, mesh: Any) -> Tensor:
-    """The sum of all ranks' parts over the axes that shard anything in `layout`: one all-reduce an axis."""
-    for axes in layout.shard_order.values():
-        for axis in axes:
-            part = _sum_over(part, axis_group(mesh, axis).group_name)
+def sum_over(part: Tensor, names: Sequence[str]) -> Tensor:
+    """The sum of all ranks' parts over the groups of those names, one after the other."""
+    for name in names:
+        part = _sum_over(part, name)
     return part

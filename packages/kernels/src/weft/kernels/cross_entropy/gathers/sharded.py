@@ -1,4 +1,4 @@
-"""Gathers of the shards' statistics over process groups; those of a group form also tell what is wrong with a rank."""
+"""Gathers of the shards' statistics and sums of tokens over process groups; a group form's also tell what is wrong with a rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
-    """Gathers over groups that span the axes that shard the vocabulary, minor first: one all-gather for each."""
+class _Over:
+    """groups: they span some axes of a mesh, one after the other, minor first."""
 
     groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [name_of(group) for group in self.groups]
+
+
+class Along(_Over):
+    """Gathers over the axes that shard the vocabulary: one all-gather for each group."""
 
     @classmethod
     def named(cls, names: Sequence[str] | None) -> Along | None:
         """Over the groups of those names; None where nothing is to be gathered."""
         return cls(tuple(map(group_named, names))) if names else None
-
-    @property
-    def names(self) -> list[str]:
-        return [name_of(group) for group in self.groups]
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
         return Pending(self._running(statistics)).wait
@@ -41,6 +45,15 @@ class Along:
         for group in self.groups:
             gathered = yield from _along(group, gathered)
         return gathered
+
+
+class Summed(_Over):
+    """Sums over the axes that shard the tokens: one all-reduce for each group."""
+
+    def __call__(self, part: Tensor) -> Tensor:
+        for group in self.groups:
+            dist.all_reduce(part, group=group)
+        return part
 
 
 @dataclass(frozen=True, slots=True)

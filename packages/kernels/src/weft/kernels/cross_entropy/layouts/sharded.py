@@ -15,7 +15,7 @@ from weft.reshard.groups import groups_over
 from ...op import Op
 from ...sharded import Shapes, Sharding, independent
 from .. import function
-from ..gathers.sharded import Along
+from ..gathers.sharded import Along, Summed
 from ..options import Options
 
 
@@ -30,7 +30,7 @@ def local_denominator(denominator: DTensor) -> Tensor:
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
     logits, target, weight, _ = layouts
-    shape, _, _, _ = shapes
+    shape, _, _, denominator = shapes
     options: Options = given["options"]
     assert logits is not None and target is not None and shape, "both are given"
     vocab_dim = len(shape) - 1
@@ -44,6 +44,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
         )
     if weight is not None:
         infer.whole("cross_entropy", "the weight", weight, 0)
+    token_axes = [axis for axes in tokens.shard_order.values() for axis in axes]
+    to_count = token_axes if options.reduction == "mean" and denominator is None else []
     output = tokens
     if options.reduction != "none":
         output = Layout(
@@ -69,6 +71,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
             "vocab_start": logits.local_slices(shape, rank)[vocab_dim].start,
             "vocab_size": shape[vocab_dim],
             "gather": Along(groups_over(mesh, vocab_axes)) if vocab_axes else None,
+            "count": Summed(groups_over(mesh, to_count)) if to_count else None,
         }
 
     loss_shape = shape[:-1] if options.reduction == "none" else ()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, library
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout
 
 from ...traced.sharded import Placed, sum_over, to_local
-from .. import custom_ops, reference
+from .. import custom_ops
 from ..custom_ops import Made, Place, compiled, with_lse
+from ..function import counted
 from ..layouts.sharded import CROSS_ENTROPY, local_denominator
 from ..options import Options
 
@@ -21,8 +22,8 @@ __all__ = ["compiled", "divided_by", "place_of"]  # the first imported from here
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Made:
     logits, target, weight, denominator, *asked = args
     _, options = with_lse(asked)
-    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, None), options=options)
-    divisor = divided_by(denominator, target, weight, logits.dtype, placed.layouts[1], options)
+    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
+    divisor = divided_by(denominator, placed.locals[1], placed.locals[2], logits.dtype, placed, options)
     rest = (*place_of(placed), *options.flat())
     loss, lse, counted, statistics = custom_ops.forward(*placed.locals[:3], divisor, *rest)
     loss, lse = placed.wrapped((loss, lse))
@@ -32,31 +33,32 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
     grad, grad_lse, logits, target, weight, denominator, statistics, *asked = args
     _, options = with_lse(asked)
-    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, None), options=options)
+    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
     arrived, rest = map(to_local, (grad, grad_lse)), (*place_of(placed), *options.flat())
-    dlogits = custom_ops.backward(*arrived, *placed.locals[:3], to_local(denominator), statistics, *rest)
+    dlogits = custom_ops.backward(*arrived, *placed.locals, statistics, *rest)
     return placed.as_operand(0, dlogits, placed.gradients(grad, grad_lse)[0])
 
 
 def divided_by(
     denominator: Tensor | None,
-    target: Tensor,
+    target: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
-    layout: Layout | None,
+    placed: Placed,
     options: Options,
 ) -> Tensor | None:
     """What "mean" divides by: what was given, or the global count; None where the local op counts all tokens that there are.
 
-    layout: of the target.
+    target, weight: this rank's.
     """
     if denominator is not None:
         return local_denominator(denominator) if isinstance(denominator, DTensor) else denominator
-    if options.reduction != "mean" or not isinstance(target, DTensor) or layout is None or not layout.shard_order:
+    count = placed.options["count"]
+    if count is None:
         return None
-    local, wide = target.to_local().reshape(-1), torch.promote_types(dtype, torch.float32)
-    count = reference.of_target(to_local(weight), local, options.ignore_index, wide).sum()
-    return sum_over(count, layout, target.device_mesh)
+    assert target is not None, "it is given"
+    wide = torch.promote_types(dtype, torch.float32)
+    return counted(weight, target.reshape(-1), options.ignore_index, wide, partial(sum_over, names=count.names))
 
 
 def place_of(placed: Placed) -> Place:

@@ -16,7 +16,7 @@ from .. import function
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
     input, linear_weight, target, linear_bias, weight, _ = layouts
-    input_shape, weight_shape, target_shape, bias_shape, _, _ = shapes
+    input_shape, weight_shape, target_shape, bias_shape, _, denominator = shapes
     assert input is not None and linear_weight is not None and input_shape and weight_shape, "both are given"
     product: Sharding = LINEAR.rule((input, linear_weight, linear_bias), (input_shape, weight_shape, bias_shape), {})
     if input.is_partial() or linear_weight.is_partial():
@@ -29,7 +29,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
             f"({product.output}); reshard both so that H is whole"
         )
     logits = (product.output, target, weight, None)
-    loss: Sharding = CROSS_ENTROPY.rule(logits, (product.shape, target_shape, None, None), given)
+    loss: Sharding = CROSS_ENTROPY.rule(logits, (product.shape, target_shape, None, denominator), given)
 
     def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
         dlogits, *_ = loss.gradients(*grads)

@@ -26,9 +26,10 @@ FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
     *tensors, denominator, settled, wanted, chunk_tokens = args[:9]
     _, options = place_and_options(args[9:])
-    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, None), options=options)
-    input, _, target, _, weight = tensors
-    divisor = divided_by(denominator, target, weight, input.dtype, placed.layouts[2], options)
+    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options)
+    input, _, target, _, weight, _ = placed.locals
+    assert input is not None, "it is given"
+    divisor = divided_by(denominator, target, weight, input.dtype, placed, options)
     rest = (settled, wanted, chunk_tokens, *place_of(placed), *options.flat())
     made = custom_ops.forward(*placed.locals[:5], divisor, *rest)
     count = 1 + options.return_lse
@@ -60,9 +61,10 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
             for part, like in zip(found, returned, strict=True)
         ]
     *operands, denominator, statistics = tensors
-    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, None), options=options)
-    local = [*placed.locals[:5], to_local(denominator), statistics]
-    found = custom_ops.backward(arrived, local, needed, chunk_tokens, *place_of(placed), *options.flat())
+    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, denominator), options=options)
+    found = custom_ops.backward(
+        arrived, [*placed.locals, statistics], needed, chunk_tokens, *place_of(placed), *options.flat()
+    )
     layouts, wanted = placed.gradients(*grads), [i for i, need in zip(FACTORS, needed, strict=True) if need]
     return [placed.as_operand(i, part, layouts[i]) for i, part in zip(wanted, found, strict=True)]
 
