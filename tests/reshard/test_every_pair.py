@@ -1,4 +1,4 @@
-"""Every pair of layouts, simulated on integers and judged by slices of the whole tensor."""
+"""Every pair of layouts, up to the numbering of dims, simulated on integers and judged by slices of the whole tensor."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.mesh import Layout, Partial, ProcessMesh
+from weft.mesh import Layout, Partial, ProcessMesh, Shard
 from weft.reshard import plan, simulate
 
 from tests.support.shards import every_layout, rebuild, split, whole_of
@@ -21,6 +21,21 @@ def check(src, dst, whole, parts=None):
     assert torch.equal(rebuild(results, dst, whole.shape), whole), str(made)
     assert made.lower_bound_bytes <= made.max_received_bytes, str(made)
     return made
+
+
+def sources(layouts):
+    """Those whose axes shard dim 0 first, then 1, then 2: of layouts that differ by the numbering of dims alone, one each.
+
+    A pair with another source is one of these pairs with its dims, and its shape, numbered anew.
+    """
+    for layout in layouts:
+        dims = dict.fromkeys(p.dim for p in layout.placements if isinstance(p, Shard))
+        if list(dims) == sorted(dims) == list(range(len(dims))):
+            yield layout
+
+
+def pairs_of(layouts):
+    return list(itertools.product(sources(layouts), layouts))
 
 
 def shapes_of(ndim, pairs, each):
@@ -50,29 +65,24 @@ def shapes_of(ndim, pairs, each):
     ],
 )
 def test_every_pair(sizes, ndim, each):
-    layouts = every_layout(ProcessMesh.grid(**sizes), ndim)
-    shapes = shapes_of(ndim, len(layouts) ** 2, each)
-    for src, dst in itertools.product(layouts, repeat=2):
+    pairs = pairs_of(every_layout(ProcessMesh.grid(**sizes), ndim))
+    shapes = shapes_of(ndim, len(pairs), each)
+    for src, dst in pairs:
         for shape in itertools.islice(shapes, each):
             check(src, dst, whole_of(shape))
-
-
-def apart(name):
-    """Of this file's longest tests: none waits for another where there are several workers."""
-    return [pytest.mark.timeout(300), pytest.mark.xdist_group(name)]
 
 
 @pytest.mark.parametrize(
     "ndim, parts, part",
     [
-        *(pytest.param(2, 4, part, id=f"matrix-{part}") for part in range(4)),
-        *(pytest.param(3, 8, part, marks=apart(f"cube-{part}"), id=f"cube-{part}") for part in range(8)),
+        *(pytest.param(2, 2, part, id=f"matrix-{part}") for part in range(2)),
+        *(pytest.param(3, 4, part, id=f"cube-{part}") for part in range(4)),
     ],
 )
 def test_every_pair_on_2x2x2(ndim, parts, part):
-    layouts = every_layout(ProcessMesh.grid(a=2, b=2, c=2), ndim)
+    pairs = pairs_of(every_layout(ProcessMesh.grid(a=2, b=2, c=2), ndim))
     shapes = itertools.cycle(itertools.product((7, 5, 1, 3, 6, 4, 2, 0), repeat=ndim))
-    for shape, (src, dst) in zip(shapes, itertools.product(layouts[part::parts], layouts), strict=False):
+    for shape, (src, dst) in zip(shapes, pairs[part::parts], strict=False):
         check(src, dst, whole_of(shape))
 
 

@@ -40,17 +40,26 @@ def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options:
         return step(logits, target, upstream, **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", [pytest.param({}, id="plain-of-two-blocks"), *ASKED])
-def test_whatever_was_guessed_the_bits_are_the_same(device, options, reduction):
-    V = 37 if options else 9000
-    options = given(options, V, device) | {"reduction": reduction}
-    logits, target, _ = make(5, V, device, torch.bfloat16)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain-of-two-blocks"),
+        pytest.param({"reduction": "sum"}, id="sum-of-two-blocks"),
+        *ASKED,
+    ],
+)
+def test_whatever_was_guessed_the_bits_are_the_same(device, options):
+    V = 9000 if set(options) <= {"reduction"} else 37
+    options = given(options, V, device)
+    logits, target, _ = make(3, V, device, torch.bfloat16)
     whole = cross_entropy(logits, target, **options)
+    expected = {}
     for number in (1.0, -0.3, -0.3, -0.3, NAN, 0.0):
         upstream = torch.tensor(number, device=device)
-        found, expected = (way(logits, target, upstream, **options) for way in (step, without_a_guess))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        if number not in expected:
+            expected[number] = without_a_guess(logits, target, upstream, **options)
+        found = step(logits, target, upstream, **options)
+        torch.testing.assert_close(found, expected[number], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(cross_entropy(logits.requires_grad_(), target, **options).detach(), whole)
 
 
