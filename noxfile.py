@@ -16,6 +16,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
 PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
+WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
@@ -40,8 +41,7 @@ nox.logger.logger.addFilter(lambda record: "uv binary not found" not in record.g
 @nox.session
 def test(session: nox.Session) -> None:
     """The tests; arguments go to pytest. Without any, all of them, on several workers."""
-    workers = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
-    _pytest(session, *(session.posargs or workers))
+    _pytest(session, *(session.posargs or WORKERS))
 
 
 @nox.session
@@ -65,7 +65,7 @@ def test_browser(session: nox.Session) -> None:
     """The tests of the results' page in Chromium; they fail where there is none. CHROMIUM names its program."""
     python = _environment(session, "browser", list(BROWSER_TOOLS))
     only = ("--confcutdir=tests/browser", "-m", "browser")  # the other conftest.py needs torch
-    session.run(python, "-m", "pytest", "--timeout=120", *only, "tests/browser", *session.posargs)
+    session.run(python, "-m", "pytest", "--timeout=120", *only, "tests/browser", *(session.posargs or WORKERS))
 
 
 @nox.session
