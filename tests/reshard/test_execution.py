@@ -71,7 +71,7 @@ def sample(mesh, count):
 
 def test_a_sample_of_pairs_on_eight_ranks(pool):
     """Even and uneven shards, empty ones, no elements; with and without a slow axis."""
-    for same in zip(*pool.run(sample, CUBE, 60, ranks=8), strict=True):
+    for same in zip(*pool.run(sample, CUBE, 40, ranks=8), strict=True):
         parts = {rank: local for rank, (*_, local) in enumerate(same)}
         shape, dst, told, _ = same[0]
         assert torch.equal(rebuild(parts, dst, shape), whole_of(shape, torch.float64)), told

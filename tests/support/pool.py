@@ -4,7 +4,8 @@
     results = pool.run(gathered, x, ranks=4)  # by rank
 
 The workers are forked from a server that has torch loaded already. Each call has a process group of its own (gloo).
-When a rank fails, dies or hangs, the workers of that call are killed and the next call gets new ones.
+When a rank fails, dies or hangs, the workers of that call are killed and the next call gets new ones; so does a worker in which
+groups of earlier calls are still alive, since torch keeps them with what it compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -30,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 MAX_RANKS = 8
+MAX_THREADS = 40  # that a worker may have left: three for each group, and each group's loop wakes up 100 times a second
 GRACE_SECONDS = 3.0  # how long the other ranks may take to answer once one has failed
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -67,6 +69,14 @@ class _Call:
     ranks: int
     store: str  # file where the ranks of this call meet
     timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    ok: bool
+    moment: float
+    value: Any  # what the function returned, or the traceback
+    threads: int = 0  # in the worker, with the call's groups gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,8 @@ class Pool:
         if failures:
             self._discard(workers)
             raise RanksFailed(f"{function.__module__}.{function.__qualname__}", ranks, failures)
-        return [results[rank] for rank in range(ranks)]
+        self._discard([worker for rank, worker in enumerate(workers) if results[rank].threads > MAX_THREADS])
+        return [results[rank].value for rank in range(ranks)]
 
     def close(self) -> None:
         """Ends all workers. The pool can be used again afterwards."""
@@ -147,11 +158,11 @@ class Pool:
             self._workers.remove(worker)
 
 
-def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], list[Failure]]:
-    """Waits for every worker: the results by rank, and the failures, the cause first."""
+def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, _Answer], list[Failure]]:
+    """Waits for every worker: the answers by rank, and the failures, the cause first."""
     start = time.monotonic()
     end = start + timeout
-    results: dict[int, Any] = {}
+    results: dict[int, _Answer] = {}
     died: list[Failure] = []
     raised: list[Failure] = []
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -160,16 +171,16 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
             assert isinstance(connection, Connection)  # nothing else was waited for
             rank = waiting.pop(connection)
             try:
-                ok, moment, value = pickle.loads(connection.recv_bytes())
+                answer: _Answer = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionResetError):
                 workers[rank].process.join(GRACE_SECONDS)
                 code = workers[rank].process.exitcode
                 died.append(Failure(rank, time.monotonic() - start, f"the process died, {_exit_text(code)}"))
             else:
-                if ok:
-                    results[rank] = value
+                if answer.ok:
+                    results[rank] = answer
                 else:
-                    raised.append(Failure(rank, moment - start, value))
+                    raised.append(Failure(rank, answer.moment - start, answer.value))
             if died or raised:
                 end = min(end, time.monotonic() + GRACE_SECONDS)
     seconds = time.monotonic() - start
@@ -230,14 +241,20 @@ def _serve(connection: Connection, stacks: str) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """(it returned, when, its result or the traceback), pickled."""
+    """An `_Answer`, pickled."""
     try:
-        return pickle.dumps(_in_a_world(pickle.loads(message)))
+        return pickle.dumps(replace(_in_a_world(pickle.loads(message)), threads=_threads()))
     except BaseException:
-        return pickle.dumps((False, time.monotonic(), traceback.format_exc()))
+        return pickle.dumps(_Answer(False, time.monotonic(), traceback.format_exc()))
 
 
-def _in_a_world(call: _Call) -> tuple[bool, float, Any]:
+def _threads() -> int:
+    """How many run in this process; 1 where the system does not tell."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 1
+
+
+def _in_a_world(call: _Call) -> _Answer:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -249,9 +266,9 @@ def _in_a_world(call: _Call) -> tuple[bool, float, Any]:
         timeout=timedelta(seconds=call.timeout + GRACE_SECONDS),  # the pool's limit comes first, and shows the stacks
     )
     try:
-        return True, time.monotonic(), call.function(*call.arguments)
+        return _Answer(True, time.monotonic(), call.function(*call.arguments))
     except BaseException:  # noted before the group goes, which makes the other ranks fail
-        return False, time.monotonic(), traceback.format_exc()
+        return _Answer(False, time.monotonic(), traceback.format_exc())
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it holds meshes whose groups are gone

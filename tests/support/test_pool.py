@@ -3,12 +3,13 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Pool, RanksFailed
+from tests.support.pool import MAX_THREADS, Pool, RanksFailed
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -68,6 +69,14 @@ def fails_while_others_sleep() -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("alone")
     a_long_sleep()
+
+
+HELD: list[dist.ProcessGroup] = []  # what outlives its call
+
+
+def holds_groups(count: int) -> int:
+    HELD.extend(dist.new_group([0, 1]) for _ in range(count))
+    return os.getpid()
 
 
 def a_result_that_cannot_be_pickled() -> object:
@@ -159,6 +168,15 @@ def test_a_worker_that_died_between_calls_is_replaced(pool: Pool) -> None:
     os.kill(process, signal.SIGKILL)
     time.sleep(0.2)
     assert pool.run(rank_and_size, ranks=1) == [(0, 1)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not tell how many threads there are")
+def test_a_worker_in_which_many_groups_live_on_is_replaced(pool: Pool) -> None:
+    few = pool.run(holds_groups, 2, ranks=2)
+    assert pool.run(process_id, ranks=2) == few
+    many = pool.run(holds_groups, MAX_THREADS // 3 + 1, ranks=2)
+    assert many == few
+    assert not set(many) & set(pool.run(process_id, ranks=2))
 
 
 @pytest.mark.parametrize("ranks", [0, 9])

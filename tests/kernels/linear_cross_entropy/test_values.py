@@ -111,6 +111,16 @@ def test_all_tokens_ignored(device, reduction):
     assert all((each == 0).all() for each in gradients)
 
 
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {}, {"inplace_backward": True}], ids=str)
+def test_an_upstream_gradient_that_is_no_number_leaves_ignored_tokens_alone(device, options, number):
+    """As in torch: their gradient is no product with it."""
+    case = make((5,), 31, device, reduction=options.get("reduction", "mean"), bias=True)
+    _, (dx, dweight, dbias) = run(case._replace(upstream=torch.full_like(case.upstream, number)), **options)
+    assert [bool((row == 0).all()) for row in dx] == (case.target == -100).tolist()
+    assert not any(each.isfinite().all() for each in (dx, dweight, dbias))
+
+
 @pytest.mark.parametrize("V", [1, 31])
 def test_a_class_may_be_the_one_to_ignore(device, V):
     case = make((6,), V, device, reduction="none")

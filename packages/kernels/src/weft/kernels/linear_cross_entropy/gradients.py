@@ -59,6 +59,7 @@ class Sums:
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     """part * factor in `dtype`, multiplied in the wider of part's dtype and float32, not in bfloat16.
 
+    A factor that is no number leaves zeros alone, so that tokens to ignore keep theirs.
     in_place: in part's memory where that has the dtype; a factor of 1 then costs no pass, and no host waits to learn of it.
     """
     if in_place:
@@ -71,6 +72,8 @@ def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> 
         return launch.scale(
             part, factor, part.detach() if reused else torch.empty(part.shape, dtype=dtype, device=part.device)
         )
+    if part.device.type == "cpu" and not factor.isfinite():
+        factor = torch.where(part == 0, 1, factor)
     if reused:
         return part.detach().mul_(factor)
     return (part.to(torch.promote_types(part.dtype, torch.float32)) * factor).to(dtype)
