@@ -11,7 +11,7 @@ from weft.mesh.process_mesh import ProcessMesh as Mesh
 from weft.reshard import AllGather, AllReduce, Link, ReduceScatter, Slice, Topology, plan
 from weft.reshard.exchange import messages_of
 
-from tests.support.shards import every_layout
+from tests.support.shards import every_layout, pairs_of
 
 F32 = torch.float32
 
@@ -43,11 +43,11 @@ def needed_and_not_held(src, dst, shape):
         pytest.param((2, 2), 2, 1, id="2x2"),
         pytest.param((2, 2), 3, 1, id="2x2-cube"),
         pytest.param((2, 2, 2), 2, 1, id="2x2x2"),
-        pytest.param((2, 2, 2), 3, 7, id="2x2x2-cube"),
-        pytest.param((2, 2, 2, 2), 2, 53, id="2x2x2x2"),
-        pytest.param((2, 2, 2, 2), 3, 997, id="2x2x2x2-cube"),
-        pytest.param((4, 4, 4), 2, 13, id="4x4x4"),
-        pytest.param((4, 4, 4), 3, 53, id="4x4x4-cube"),
+        pytest.param((2, 2, 2), 3, 3, id="2x2x2-cube"),
+        pytest.param((2, 2, 2, 2), 2, 29, id="2x2x2x2"),
+        pytest.param((2, 2, 2, 2), 3, 211, id="2x2x2x2-cube"),
+        pytest.param((4, 4, 4), 2, 7, id="4x4x4"),
+        pytest.param((4, 4, 4), 3, 13, id="4x4x4-cube"),
     ],
 )
 def test_every_plan_reaches_the_lower_bound(sizes, ndim, every):
@@ -55,7 +55,7 @@ def test_every_plan_reaches_the_lower_bound(sizes, ndim, every):
     mesh = ProcessMesh.grid(**dict(zip("abcd", sizes, strict=False)))
     shape = (64,) * ndim
     layouts = every_layout(mesh, ndim, partials=())
-    for src, dst in itertools.islice(itertools.product(layouts, repeat=2), 0, None, every):
+    for src, dst in pairs_of(layouts)[::every]:
         made = plan(src, dst, shape, F32)
         bound = 4 * needed_and_not_held(src, dst, shape)
         assert made.max_received_bytes == bound == made.lower_bound_bytes, str(made)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.mesh import Layout, Partial, ProcessMesh, Shard
+from weft.mesh import Layout, Partial, ProcessMesh
 from weft.reshard import plan, simulate
 
-from tests.support.shards import every_layout, rebuild, split, whole_of
+from tests.support.shards import every_layout, pairs_of, rebuild, split, whole_of
 
 OPS = ("sum", "avg", "min", "max", "product")
 
@@ -21,21 +21,6 @@ def check(src, dst, whole, parts=None):
     assert torch.equal(rebuild(results, dst, whole.shape), whole), str(made)
     assert made.lower_bound_bytes <= made.max_received_bytes, str(made)
     return made
-
-
-def sources(layouts):
-    """Those whose axes shard dim 0 first, then 1, then 2: of layouts that differ by the numbering of dims alone, one each.
-
-    A pair with another source is one of these pairs with its dims, and its shape, numbered anew.
-    """
-    for layout in layouts:
-        dims = dict.fromkeys(p.dim for p in layout.placements if isinstance(p, Shard))
-        if list(dims) == sorted(dims) == list(range(len(dims))):
-            yield layout
-
-
-def pairs_of(layouts):
-    return list(itertools.product(sources(layouts), layouts))
 
 
 def shapes_of(ndim, pairs, each):

@@ -24,6 +24,20 @@ def every_layout(mesh: ProcessMesh, ndim: int, partials: Iterable[Partial] = (Pa
     return list(layouts)
 
 
+def pairs_of(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+    """All pairs of a source and a target, but of those that differ by the numbering of the tensor's dims one alone.
+
+    The axes of the sources shard dim 0 first, then 1, then 2: any other pair is one of these with its dims, and its shape,
+    numbered anew.
+    """
+    sources = []
+    for layout in layouts:
+        dims = list(dict.fromkeys(p.dim for p in layout.placements if isinstance(p, Shard)))
+        if dims == list(range(len(dims))):
+            sources.append(layout)
+    return list(itertools.product(sources, layouts))
+
+
 def whole_of(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor of small integers that differ, -11 to 11."""
     values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
