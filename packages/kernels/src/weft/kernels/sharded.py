@@ -55,18 +55,18 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
-    _, shapes, sharding = sharding_of(op, tensors, mesh, options)
+    shapes, sharding = sharding_of(op, tensors, mesh, options)
     return _Sharded.apply(op, options, sharding, shapes, mesh, *tensors)  # type: ignore[no-untyped-call]
 
 
 def sharding_of(
     op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]
-) -> tuple[tuple[Layout | None, ...], Shapes, Sharding]:
-    """How the operands lie, their shapes, and what the op's rule answers. Raises LayoutError where it does not take that."""
+) -> tuple[Shapes, Sharding]:
+    """The operands' shapes, and what the op's rule answers. Raises LayoutError where it does not take how they lie."""
     layouts = tuple(None if tensor is None else _layout(tensor, mesh) for tensor in tensors)
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
     fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
-    return layouts, shapes, _sharding(op, layouts, shapes, fixed)
+    return shapes, _sharding(op, layouts, shapes, fixed)
 
 
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:

@@ -30,7 +30,6 @@ class Placed:
 
     op: Op
     tensors: Sequence[Tensor | None]
-    layouts: tuple[Layout | None, ...]
     sharding: Sharding
     locals: tuple[Tensor | None, ...]
     options: dict[str, Any]
@@ -39,7 +38,7 @@ class Placed:
     def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
         """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-        layouts, _, sharding = sharding_of(op, tensors, mesh, options)
+        _, sharding = sharding_of(op, tensors, mesh, options)
         local = on_this_rank(sharding, mesh)
         if local is None:
             raise LayoutError(
@@ -47,7 +46,7 @@ class Placed:
                 f"ranks of the mesh alone"
             )
         locals_ = tuple(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return cls(op, tensors, layouts, sharding, locals_, local)
+        return cls(op, tensors, sharding, locals_, local)
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The op's outputs, of which there are several."""
