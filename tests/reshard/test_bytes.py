@@ -51,7 +51,7 @@ def needed_and_not_held(src, dst, shape):
     ],
 )
 def test_every_plan_reaches_the_lower_bound(sizes, ndim, every):
-    """Ratio 1.00 for {R, S0, S1, S2} in all shard orders; where there are too many pairs, every n-th of them."""
+    """Ratio 1.00 for {R, S0, S1, S2} in all shard orders, up to the numbering of dims; where there are too many, every n-th."""
     mesh = ProcessMesh.grid(**dict(zip("abcd", sizes, strict=False)))
     shape = (64,) * ndim
     layouts = every_layout(mesh, ndim, partials=())

@@ -25,7 +25,7 @@ def every_layout(mesh: ProcessMesh, ndim: int, partials: Iterable[Partial] = (Pa
 
 
 def pairs_of(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """All pairs of a source and a target, but of those that differ by the numbering of the tensor's dims one alone.
+    """All pairs of a source and a target, up to the numbering of the tensor's dims.
 
     The axes of the sources shard dim 0 first, then 1, then 2: any other pair is one of these with its dims, and its shape,
     numbered anew.
