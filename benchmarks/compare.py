@@ -25,7 +25,7 @@ ROUNDING = 1e-9  # of quotients and their mean: a run at the edge passes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """group, case: the least ratios of times.  counts: "NAME KEY" -> the most of a figure.  retired: names of cases."""
+    """group, case: the least ratios of times.  counts: "NAME KEY" -> the most of a figure.  retired: "NAME" or "NAME, WAY"."""
 
     group: float
     case: float
@@ -148,7 +148,7 @@ def _lost(new: Run, old: Sequence[Run], retired: frozenset[str]) -> tuple[list[s
         told = f"{case.title}: measured in the run of {run.time}, commit {run.commit[:10]}, and now {outcome}"
         if status == "failed":
             lost.append(told)
-        elif status == "gone" and case.name not in retired:
+        elif status == "gone" and not {case.name, f"{case.name}, {case.way}"} & retired:
             lost.append(f"{told}; if it is to stay so, name it in `retired` of budgets.toml")
         elif status == "absent":
             (lost if case.ours else absent).append(told)

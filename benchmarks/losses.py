@@ -24,7 +24,7 @@ from benchmarks.record import ours
 Operands = Sequence[tuple[Tensor, ...]]
 SHARDS = 8
 EAGER, AGAIN = "eager torch", "eager torch, again"
-FLOAT32 = "Weft, inplace_backward, float32 gradient"
+FLOAT32 = "Weft, float32 gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ def of_products(operands: Operands) -> Ways:
     """To both gradients of a mean linear cross-entropy of x, weight and target."""
     ways = Ways()
     ways.add("Weft", operands, lambda: linear_cross_entropy)
-    ways.add("Weft, inplace_backward", operands, lambda: _given_away)
-    ways.add(FLOAT32, [_with_float32_gradient(*each) for each in operands], lambda: _given_away)
+    ways.add(FLOAT32, [_with_float32_gradient(*each) for each in operands], lambda: linear_cross_entropy)
     for name in (EAGER, AGAIN):
         ways.add(name, operands, lambda: _eager_linear)
     ways.add("torch.compile", operands, lambda: torch.compile(_eager_linear, dynamic=False))
@@ -161,11 +160,6 @@ def _eager(logits: Tensor, target: Tensor) -> Tensor:
 
 def _eager_linear(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return _eager(F.linear(x, weight), target)
-
-
-def _given_away(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = linear_cross_entropy(x, weight, target, inplace_backward=True)
-    return loss
 
 
 def _with_float32_gradient(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:

@@ -120,5 +120,6 @@ def test_linear_cross_entropy_speed(tokens: int, tell: Tell, clock: Device) -> N
     found = tell.measuring(of_products, tokens, 128256, 4096, "cuda", clock)
     print(f"\n{found}")
     found.tell_all(tell)
-    assert float(found.rows[losses.FLOAT32]["peak_bytes"]) <= GOAL
-    assert min(map(found.roofline, (losses.FLOAT32, "Weft, inplace_backward"))) >= 1 / 1.03
+    for way in ("Weft", losses.FLOAT32):
+        assert float(found.rows[way]["peak_bytes"]) <= GOAL
+        assert found.roofline(way) >= 1 / 1.03

@@ -16,7 +16,9 @@ from benchmarks.compare import Budgets, Change, Comparison
 from benchmarks.record import Case, Run, Spread
 from tests.benchmarks.cases import case, counted, run, unmeasured
 
-BUDGETS = Budgets(group=0.95, case=0.90, counts={"traffic bytes": 6.05}, retired=frozenset({"old"}))
+BUDGETS = Budgets(
+    group=0.95, case=0.90, counts={"traffic bytes": 6.05}, retired=frozenset({"old", "loss, Weft, given away"})
+)
 ROUNDS = 20  # of a benchmark
 
 
@@ -162,6 +164,7 @@ def test_a_case_that_was_measured_is_not_lost(now: Case, told: str) -> None:
     ("before", "now", "notes"),
     [
         pytest.param(case("old"), None, 0, id="retired"),
+        pytest.param(case(way="Weft, given away"), case(), 0, id="a-way-retired"),
         pytest.param(case(way="CCE"), unmeasured(way="CCE", status="absent"), 1, id="a-baseline-not-installed"),
         pytest.param(unmeasured(), unmeasured(), 0, id="failed-before"),
         pytest.param(unmeasured(), None, 0, id="never-measured"),

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear, linear_cross_entropy
-from weft.kernels.linear_cross_entropy.chunks import LOGITS_BYTES_ON_CPU, chunks_of
+from weft.kernels.cross_entropy.options import Options
+from weft.kernels.linear_cross_entropy.agreement import check_sizes, sizes_of
+from weft.kernels.linear_cross_entropy.chunks import HELD_BYTES_ON_CPU, chunks_of
 
 from tests.kernels.cross_entropy.cases import ASKED, DTYPES, given, max_error
 from tests.kernels.linear_cross_entropy.cases import Given, check, make, oracle
@@ -244,17 +246,39 @@ def test_chunks_are_whole_tiles_and_cover_all_tokens():
             )
             assert sum(rows.stop - rows.start for rows in chunks) == tokens
             sizes = {rows.stop - rows.start for rows in chunks[:-1]}
-            assert all(size * classes * 2 <= LOGITS_BYTES_ON_CPU or size == 1 for size in sizes)
+            assert all(size * classes * 2 <= HELD_BYTES_ON_CPU or size == 1 for size in sizes)
             assert all(size % 128 == 0 for size in sizes if classes < 1 << 17)
 
 
-def test_on_a_gpu_4096_tokens_of_128256_classes_are_one_chunk_of_less_than_1_1_gb():
-    class OnGpu:
-        device, itemsize = torch.device("cuda"), 2
+class OnGpu:
+    """As much of a tensor as the choice of chunks looks at."""
 
+    device, itemsize = torch.device("cuda"), 2
+
+
+def test_on_a_gpu_4096_tokens_of_128256_classes_are_one_chunk_of_less_than_1_1_gb():
     (chunk,) = chunks_of(4096, None, 128256, 1, OnGpu())
     assert (chunk.stop - chunk.start) * 128256 * 2 <= 1.1e9
     assert [rows.stop for rows in chunks_of(16384, None, 128256, 1, OnGpu())] == [4096, 8192, 12288, 16384]
+
+
+def test_on_a_gpu_a_sum_in_24_bits_leaves_chunks_half_the_memory_at_least():
+    for H, expected in ((1024, 3584), (4096, 2048), (16384, 2048)):
+        sizes = {rows.stop - rows.start for rows in chunks_of(10 * expected, None, 128256, 1, OnGpu(), 128256 * H)}
+        assert sizes == {expected}
+    assert len(chunks_of(4096, None, 128256, 1, OnGpu(), 128256 * 4096)) == 1  # no sum over chunks
+
+
+def test_ranks_that_would_take_other_chunks_for_a_gradient_of_float32_are_told():
+    input, target = (torch.empty(16384, *dims, dtype=dtype, device="meta") for dims, dtype in SHAPES)
+    sizes = [sizes_of(input, target, (dtype,) * 3, None, 128256, 1, Options()) for dtype in GRADIENTS]
+    assert [each.chunk for each in sizes] == [1024, 1024, 2048]
+    with pytest.raises(ValueError, match=r"at a time: 1024 on rank 1, 2048 on rank 2; .* gradients have the same dtype"):
+        check_sizes([0, 1, 2], [list(map(float, each)) for each in sizes])
+
+
+SHAPES = (((4096,), torch.bfloat16), ((), torch.int64))
+GRADIENTS = (None, torch.bfloat16, torch.float32)  # None: frozen
 
 
 # Backward, again
@@ -294,6 +318,34 @@ def test_given_away_it_is_the_same_gradient_and_a_second_backward_an_error(devic
     assert all(map(torch.equal, found, expected))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, case.leaves(), case.upstream)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
+def test_what_forward_made_is_given_away_by_the_last_backward(device, chunk_tokens, kept):
+    """A graph that is not kept has no other: no second tensor of the weight's size."""
+    case = make((9,), 31, device, torch.bfloat16, bias=True)
+    loss = linear_cross_entropy(case.input, case.linear_weight, case.target, chunk_tokens=chunk_tokens)
+    (made,) = [saved for saved in loss.grad_fn.saved_tensors if saved is not None and saved.shape == (31, 16)]
+    before = made.clone()
+    first, second = (
+        torch.autograd.grad(loss, case.linear_weight, case.upstream, retain_graph=kept)[0],
+        torch.autograd.grad(loss, case.linear_weight, case.upstream)[0] if kept else None,
+    )
+    assert (first.data_ptr() == made.data_ptr()) is not kept
+    if second is not None:
+        assert second.data_ptr() == made.data_ptr() and torch.equal(first, second)
+    torch.testing.assert_close(first, before * case.upstream.to(before.dtype), rtol=2**-6, atol=0)
+
+
+def test_a_graph_kept_to_be_differentiated_keeps_what_forward_made(device):
+    case = make((9,), 31, device)
+    loss = linear_cross_entropy(case.input, case.linear_weight, case.target)
+    first = torch.autograd.grad(loss, case.leaves(), create_graph=True)
+    kept = [each.detach().clone() for each in first]
+    for each in torch.autograd.grad(loss, case.leaves()):
+        each.zero_()
+    assert all(map(torch.equal, first, kept))
 
 
 def test_an_upstream_gradient_of_1_is_not_multiplied_with(interpreted):

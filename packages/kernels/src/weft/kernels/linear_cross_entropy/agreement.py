@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..cross_entropy.agreement import Classes, values_on_ranks
 from ..cross_entropy.options import Options
-from .chunks import chunks_of
+from .function import chunked
+from .gradients import Wanted
 
 
 class Sizes(NamedTuple):
@@ -27,9 +28,15 @@ def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> Clas
 
 
 def sizes_of(
-    input: Tensor, target: Tensor, chunk_tokens: int | None, vocab_size: int, shards: int, options: Options
+    input: Tensor,
+    target: Tensor,
+    wanted: Wanted,
+    chunk_tokens: int | None,
+    vocab_size: int,
+    shards: int,
+    options: Options,
 ) -> Sizes:
-    chunks = chunks_of(target.numel(), chunk_tokens, -(-vocab_size // shards), 2, input)
+    chunks = chunked(input, target, wanted, chunk_tokens, vocab_size, shards, 2)
     wide = torch.promote_types(input.dtype, torch.float32)
     return Sizes(target.numel(), chunks[0].stop if chunks else 0, (4 if options.label_smoothing else 3) * wide.itemsize)
 
@@ -49,5 +56,5 @@ def check_sizes(ranks: Sequence[int], told: list[list[float]]) -> None:
     if len(chunks) > 1:
         raise ValueError(
             f"the ranks take different numbers of tokens at a time: {', '.join(chunks)}; give every rank of the group the "
-            f"same chunk_tokens"
+            f"same chunk_tokens, and weights whose gradients have the same dtype"
         )

@@ -10,6 +10,7 @@ from weft.mesh.extents import chunk
 from ..cross_entropy.agreement import Classes
 from ..cross_entropy.options import Form, Options, check, form_of
 from .agreement import Sizes, sizes_of
+from .gradients import Wanted
 
 
 def check_factors(input: Form, linear_weight: Tensor, linear_bias: Tensor | None, chunk_tokens: int | None) -> None:
@@ -60,6 +61,7 @@ def checked_sizes(
     *,
     options: Options,
     held: Classes,
+    wanted: Wanted,
     chunk_tokens: int | None,
     rank: int,
     ranks: int,
@@ -71,4 +73,4 @@ def checked_sizes(
     check_factors(replace(form, shape=(*target.shape, *input.shape[-1:])), linear_weight, linear_bias, chunk_tokens)
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
     check(logits, target, weight, denominator, options, held.start, held.vocab_size)
-    return sizes_of(input, target, chunk_tokens, held.vocab_size, ranks, options)
+    return sizes_of(input, target, wanted, chunk_tokens, held.vocab_size, ranks, options)

@@ -13,12 +13,13 @@ from torch import Tensor
 from ..cross_entropy.function import Gather, passes_on
 from ..cross_entropy.reference import Shard, Upstream
 
-# What the logits of the chunks that are held at once may take. A chunk costs a pass over the weight's gradient in float32,
-# 8 bytes an element, which its three GEMMs of 2 * tokens flop an element must outweigh: at 4096 tokens, those of a vocabulary
-# of 128256 in 1 GiB, and at the 4.3 TB/s and 780 TFLOP/s measured on an H200, it is 6% of them.
-LOGITS_BYTES = 1 << 30
-LOGITS_BYTES_ON_CPU = 1 << 26
-TILE = 128  # chunks are whole tiles of a GEMM
+# What may be held above inputs and gradients: the logits of the chunks that are held at once, and what a sum over chunks needs
+# beside the gradient that it becomes. A chunk costs a pass over that sum, 6 bytes an element in 24 bits and 8 in float32, which
+# its three GEMMs of 2 * tokens flop an element must outweigh: at the 4.3 TB/s and 780 TFLOP/s measured on an H200 it is 9% of
+# them in 24 bits at 2048 tokens, 6% in float32 at 4096, where it is not hidden behind them.
+HELD_BYTES = 1 << 30
+HELD_BYTES_ON_CPU = 1 << 26
+TILE = 128  # rows of a GEMM
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,28 @@ class Product:
         return self.x.new_empty(longest, len(self.weight))
 
 
-def chunks_of(tokens: int, chunk_tokens: int | None, classes: int, held: int, like: Tensor) -> list[slice]:
-    """Equal chunks of the tokens, the last one shorter; without chunk_tokens as few as LOGITS_BYTES allow.
+def chunks_of(
+    tokens: int, chunk_tokens: int | None, classes: int, held: int, like: Tensor, sum_bytes: int = 0
+) -> list[slice]:
+    """Equal chunks of the tokens, the last one shorter; without chunk_tokens as few as HELD_BYTES allow.
 
     classes: of one rank's share, the same number on every rank.  held: how many chunks' logits are held at once.
+    sum_bytes: what is held beside them where there are several chunks; it leaves them half at least.
     """
     if chunk_tokens is None:
-        held_bytes = LOGITS_BYTES_ON_CPU if like.device.type == "cpu" else LOGITS_BYTES
-        fitting = held_bytes // (held * max(1, classes) * like.itemsize)
-        fitting = max(1, fitting // TILE * TILE or fitting)
+        nbytes = HELD_BYTES_ON_CPU if like.device.type == "cpu" else HELD_BYTES
+        a_token = held * max(1, classes) * like.itemsize
+        fitting = whole_tiles(nbytes // a_token)
+        if fitting < tokens:
+            fitting = whole_tiles(max(nbytes // 2, nbytes - sum_bytes) // a_token)
         even = math.ceil(tokens / max(1, math.ceil(tokens / fitting)))
         chunk_tokens = min(fitting, math.ceil(even / TILE) * TILE)
     return [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, max(1, chunk_tokens))]
+
+
+def whole_tiles(rows: int) -> int:
+    """No more rows than these, in whole tiles of a GEMM where there is one; at least a row."""
+    return max(1, rows // TILE * TILE or rows)
 
 
 def sweep(

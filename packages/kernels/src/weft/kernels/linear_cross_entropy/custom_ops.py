@@ -55,8 +55,8 @@ def settle(*given: Any) -> Tensor:
         lambda: (
             None,
             checked_sizes(
-                *tensors, options=options, held=held, chunk_tokens=chunk_tokens, rank=group.rank(), ranks=group.size(),
-                sequence_parallel=sequence_parallel,
+                *tensors, options=options, held=held, wanted=(None,) * 3, chunk_tokens=chunk_tokens, rank=group.rank(),
+                ranks=group.size(), sequence_parallel=sequence_parallel,
             ),
         ),
         group,

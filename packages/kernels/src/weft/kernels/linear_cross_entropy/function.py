@@ -6,7 +6,6 @@ there: three GEMMs a chunk. Otherwise backward computes the logits again: four.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,7 @@ from ..cross_entropy.options import Form, Options, check
 from ..cross_entropy.reference import Shard, Upstream
 from ..op import Tensors
 from .chunks import Product, chunks_of, sweep
-from .gradients import Sums, Wanted, scaled
+from .gradients import Sums, Wanted, is_in_24_bits, scaled
 
 
 def forward(
@@ -50,7 +49,8 @@ def forward(
         vocab_size = vocab_start + V
     form = Form((*input.shape[:-1], V), input.dtype, input.device)
     check(form, target, weight, denominator, options, vocab_start, vocab_size)
-    product, chunks = _laid(input, linear_weight, linear_bias, target, chunk_tokens, vocab_size, shards, gather)
+    product = _product(input, linear_weight, linear_bias, target)
+    chunks = chunked(input, target, wanted, chunk_tokens, vocab_size, shards, 1 if gather is None else 2)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -97,8 +97,12 @@ def backward(
     shards: int = 1,
     gather: Gather | None = None,
     count: Count | None = None,
+    reuse: bool = False,
 ) -> Tensors:
-    """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication."""
+    """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication.
+
+    reuse: whether the gradients that forward made may be given away, since nobody comes for them again.
+    """
     asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))
     input = saved[0]
     assert input is not None, "forward saves it, or an empty tensor of its dtype"
@@ -107,7 +111,7 @@ def backward(
     if in_forward(options, input.dtype, wanted):
         assert grads[0] is not None, "the loss is the only output"
         made = [
-            None if dtype is None or part is None else scaled(part, grads[0], dtype, options.inplace_backward)
+            None if dtype is None or part is None else scaled(part, grads[0], dtype, reuse)
             for part, dtype in zip(saved[1:], asked, strict=True)
         ]
         return made[0], made[1], None, made[2], None, None
@@ -116,7 +120,8 @@ def backward(
     assert linear_weight is not None and target is not None and statistics is not None, "forward saves them"
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
-    product, chunks = _laid(input, linear_weight, linear_bias, target, chunk_tokens, vocab_size, shards, gather)
+    product = _product(input, linear_weight, linear_bias, target)
+    chunks = chunked(input, target, wanted, chunk_tokens, vocab_size, shards, 1)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
     sums, space = Sums(product, asked, chunks), product.space(chunks)
     for rows in chunks:
@@ -138,18 +143,15 @@ def _of_rows(grad: Tensor | None, rows: slice) -> Tensor | None:
     return grad if grad is None or grad.ndim == 0 else grad.reshape(-1)[rows]
 
 
-def _laid(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    chunk_tokens: int | None,
-    vocab_size: int,
-    shards: int,
-    gather: Gather | None,
-) -> tuple[Product, list[slice]]:
-    tokens = math.prod(input.shape[:-1])
-    x = input.reshape(tokens, input.shape[-1])  # [N, H]
+def chunked(
+    input: Tensor, target: Tensor, wanted: Wanted, chunk_tokens: int | None, vocab_size: int, shards: int, held: int
+) -> list[slice]:
+    """The chunks of the tokens, the same on every shard; see `chunks_of`."""
     share = -(-vocab_size // shards)
-    chunks = chunks_of(tokens, chunk_tokens, share, 1 if gather is None else 2, input)
-    return Product(x, linear_weight, linear_bias, target.reshape(-1)), chunks
+    sum_bytes = share * input.shape[-1] if is_in_24_bits(input.dtype, wanted) else 0
+    return chunks_of(target.numel(), chunk_tokens, share, held, input, sum_bytes)
+
+
+def _product(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor) -> Product:
+    x = input.reshape(target.numel(), input.shape[-1])  # [N, H]
+    return Product(x, linear_weight, linear_bias, target.reshape(-1))

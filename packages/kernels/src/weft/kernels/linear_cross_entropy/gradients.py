@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..backend import use_triton
 from .chunks import Product
+from .sum24 import Sum24
 
 Wanted = tuple[torch.dtype | None, ...]  # of the gradients of input, weight and bias; None: not wanted
 
@@ -15,45 +18,67 @@ class Sums:
     """The gradients of `Product.x`, `weight` and `bias` for as many rows as were added; None for those not wanted.
 
     dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number
-    of chunks; but dweight of a single chunk is what its GEMM gives, in x's dtype where that is wanted.
+    of chunks; but dweight of a single chunk is what its GEMM gives, and of several in bfloat16 a `Sum24`, where x's dtype is wanted.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
         x, weight = product.x, product.weight
         self._product = product
-        self._of_weight, self._of_bias = (each is not None for each in wanted[1:])
-        self._rounded = len(chunks) == 1 and wanted[1] == x.dtype
         self._wide = torch.promote_types(x.dtype, torch.float32)
         self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self.dweight: Tensor | None = None
-        self.dbias: Tensor | None = None
-        if not chunks:
-            self.dweight = torch.zeros_like(weight) if self._of_weight else None
-            self.dbias = torch.zeros(len(weight), dtype=self._wide, device=x.device) if self._of_bias else None
+        self._of_weight: Sum | Sum24 | None = None
+        if wanted[1] is not None:
+            if len(chunks) > 1 and is_in_24_bits(x.dtype, wanted):
+                self._of_weight = Sum24(weight, len(chunks))
+            else:
+                dtype = x.dtype if len(chunks) == 1 and wanted[1] == x.dtype else self._wide
+                self._of_weight = Sum(weight, len(chunks), dtype)
+        self.dbias = None if wanted[2] is None else torch.zeros(len(weight), dtype=self._wide, device=x.device)
+
+    @property
+    def dweight(self) -> Tensor | None:
+        return None if self._of_weight is None else self._of_weight.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         """Adds what the gradient [n, V] of the logits of some rows brings; a GEMM for dx, one for dweight."""
         if self.dx is not None:
             torch.mm(dlogits, self._product.weight, out=self.dx[rows])
-        if self._of_weight:
-            self.dweight = self._added(self.dweight, dlogits, self._product.x[rows])
-        if self._of_bias:
-            part = dlogits.sum(0, dtype=self._wide)
-            self.dbias = part if self.dbias is None else self.dbias.add_(part)
+        if self._of_weight is not None:
+            self._of_weight.add(dlogits, self._product.x[rows])
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0, dtype=self._wide)
 
-    def _added(self, total: Tensor | None, dlogits: Tensor, x: Tensor) -> Tensor:
-        """total + dlogits.T @ x, in the memory of total."""
-        if self._rounded:
-            out = torch.empty_like(self._product.weight)
-            return torch.mm(dlogits.mT, x, out=out)  # out=, so that autocast stays out
-        beta = 1
-        if total is None:
-            total, beta = torch.empty_like(self._product.weight, dtype=self._wide), 0
-        if dlogits.dtype == self._wide:
-            return torch.addmm(total, dlogits.mT, x, beta=beta, out=total)
-        if dlogits.device.type == "cpu":  # which has no GEMM of narrow factors and a wide sum
-            return torch.addmm(total, dlogits.mT.to(self._wide), x.to(self._wide), beta=beta, out=total)
-        return torch.addmm(total, dlogits.mT, x, out_dtype=self._wide, beta=beta, out=total)
+
+class Sum:
+    """The sum of `additions` products, of the shape of `like`."""
+
+    def __init__(self, like: Tensor, additions: int, dtype: torch.dtype) -> None:
+        self.total = (torch.empty_like if additions else torch.zeros_like)(like, dtype=dtype)
+        self._beta = 0  # the first overwrites what is there
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """a.T @ b, added in the sum's dtype; a GEMM. out=, so that autocast stays out."""
+        wide, beta, self._beta = self.total.dtype, self._beta, 1
+        if a.dtype == wide:
+            torch.addmm(self.total, a.mT, b, beta=beta, out=self.total)
+        elif a.device.type == "cpu":  # which has no GEMM of narrow factors and a wide sum
+            torch.addmm(self.total, a.mT.to(wide), b.to(wide), beta=beta, out=self.total)
+        else:
+            torch.addmm(self.total, a.mT, b, out_dtype=wide, beta=beta, out=self.total)
+
+
+def is_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
+    """Whether the weight's gradient of several chunks is a `Sum24`, if there is one."""
+    return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
+
+
+def freed_afterwards() -> bool:
+    """Whether autograd frees what was saved for the backward that runs, since nobody said to keep it for a second one.
+
+    torch's compiler asks the same before it reuses such memory. Where a torch does not tell, it is taken to be kept.
+    """
+    keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not keeps()
 
 
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:

@@ -1,12 +1,14 @@
-"""Multiplies a tensor by a number that lies on the device, and in place leaves it alone where that is 1."""
+"""Two passes over a gradient: it is multiplied by a number that lies on the device, or a product is added to it."""
 
 import triton
 import triton.language as tl
 
+NAN = tl.constexpr(0x7FC00000)  # one that rounding does not carry over
+
 
 @triton.jit(do_not_specialize_on_alignment=["factor_ptr"])
 def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * factor in float32, 0 where x is, over N contiguous elements; IN_PLACE out is x."""
+    """out = x * factor in float32, 0 where x is, over N contiguous elements; IN_PLACE out is x, left alone where factor is 1."""
     factor = tl.load(factor_ptr)
     if (factor != 1.0) | (not IN_PLACE):
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0).to(tl.int64) * BLOCK):
@@ -14,3 +16,26 @@ def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.const
             x = tl.load(x_ptr + at, mask=at < N).to(tl.float32)
             scaled = tl.where(x == 0.0, x, x * factor)  # a factor that is no number would make one of it
             tl.store(out_ptr + at, scaled.to(out_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def accumulate(
+    product_ptr, high_ptr, low_ptr, N, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """sum + product over N contiguous elements, of a sum in 24 bits: int16 `high` and uint8 `low`, the upper bits of a float32.
+
+    FIRST there is no sum yet; LAST it becomes bfloat16, in `high`.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(product_ptr + at, mask=at < N)
+    if not FIRST:
+        high = tl.load(high_ptr + at, mask=at < N).to(tl.int32)
+        low = tl.load(low_ptr + at, mask=at < N).to(tl.int32)
+        total += ((high << 16) | (low << 8)).to(tl.float32, bitcast=True)
+    if LAST:
+        tl.store(high_ptr + at, total.to(tl.bfloat16).to(tl.int16, bitcast=True), mask=at < N)
+    else:
+        bits = total.to(tl.int32, bitcast=True)
+        bits = tl.where(total == total, bits + 0x7F + ((bits >> 8) & 1), NAN)  # to the nearest, ties to even
+        tl.store(high_ptr + at, (bits >> 16).to(tl.int16), mask=at < N)
+        tl.store(low_ptr + at, (bits >> 8).to(tl.uint8), mask=at < N)

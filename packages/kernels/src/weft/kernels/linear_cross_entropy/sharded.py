@@ -49,13 +49,15 @@ def linear_cross_entropy(
     input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int32 or int64. The rest as of `cross_entropy`, also
     what is returned; as `torch.nn.functional.linear_cross_entropy`.
     chunk_tokens: how many tokens' logits are held at once; without it, as many as fit in 1 GiB (64 MiB on a CPU), if the
-    vocabulary is shared evenly.
-    inplace_backward: the gradients that forward made are given away and not copied; a second backward gets autograd's error.
+    vocabulary is shared evenly, but at least half of it theirs; the same on every rank.
+    inplace_backward: the gradients that forward made are given away, not copied, though the graph is kept for another
+    backward, which then gets autograd's error. Where it is not kept (no retain_graph) they are given away in any case.
     The gradients of weight and bias have the dtype their `grad_dtype` names, as torch has it for leaves: float32 is the
     sum as it was made. Under torch.compile they are rounded to the weight's dtype first.
     Memory above inputs and gradients: the logits of a chunk, two chunks' where they are vocab-parallel; with more than one
-    chunk also the weight's gradient in float32, so that the number of chunks does not change its error, unless that is the
-    gradient asked for; and in backward, where they are not given away, the gradients that forward made beside those returned.
+    chunk also what keeps the number of chunks from changing the error of the weight's gradient: in bfloat16 8 bits an element
+    beside it, in float16 its sum in float32; and where the graph is kept or compiled, the gradients that forward made beside
+    those returned.
     Work: three GEMMs, 6 N H V flop; four for "none", with return_lse and in float16, where backward computes the logits
     again. Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
@@ -144,17 +146,17 @@ def vocab_parallel_linear_cross_entropy(
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
         asked, scalar = given()
         sizes = checked_sizes(
-            input, linear_weight, target, linear_bias, weight, scalar, options=asked, held=held,
+            input, linear_weight, target, linear_bias, weight, scalar, options=asked, held=held, wanted=wanted,
             chunk_tokens=chunk_tokens, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
         )  # fmt: skip
         return (asked, scalar), sizes
 
-    held = classes_of(linear_weight, vocab_start, vocab_size)
+    held, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
     (asked, scalar), settled = settled_by(attempt, group, held, input.device)
     whole = _whole(input, target, name, sequence_parallel, settled)
     loss, *lse = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
-        options=asked, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
+        options=asked, wanted=wanted, chunk_tokens=chunk_tokens,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
     if agreement.on_gpu(input):  # elsewhere the host has looked

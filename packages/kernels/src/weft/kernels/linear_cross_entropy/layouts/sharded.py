@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError
 
 from ...cross_entropy.layouts.sharded import CROSS_ENTROPY
+from ...cross_entropy.options import Options
 from ...matmul.sharded import LINEAR
-from ...op import Op
+from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding
 from .. import function
+from ..gradients import freed_afterwards
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
@@ -44,4 +48,16 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
     return Sharding(loss.output, loss.shape, gradients, local, loss.more)
 
 
-LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", function.forward, function.backward, _rule, CROSS_ENTROPY.dtype)
+def _backward(
+    saved: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    *,
+    options: Options,
+    **given: Any,
+) -> Tensors:
+    reuse = options.inplace_backward or freed_afterwards()
+    return function.backward(saved, grads, needed, options=options, reuse=reuse, **given)
+
+
+LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", function.forward, _backward, _rule, CROSS_ENTROPY.dtype)

@@ -1,0 +1,70 @@
+"""A sum of products that will be rounded to bfloat16, kept in 24 bits until it is whole: its error does not grow as in 16 bits.
+
+Those are the upper bits of a float32, to 2**-16 of it: 16 in the memory of the result, 8 beside it. In float32 what lies beside
+would be four times that, and half as many tokens fit into the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backend import use_triton
+from .chunks import whole_tiles
+
+PRODUCT_BYTES = 1 << 25  # of a block of the product in float32, which is added while the L2 still holds it
+PRODUCT_BYTES_ON_CPU = 1 << 21
+NAN = 0x7FC00000  # one that rounding does not carry over
+
+
+class Sum24:
+    """The sum of `additions` products of factors in bfloat16, of the shape [V, H] of `like`; computed and added in float32."""
+
+    def __init__(self, like: Tensor, additions: int) -> None:
+        V, H = like.shape
+        self.total = torch.empty(V, H, dtype=torch.bfloat16, device=like.device)  # its upper bits, until all are added
+        self._low: Tensor | None = torch.empty(V, H, dtype=torch.uint8, device=like.device)
+        nbytes = PRODUCT_BYTES_ON_CPU if like.device.type == "cpu" else PRODUCT_BYTES
+        rows = min(V, whole_tiles(nbytes // (4 * max(1, H))))
+        self._product: Tensor | None = torch.empty(rows, H, dtype=torch.float32, device=like.device)
+        self._added, self._additions = 0, additions
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """a.T @ b, of a [n, V] and b [n, H]; a GEMM for each block of rows."""
+        assert self._low is not None and self._product is not None, "there is something to add still"
+        first, last = self._added == 0, self._added == self._additions - 1
+        if on_cpu := a.device.type == "cpu":  # which has no GEMM of narrow factors and a wide product
+            b = b.float()
+        for start in range(0, len(self.total), max(1, len(self._product))):
+            rows = slice(start, min(start + len(self._product), len(self.total)))
+            factor, product = a[:, rows].mT, self._product[: rows.stop - start]
+            if on_cpu:
+                torch.mm(factor.float(), b, out=product)
+            else:
+                torch.mm(factor, b, out_dtype=torch.float32, out=product)
+            accumulate(product, self.total[rows], self._low[rows], first, last)
+        self._added += 1
+        if last:
+            self._low = self._product = None
+
+
+def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
+    """Adds a product in float32 to a sum in 24 bits: `high`, bfloat16, has the upper 16 as they are, `low`, uint8, the others.
+
+    All contiguous, of one shape.  first: there is no sum yet.  last: it is rounded to bfloat16, and low left alone.
+    """
+    if use_triton(product):
+        from . import launch  # imports triton, which a CPU run may not have
+
+        launch.accumulate(product, high, low, first, last)
+        return
+    bits = high.view(torch.int16)
+    if not first:
+        product += (bits.int() << 16 | low.int() << 8).view(torch.float32)
+    if last:
+        high.copy_(product)
+        return
+    total = product.view(torch.int32)
+    rounded = torch.where(product.isnan(), NAN, total + 0x7F + (total >> 8 & 1))  # to the nearest, ties to even
+    bits.copy_(rounded >> 16)
+    low.copy_(rounded >> 8 & 0xFF)

@@ -1,0 +1,131 @@
+"""A sum in 24 bits: what it keeps of a float32, that its error stays float32's, and what it reads, writes and holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from weft.kernels.linear_cross_entropy import sum24
+from weft.kernels.linear_cross_entropy.sum24 import Sum24, accumulate
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1 + 2**-16,
+    1 + 3 * 2**-16,
+    2**-149,
+    -(2**-130),
+    3.4e38,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+]
+
+
+def numbers(device: str) -> Tensor:
+    """Float32 of any bits, and those where something may go wrong."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (5000,), generator=generator).int()
+    return torch.cat([bits.view(torch.float32), torch.tensor(SPECIAL)]).to(device)
+
+
+def empty(like: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(like, dtype=torch.bfloat16), torch.empty_like(like, dtype=torch.uint8)
+
+
+def value(high: Tensor, low: Tensor) -> Tensor:
+    """In float64, from the bits of sign, exponent and 15 of the fraction."""
+    bits = (high.view(torch.int16).long() & 0xFFFF) << 8 | low.long()
+    exponent, fraction = bits >> 15 & 0xFF, (bits & 0x7FFF).double() * 2**-15
+    found = torch.where(exponent > 0, (1 + fraction) * 2 ** (exponent - 127).double(), fraction * 2.0**-126)
+    found = torch.where(exponent == 255, torch.where(fraction > 0, torch.nan, torch.inf), found)
+    return torch.where(bits >> 23 > 0, -found, found)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To 16 significant bits, ties to even, by float64's own arithmetic; a spacing no finer than float32's smallest times 256."""
+    _, exponent = torch.frexp(x.double())
+    spacing = 2 ** (exponent - 16).clamp(min=-141).double()
+    found = torch.round(x.double() / spacing) * spacing
+    return torch.where(found.abs() >= 2.0**128, x.double().sign() * torch.inf, found)
+
+
+def test_it_keeps_16_significant_bits_to_the_nearest(device):
+    x = numbers(device)
+    high, low = empty(x)
+    accumulate(x.clone(), high, low, True, False)
+    finite = x.isfinite()
+    assert finite.sum() > 4000
+    assert torch.equal(value(high, low)[finite], rounded(x)[finite])
+    assert torch.equal(value(high, low)[~finite].nan_to_num(), x[~finite].double().nan_to_num())
+    assert torch.equal(value(high, low).isnan(), x.isnan())
+
+
+def test_a_nan_of_any_bits_stays_one(device):
+    """All ones are what a GPU makes of one: rounded as a number they would be -0."""
+    x = torch.tensor([0x7FFFFFFF, 0x7FFFFF80, 0x7F800001, -1], dtype=torch.int32).view(torch.float32).to(device)
+    high, low = empty(x)
+    accumulate(x, high, low, True, False)
+    assert value(high, low).isnan().all()
+
+
+def test_a_sum_and_a_product_are_added_in_float32(device):
+    generator = torch.Generator().manual_seed(1)
+    x, y, z = (torch.randn(7001, generator=generator).to(device) for _ in range(3))
+    high, low = empty(x)
+    accumulate(x.clone(), high, low, True, False)
+    accumulate(y.clone(), high, low, False, False)
+    total = (rounded(x).float() + y).double()
+    assert torch.equal(value(high, low), rounded(total.float()))
+    before = low.clone()
+    accumulate(z.clone(), high, low, False, True)
+    assert torch.equal(high, (rounded(total.float()).float() + z).bfloat16())
+    assert torch.equal(low, before)
+
+
+def factors(n: int, V: int, H: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    a, b = torch.randn(n, V, generator=generator) * 0.01, torch.randn(n, H, generator=generator).abs()
+    return a.bfloat16().to(device), b.bfloat16().to(device)
+
+
+@pytest.mark.parametrize("additions", [2, 64])
+def test_the_error_is_that_of_a_sum_in_float32(device, additions):
+    a, b = factors(2048, 24, 16, device)
+    truth = a.double().T @ b.double()
+    exact = torch.zeros(24, 16, device=device)
+    total = Sum24(exact, additions)
+    for part, other in zip(a.chunk(additions), b.chunk(additions), strict=True):
+        total.add(part, other)
+        exact += part.float().T @ other.float()
+    ours, float32 = (float((each.double() - truth).square().mean().sqrt()) for each in (total.total, exact.bfloat16()))
+    assert ours <= 1.05 * float32
+    assert total.total.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("V", "H"), [(300, 16), (0, 16), (5, 0), (3, 300)])
+def test_a_product_in_blocks_is_the_whole(device, V, H, monkeypatch):
+    a, b = factors(64, V, H, device)
+    like = torch.empty(V, H, device=device)
+    whole = Sum24(like, 2)
+    monkeypatch.setattr(sum24, "PRODUCT_BYTES", 4 * 128 * 16)
+    monkeypatch.setattr(sum24, "PRODUCT_BYTES_ON_CPU", 4 * 128 * 16)
+    blocks = Sum24(like, 2)
+    for total in (whole, blocks):
+        for rows in (slice(0, 40), slice(40, 64)):
+            total.add(a[rows], b[rows])
+    torch.testing.assert_close(blocks.total, whole.total, rtol=2**-7, atol=0)
+    torch.testing.assert_close(whole.total.double(), a.double().T @ b.double(), rtol=2**-7, atol=1e-4)
+
+
+def test_it_reads_and_writes_3_bytes_an_element_beside_the_product(interpreted):
+    from weft.kernels.traffic import Traffic, counted_traffic
+
+    x = torch.randn(5001)
+    high, low = empty(x)
+    for first, last, loaded, stored in ((True, False, 4, 3), (False, False, 7, 3), (False, True, 7, 2)):
+        with counted_traffic() as traffic:
+            accumulate(x.clone(), high, low, first, last)
+        assert traffic == Traffic(loaded * x.numel(), stored * x.numel())
