@@ -1,4 +1,4 @@
-"""The gradients of a chunked product: each chunk's are added where they belong, those of weight and bias in float32."""
+"""The gradients of a chunked product: each chunk's are added where they belong, those of weight and bias as exactly as in float32."""
 
 from __future__ import annotations
 
