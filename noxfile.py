@@ -159,7 +159,9 @@ def wheels(session: nox.Session) -> None:
     try:
         for name in PACKAGES:
             (wheel,) = dist.glob(f"weft_{name}-*.whl")
-            session.run(*pip, "--python", str(bare), "install", "-q", "-c", str(CONSTRAINTS), str(wheel))
+            session.run(
+                *pip, "--python", str(bare), "install", "-q", "--no-compile", "-c", str(CONSTRAINTS), str(wheel)
+            )
             command = (str(bare / "bin/python"), "-I", "-c", IMPORT_ALL, f"weft.{name}")
             loaded = session.run(*command, silent=True, log=False)
             session.log(f"weft.{name} imports alone")
@@ -177,7 +179,10 @@ def _weft(session: nox.Session) -> str:
 
 
 def _environment(session: nox.Session, name: str, requirements: list[str], editable: list[str] | None = None) -> str:
-    """The python of the environment .nox/<name>, which holds `requirements`; pip runs only where something changed."""
+    """The python of the environment .nox/<name>, which holds `requirements`; pip runs only where something changed.
+
+    It does not compile what it installs: that takes twice as long again, and Python compiles what is imported.
+    """
     home = ROOT / ".nox" / name
     python, stamp = home / "bin" / "python", home / "installed"
     files = [CONSTRAINTS, *sorted(ROOT.glob("packages/*/pyproject.toml"))] if editable else [CONSTRAINTS]
@@ -192,9 +197,10 @@ def _environment(session: nox.Session, name: str, requirements: list[str], edita
     quiet = () if sys.stdout.isatty() else ("-q",)
     if "torch" in requirements:
         _say_size(session, pip)
-    session.run(*pip, "install", *quiet, "-c", str(CONSTRAINTS), *requirements)
+    install = (*pip, "install", *quiet, "--no-compile", "-c", str(CONSTRAINTS))
+    session.run(*install, *requirements)
     if editable:
-        session.run(*pip, "install", *quiet, "-c", str(CONSTRAINTS), "--no-build-isolation", *editable)
+        session.run(*install, "--no-build-isolation", *editable)
     stamp.write_text(digest)
     return str(python)
 

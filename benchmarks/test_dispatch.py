@@ -20,7 +20,7 @@ from benchmarks.conftest import Tell
 from benchmarks.timing import Host, Timed, Way, in_turn
 from tests.support.pool import Pool
 
-ROUNDS, CALLS = 30, 20
+ROUNDS, CALLS = 200, 20
 
 
 def measure() -> dict[str, Timed]:

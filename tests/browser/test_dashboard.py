@@ -27,12 +27,13 @@ MADE: dict[str, Callable[[Path], Path]] = {
     "broken": results.broken,
     "empty": lambda folder: folder,
 }
+EVERYWHERE = (("light", 1280), ("dark", 390))
 VARIANTS = [
     pytest.param(name, scheme, width, id=f"{name}-{scheme}-{width}")
     for name in MADE
     for scheme in ("light", "dark")
     for width in (1280, 390)
-    if name in ("ours", "gpu") or (scheme, width) in (("light", 1280), ("dark", 390))
+    if name in ("ours", "gpu") or (scheme, width) in EVERYWHERE
 ]
 
 
@@ -66,7 +67,10 @@ def test_everybody_can_read_it_without_a_network(
             unfold()
             sizes = found.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
             assert sizes[0] <= sizes[1], "the page itself does not scroll sideways"
-        violations = Axe().run(found.page).response["violations"]  # of all that there is: nothing is folded now
+        # Of all that there is: nothing is folded now. Contrast takes most of the time, and hangs on no width: once a scheme.
+        rules = {"color-contrast": {"enabled": (scheme, width) in EVERYWHERE}}
+        options = {"rules": rules, "resultTypes": ["violations"]}  # what passes is not listed
+        violations = Axe().run(found.page, options=options).response["violations"]
         assert not violations, json.dumps([(each["id"], each["nodes"][0]["html"]) for each in violations])
         empty = found.page.evaluate(
             "[...document.querySelectorAll('.chart')].filter(each => !each.querySelector('svg')).length"

@@ -55,3 +55,19 @@ def test_a_captured_step_is_replayed_on_new_data(loss, options):
         case.target.copy_(torch.randint(V, case.target.shape, generator=generator))
     graph.replay()
     torch.testing.assert_close(captured, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [of_the_logits, of_the_product])
+def test_a_backward_in_a_graph_of_its_own_is_played_twice(loss):
+    case = make((48,), V, "cuda", torch.bfloat16, bias=True)
+    leaves = case.leaves()
+
+    def whole(*factors: Tensor) -> Tensor:
+        return loss(*factors, case.target)
+
+    expected = torch.autograd.grad(whole(*leaves), leaves)
+    found = torch.cuda.make_graphed_callables(whole, tuple(leaves))(*leaves)
+    for factor in (0.5, 1.0, 0.25):
+        gradients = torch.autograd.grad(factor * found, leaves, retain_graph=True)
+        torch.testing.assert_close(gradients, tuple(factor * each for each in expected))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from weft.kernels import cross_entropy
-from weft.kernels.cross_entropy import guess
+from weft.kernels.cross_entropy import function, guess
+from weft.kernels.cross_entropy.options import Options
 from weft.kernels.traffic import counted_traffic
 
 from tests.kernels.cross_entropy.cases import ASKED, given, make
@@ -61,6 +62,21 @@ def test_whatever_was_guessed_the_bits_are_the_same(device, options):
         found = step(logits, target, upstream, **options)
         torch.testing.assert_close(found, expected[number], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(cross_entropy(logits.requires_grad_(), target, **options).detach(), whole)
+
+
+@pytest.mark.parametrize("numbers", [(0.5, 1.0, 0.25), (1.0, 0.5, 1.0), (NAN, 1.0)], ids=str)
+def test_a_backward_that_a_cuda_graph_plays_again_without_its_forward(device, numbers, monkeypatch):
+    """It writes where forward wrote for its guess: what it left there is not taken for that."""
+    monkeypatch.setattr(function, "is_recorded", lambda tensor: True)
+    logits, target, _ = make(3, 37, device, torch.bfloat16)
+    once, options = guess.Once(), Options()
+    _, saved = function.forward(logits, target, options=options, once=once)
+    for number in numbers:
+        once.given = False  # played again, no host code runs
+        upstream = torch.tensor(number, device=device)
+        found, *_ = function.backward(saved, (upstream,), (True, False, False, False), options=options, once=once)
+        expected = without_a_guess(logits, target, upstream)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def moved(numbers: list[float], **options: Any) -> list[tuple[float, float]]:

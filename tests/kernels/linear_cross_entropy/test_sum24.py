@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels.linear_cross_entropy import sum24
-from weft.kernels.linear_cross_entropy.sum24 import Sum24, accumulate
+from weft.kernels.linear_cross_entropy.chunks import Product
+from weft.kernels.linear_cross_entropy.gradients import Sums
+from weft.kernels.linear_cross_entropy.sum24 import ADDITIONS, Sum24, accumulate
 
 SPECIAL = [
     0.0,
@@ -89,6 +91,23 @@ def factors(n: int, V: int, H: int, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     a, b = torch.randn(n, V, generator=generator) * 0.01, torch.randn(n, H, generator=generator).abs()
     return a.bfloat16().to(device), b.bfloat16().to(device)
+
+
+@pytest.mark.parametrize("chunks", [2, ADDITIONS, ADDITIONS + 1, 8 * ADDITIONS])
+def test_additions_that_are_all_too_small_lose_little(device, chunks):
+    """Each of them under half of the spacing at 1: in 24 bits they are lost, and of too many a float32 sum keeps them."""
+    small = torch.tensor(0.9 * 2**-16).bfloat16()
+    x = torch.full((chunks, 1), float(small), dtype=torch.bfloat16, device=device)
+    x[0] = 1
+    weight = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
+    rows = [slice(i, i + 1) for i in range(chunks)]
+    sums = Sums(Product(x, weight, None, torch.zeros(chunks, dtype=torch.int64)), (None, torch.bfloat16, None), rows)
+    for some in rows:
+        sums.add(some, torch.ones(1, 1, dtype=torch.bfloat16, device=device))
+    (found,), truth = sums.dweight.double(), float(x.double().sum())
+    few = chunks <= ADDITIONS
+    assert sums.dweight.dtype == (torch.bfloat16 if few else torch.float32)
+    assert abs(found - truth) <= (2**-8 / 4 if few else 1e-5) * truth
 
 
 @pytest.mark.parametrize("additions", [2, 64])

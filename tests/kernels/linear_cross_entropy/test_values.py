@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear, linear_cross_entropy
 from weft.kernels.cross_entropy.options import Options
+from weft.kernels.linear_cross_entropy import gradients
 from weft.kernels.linear_cross_entropy.agreement import check_sizes, sizes_of
 from weft.kernels.linear_cross_entropy.chunks import HELD_BYTES_ON_CPU, chunks_of
 
@@ -273,7 +274,9 @@ def test_ranks_that_would_take_other_chunks_for_a_gradient_of_float32_are_told()
     input, target = (torch.empty(16384, *dims, dtype=dtype, device="meta") for dims, dtype in SHAPES)
     sizes = [sizes_of(input, target, (dtype,) * 3, None, 128256, 1, Options()) for dtype in GRADIENTS]
     assert [each.chunk for each in sizes] == [1024, 1024, 2048]
-    with pytest.raises(ValueError, match=r"at a time: 1024 on rank 1, 2048 on rank 2; .* gradients have the same dtype"):
+    with pytest.raises(
+        ValueError, match=r"at a time: 1024 on rank 1, 2048 on rank 2; .* gradients have the same dtype"
+    ):
         check_sizes([0, 1, 2], [list(map(float, each)) for each in sizes])
 
 
@@ -336,6 +339,18 @@ def test_what_forward_made_is_given_away_by_the_last_backward(device, chunk_toke
     if second is not None:
         assert second.data_ptr() == made.data_ptr() and torch.equal(first, second)
     torch.testing.assert_close(first, before * case.upstream.to(before.dtype), rtol=2**-6, atol=0)
+
+
+def test_recorded_in_a_cuda_graph_nothing_is_given_away(device, monkeypatch):
+    """It may be played again, with another number arriving, and saved tensors have no versions there."""
+    monkeypatch.setattr(gradients, "is_recorded", lambda tensor: True)
+    case = make((9,), 31, device, torch.bfloat16)
+    _, expected = run(case, chunk_tokens=4)
+    loss = linear_cross_entropy(case.input, case.linear_weight, case.target, chunk_tokens=4)
+    made = [saved.data_ptr() for saved in loss.grad_fn.saved_tensors if saved is not None]
+    found = torch.autograd.grad(loss, case.leaves(), case.upstream)
+    assert all(map(torch.equal, found, expected))
+    assert not {each.data_ptr() for each in found} & set(made)
 
 
 def test_a_graph_kept_to_be_differentiated_keeps_what_forward_made(device):

@@ -1,4 +1,4 @@
-"""Which code runs on a tensor: Triton kernels or plain torch. Decided here, once; no op looks for hardware."""
+"""How code runs on a tensor: by Triton kernels or in plain torch, at once or recorded. Asked here; no op looks for hardware."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def use_triton(tensor: Tensor) -> bool:
     if tensor.dtype == torch.float64:
         return False
     return tensor.is_cuda or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether what runs on this tensor is recorded in a CUDA graph: it may be played again, and no host code with it."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import is_recorded, use_triton
 from ..op import Tensors
 from . import reference
 from .guess import Once, guess
@@ -92,10 +92,13 @@ def backward(
     shard = Shard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if len(grads) > 1 else None, denominator)
     rest = (logits, target, weight, gathered, upstream, shard)
-    if made is not None and once is not None and not once.given:
+    if made is not None and guessed is not None and once is not None and not once.given:
         once.given = True
         # Whoever is given it may write there, and what was saved is not looked at again: .data has a version of its own.
-        return passes_on(logits).gradient(*rest, made.data, guessed), None, None, None
+        dlogits = passes_on(logits).gradient(*rest, made.data, guessed)
+        if is_recorded(logits) and grads[0] is not None:
+            guessed.data.copy_(grads[0])  # played again without its forward, this finds there what it has made
+        return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
     if options.inplace_backward:
         torch.autograd.graph.increment_version(logits)  # whoever saved them is told, and a second backward

@@ -1,4 +1,4 @@
-"""The gradients of a chunked product: each chunk's are added where they belong, those of weight and bias as exactly as in float32."""
+"""The gradients of a chunked product: each chunk's are added where they belong, those of weight and bias in float32, or nearly."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import is_recorded, use_triton
 from .chunks import Product
-from .sum24 import Sum24
+from .sum24 import ADDITIONS, Sum24
 
 Wanted = tuple[torch.dtype | None, ...]  # of the gradients of input, weight and bias; None: not wanted
 
@@ -18,7 +18,8 @@ class Sums:
     """The gradients of `Product.x`, `weight` and `bias` for as many rows as were added; None for those not wanted.
 
     dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number
-    of chunks; but dweight of a single chunk is what its GEMM gives, and of several in bfloat16 a `Sum24`, where x's dtype is wanted.
+    of chunks; but dweight of a single chunk is what its GEMM gives, and of up to ADDITIONS in bfloat16 a `Sum24`, where x's
+    dtype is wanted.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
@@ -28,7 +29,7 @@ class Sums:
         self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._of_weight: Sum | Sum24 | None = None
         if wanted[1] is not None:
-            if len(chunks) > 1 and is_in_24_bits(x.dtype, wanted):
+            if 1 < len(chunks) <= ADDITIONS and is_in_24_bits(x.dtype, wanted):
                 self._of_weight = Sum24(weight, len(chunks))
             else:
                 dtype = x.dtype if len(chunks) == 1 and wanted[1] == x.dtype else self._wide
@@ -68,17 +69,18 @@ class Sum:
 
 
 def is_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether the weight's gradient of several chunks is a `Sum24`, if there is one."""
+    """Whether the weight's gradient of several chunks, not too many, is a `Sum24`, if there is one."""
     return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
 
 
-def freed_afterwards() -> bool:
-    """Whether autograd frees what was saved for the backward that runs, since nobody said to keep it for a second one.
+def is_last_use(saved: Tensor) -> bool:
+    """Whether the backward that runs is the last to see what was saved for it.
 
-    torch's compiler asks the same before it reuses such memory. Where a torch does not tell, it is taken to be kept.
+    autograd frees that afterwards, unless it was told to keep the graph; torch's compiler asks it the same before it reuses such
+    memory, and a torch that does not tell is taken to keep it. In a CUDA graph the backward may be played again.
     """
     keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    return not keeps()
+    return not keeps() and not is_recorded(saved)
 
 
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:

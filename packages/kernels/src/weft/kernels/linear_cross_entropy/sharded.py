@@ -49,15 +49,16 @@ def linear_cross_entropy(
     input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int32 or int64. The rest as of `cross_entropy`, also
     what is returned; as `torch.nn.functional.linear_cross_entropy`.
     chunk_tokens: how many tokens' logits are held at once; without it, as many as fit in 1 GiB (64 MiB on a CPU), if the
-    vocabulary is shared evenly, but at least half of it theirs; the same on every rank.
-    inplace_backward: the gradients that forward made are given away, not copied, though the graph is kept for another
-    backward, which then gets autograd's error. Where it is not kept (no retain_graph) they are given away in any case.
+    vocabulary is shared evenly, but at least half of it theirs. The same on every rank, as is the dtype of the weight's gradient.
+    inplace_backward: the gradients that forward made are given away, not copied, also where backward may run again: where the
+    graph is kept (retain_graph), and another backward then gets autograd's error, and in a CUDA graph, which must then be
+    played whole. Elsewhere they are given away unasked; under torch.compile never.
     The gradients of weight and bias have the dtype their `grad_dtype` names, as torch has it for leaves: float32 is the
     sum as it was made. Under torch.compile they are rounded to the weight's dtype first.
     Memory above inputs and gradients: the logits of a chunk, two chunks' where they are vocab-parallel; with more than one
     chunk also what keeps the number of chunks from changing the error of the weight's gradient: in bfloat16 8 bits an element
-    beside it, in float16 its sum in float32; and where the graph is kept or compiled, the gradients that forward made beside
-    those returned.
+    beside it, of more than 64 chunks and in float16 its sum in float32; and where they are not given away, the gradients that
+    forward made beside those returned.
     Work: three GEMMs, 6 N H V flop; four for "none", with return_lse and in float16, where backward computes the logits
     again. Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight

@@ -15,7 +15,7 @@ from ...matmul.sharded import LINEAR
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding
 from .. import function
-from ..gradients import freed_afterwards
+from ..gradients import is_last_use
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
@@ -56,7 +56,8 @@ def _backward(
     options: Options,
     **given: Any,
 ) -> Tensors:
-    reuse = options.inplace_backward or freed_afterwards()
+    assert saved[0] is not None, "forward saves the input, or an empty tensor where it lies"
+    reuse = options.inplace_backward or is_last_use(saved[0])
     return function.backward(saved, grads, needed, options=options, reuse=reuse, **given)
 
 
