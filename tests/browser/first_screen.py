@@ -70,7 +70,7 @@ def verdict(runs: Sequence[Row]) -> str:
     for key, cases in before.items():
         own = key[2].split(",")[0] == "Weft"
         status = now[key]["status"] if key in now else "gone"
-        gone = status == "gone" and key[1] not in BUDGETS["retired"]
+        gone = status == "gone" and not {key[1], ", ".join(key[1:])} & {*BUDGETS["retired"]}
         broken |= status == "failed" or gone or (status == "absent" and own)
         if status == "measured" and "seconds_median" in now[key]:
             compared += 1
