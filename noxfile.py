@@ -16,6 +16,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
 PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
 PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
+# pip would compile all of what it installs, which takes longer than the rest; Python compiles what is imported, if it may.
+LAZILY = () if sys.dont_write_bytecode else ("--no-compile",)
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
@@ -159,9 +161,7 @@ def wheels(session: nox.Session) -> None:
     try:
         for name in PACKAGES:
             (wheel,) = dist.glob(f"weft_{name}-*.whl")
-            session.run(
-                *pip, "--python", str(bare), "install", "-q", "--no-compile", "-c", str(CONSTRAINTS), str(wheel)
-            )
+            session.run(*pip, "--python", str(bare), "install", "-q", *LAZILY, "-c", str(CONSTRAINTS), str(wheel))
             command = (str(bare / "bin/python"), "-I", "-c", IMPORT_ALL, f"weft.{name}")
             loaded = session.run(*command, silent=True, log=False)
             session.log(f"weft.{name} imports alone")
@@ -179,10 +179,7 @@ def _weft(session: nox.Session) -> str:
 
 
 def _environment(session: nox.Session, name: str, requirements: list[str], editable: list[str] | None = None) -> str:
-    """The python of the environment .nox/<name>, which holds `requirements`; pip runs only where something changed.
-
-    It does not compile what it installs: that takes twice as long again, and Python compiles what is imported.
-    """
+    """The python of the environment .nox/<name>, which holds `requirements`; pip runs only where something changed."""
     home = ROOT / ".nox" / name
     python, stamp = home / "bin" / "python", home / "installed"
     files = [CONSTRAINTS, *sorted(ROOT.glob("packages/*/pyproject.toml"))] if editable else [CONSTRAINTS]
@@ -197,7 +194,7 @@ def _environment(session: nox.Session, name: str, requirements: list[str], edita
     quiet = () if sys.stdout.isatty() else ("-q",)
     if "torch" in requirements:
         _say_size(session, pip)
-    install = (*pip, "install", *quiet, "--no-compile", "-c", str(CONSTRAINTS))
+    install = (*pip, "install", *quiet, *LAZILY, "-c", str(CONSTRAINTS))
     session.run(*install, *requirements)
     if editable:
         session.run(*install, "--no-build-isolation", *editable)

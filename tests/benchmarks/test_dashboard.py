@@ -72,7 +72,7 @@ def test_a_cpus_sentence_claims_no_speed() -> None:
     assert [(tile.value, tile.section) for tile in found.tiles] == [
         ("1.00×", "reshard"),
         ("6.00 B", "kernels"),
-        ("2.24 GB", "kernels"),
+        ("1.08 GB", "kernels"),
         ("21", "models"),
     ]
 

@@ -17,7 +17,12 @@ def use_triton(tensor: Tensor) -> bool:
     """
     if tensor.dtype == torch.float64:
         return False
-    return tensor.is_cuda or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return tensor.is_cuda or (on_cpu(tensor) and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Where memory is a CPU's, and no GEMM takes narrow factors to a wide product. Without data a tensor is on a GPU."""
+    return tensor.device.type == "cpu"
 
 
 def is_recorded(tensor: Tensor) -> bool:

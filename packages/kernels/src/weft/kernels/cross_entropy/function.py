@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -96,8 +97,10 @@ def backward(
         once.given = True
         # Whoever is given it may write there, and what was saved is not looked at again: .data has a version of its own.
         dlogits = passes_on(logits).gradient(*rest, made.data, guessed)
-        if is_recorded(logits) and grads[0] is not None:
-            guessed.data.copy_(grads[0])  # played again without its forward, this finds there what it has made
+        if is_recorded(logits):
+            guessed.data.fill_(
+                math.nan
+            )  # played again without its forward, this makes it anew: others have written there
         return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
     if options.inplace_backward:

@@ -10,13 +10,15 @@ from itertools import cycle, zip_longest
 import torch
 from torch import Tensor
 
+from ..backend import on_cpu
 from ..cross_entropy.function import Gather, passes_on
 from ..cross_entropy.reference import Shard, Upstream
 
 # What may be held above inputs and gradients: the logits of the chunks that are held at once, and the lower bits of a sum over
-# chunks in 24 bits. (A float32 sum that is not the gradient itself is not counted: chunks would get too small.) A chunk costs a pass over that sum, 6 bytes an element in 24 bits and 8 in float32, which
-# its three GEMMs of 2 * tokens flop an element must outweigh: at the 4.3 TB/s and 780 TFLOP/s measured on an H200 it is 9% of
-# them in 24 bits at 2048 tokens, 6% in float32 at 4096, where it is not hidden behind them.
+# chunks in 24 bits. (A float32 sum that is not the gradient itself is not counted: chunks would get too small.) A chunk costs a
+# pass over that sum, 6 bytes an element in 24 bits and 8 in float32, which its three GEMMs of 2 * tokens flop an element must
+# outweigh: at 4.3 TB/s and 780 TFLOP/s, an H200's, it is 9% of them in 24 bits at 2048 tokens, and 6% in float32 at 4096,
+# where nothing hides it.
 HELD_BYTES = 1 << 30
 HELD_BYTES_ON_CPU = 1 << 26
 TILE = 128  # rows of a GEMM
@@ -51,10 +53,10 @@ def chunks_of(
     """Equal chunks of the tokens, the last one shorter; without chunk_tokens as few as HELD_BYTES allow.
 
     classes: of one rank's share, the same number on every rank.  held: how many chunks' logits are held at once.
-    sum_bytes: what is held beside them where there are several chunks; it leaves them half at least.
+    sum_bytes: what a sum over several chunks holds beside them; it leaves them half at least.
     """
     if chunk_tokens is None:
-        nbytes = HELD_BYTES_ON_CPU if like.device.type == "cpu" else HELD_BYTES
+        nbytes = HELD_BYTES_ON_CPU if on_cpu(like) else HELD_BYTES
         a_token = held * max(1, classes) * like.itemsize
         fitting = whole_tiles(nbytes // a_token)
         if fitting < tokens:
@@ -94,7 +96,7 @@ def sweep(
             statistics = passes.statistics_and_gradient(logits, classes, weight, upstream, shard, logits)
         return lambda: statistics.unsqueeze(0)
 
-    spaces = cycle([product.space(chunks) for _ in range(1 if gather is None else 2)])
+    spaces = cycle([product.space(chunks) for _ in range(1 if gather is None else min(2, len(chunks)))])
     ahead: Tensor | None = None
     for rows, following in zip_longest(chunks, chunks[1:]):
         logits = product.logits(rows, next(spaces)) if ahead is None else ahead

@@ -16,7 +16,7 @@ from ..cross_entropy.options import Form, Options, check
 from ..cross_entropy.reference import Shard, Upstream
 from ..op import Tensors
 from .chunks import Product, chunks_of, sweep
-from .gradients import Sums, Wanted, is_in_24_bits, scaled
+from .gradients import Sums, Wanted, may_be_in_24_bits, scaled
 
 
 def forward(
@@ -101,7 +101,7 @@ def backward(
 ) -> Tensors:
     """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication.
 
-    reuse: whether the gradients that forward made may be given away, since nobody comes for them again.
+    reuse: whether the gradients that forward made may be given away: nobody comes for them again, or was told not to.
     """
     asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))
     input = saved[0]
@@ -148,7 +148,7 @@ def chunked(
 ) -> list[slice]:
     """The chunks of the tokens, the same on every shard; see `chunks_of`."""
     share = -(-vocab_size // shards)
-    sum_bytes = share * input.shape[-1] if is_in_24_bits(input.dtype, wanted) else 0
+    sum_bytes = share * input.shape[-1] if may_be_in_24_bits(input.dtype, wanted) else 0
     return chunks_of(target.numel(), chunk_tokens, share, held, input, sum_bytes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import is_recorded, use_triton
+from ..backend import is_recorded, on_cpu, use_triton
 from .chunks import Product
 from .sum24 import ADDITIONS, Sum24
 
@@ -29,11 +29,11 @@ class Sums:
         self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._of_weight: Sum | Sum24 | None = None
         if wanted[1] is not None:
-            if 1 < len(chunks) <= ADDITIONS and is_in_24_bits(x.dtype, wanted):
+            if 1 < len(chunks) <= ADDITIONS and may_be_in_24_bits(x.dtype, wanted):
                 self._of_weight = Sum24(weight, len(chunks))
             else:
                 dtype = x.dtype if len(chunks) == 1 and wanted[1] == x.dtype else self._wide
-                self._of_weight = Sum(weight, len(chunks), dtype)
+                self._of_weight = Sum(weight, dtype, empty=not chunks)
         self.dbias = None if wanted[2] is None else torch.zeros(len(weight), dtype=self._wide, device=x.device)
 
     @property
@@ -41,7 +41,7 @@ class Sums:
         return None if self._of_weight is None else self._of_weight.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Adds what the gradient [n, V] of the logits of some rows brings; a GEMM for dx, one for dweight."""
+        """Adds what the gradient [n, V] of the logits of some rows brings; a GEMM for dx; for dweight one, or one a block."""
         if self.dx is not None:
             torch.mm(dlogits, self._product.weight, out=self.dx[rows])
         if self._of_weight is not None:
@@ -51,10 +51,10 @@ class Sums:
 
 
 class Sum:
-    """The sum of `additions` products, of the shape of `like`."""
+    """A sum of products, of the shape of `like`. empty: of none."""
 
-    def __init__(self, like: Tensor, additions: int, dtype: torch.dtype) -> None:
-        self.total = (torch.empty_like if additions else torch.zeros_like)(like, dtype=dtype)
+    def __init__(self, like: Tensor, dtype: torch.dtype, *, empty: bool) -> None:
+        self.total = (torch.zeros_like if empty else torch.empty_like)(like, dtype=dtype)
         self._beta = 0  # the first overwrites what is there
 
     def add(self, a: Tensor, b: Tensor) -> None:
@@ -62,14 +62,15 @@ class Sum:
         wide, beta, self._beta = self.total.dtype, self._beta, 1
         if a.dtype == wide:
             torch.addmm(self.total, a.mT, b, beta=beta, out=self.total)
-        elif a.device.type == "cpu":  # which has no GEMM of narrow factors and a wide sum
+        elif on_cpu(a):
             torch.addmm(self.total, a.mT.to(wide), b.to(wide), beta=beta, out=self.total)
         else:
             torch.addmm(self.total, a.mT, b, out_dtype=wide, beta=beta, out=self.total)
 
 
-def is_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether the weight's gradient of several chunks, not too many, is a `Sum24`, if there is one."""
+def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
+    """Whether the weight's gradient of several chunks, not too many, is a `Sum24`; also of a frozen weight, which on another
+    rank may not be: all cut the same chunks."""
     return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
 
 
@@ -87,7 +88,8 @@ def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> 
     """part * factor in `dtype`, multiplied in the wider of part's dtype and float32, not in bfloat16.
 
     A factor that is no number leaves zeros alone, so that tokens to ignore keep theirs.
-    in_place: in part's memory where that has the dtype; a factor of 1 then costs no pass, and no host waits to learn of it.
+    in_place: in part's memory where that has the dtype; on a GPU a factor of 1 then costs no pass, and no host waits to learn
+    of it.
     """
     if in_place:
         torch.autograd.graph.increment_version(part)  # a second backward is told
@@ -99,7 +101,7 @@ def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> 
         return launch.scale(
             part, factor, part.detach() if reused else torch.empty(part.shape, dtype=dtype, device=part.device)
         )
-    if part.device.type == "cpu" and not factor.isfinite():
+    if on_cpu(part) and not factor.isfinite():
         factor = torch.where(part == 0, 1, factor)
     if reused:
         return part.detach().mul_(factor)

@@ -27,15 +27,16 @@ def accumulate(
     FIRST there is no sum yet; LAST it becomes bfloat16, in `high`.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(product_ptr + at, mask=at < N)
+    inside = at < N
+    total = tl.load(product_ptr + at, mask=inside)
     if not FIRST:
-        high = tl.load(high_ptr + at, mask=at < N).to(tl.int32)
-        low = tl.load(low_ptr + at, mask=at < N).to(tl.int32)
+        high = tl.load(high_ptr + at, mask=inside).to(tl.int32)
+        low = tl.load(low_ptr + at, mask=inside).to(tl.int32)
         total += ((high << 16) | (low << 8)).to(tl.float32, bitcast=True)
     if LAST:
-        tl.store(high_ptr + at, total.to(tl.bfloat16).to(tl.int16, bitcast=True), mask=at < N)
+        tl.store(high_ptr + at, total.to(tl.bfloat16).to(tl.int16, bitcast=True), mask=inside)
     else:
         bits = total.to(tl.int32, bitcast=True)
         bits = tl.where(total == total, bits + 0x7F + ((bits >> 8) & 1), NAN)  # to the nearest, ties to even
-        tl.store(high_ptr + at, (bits >> 16).to(tl.int16), mask=at < N)
-        tl.store(low_ptr + at, (bits >> 8).to(tl.uint8), mask=at < N)
+        tl.store(high_ptr + at, (bits >> 16).to(tl.int16), mask=inside)
+        tl.store(low_ptr + at, (bits >> 8).to(tl.uint8), mask=inside)

@@ -48,8 +48,9 @@ def linear_cross_entropy(
 
     input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int32 or int64. The rest as of `cross_entropy`, also
     what is returned; as `torch.nn.functional.linear_cross_entropy`.
-    chunk_tokens: how many tokens' logits are held at once; without it, as many as fit in 1 GiB (64 MiB on a CPU), if the
-    vocabulary is shared evenly, but at least half of it theirs. The same on every rank, as is the dtype of the weight's gradient.
+    chunk_tokens: how many tokens are taken at a time; without it as many as fit in 1 GiB (64 MiB on a CPU) beside the 8 bits
+    below, in half of it at least, the vocabulary counted as shared evenly. The same on every rank, as is the dtype of the
+    weight's gradient.
     inplace_backward: the gradients that forward made are given away, not copied, also where backward may run again: where the
     graph is kept (retain_graph), and another backward then gets autograd's error, and in a CUDA graph, which must then be
     played whole. Elsewhere they are given away unasked; under torch.compile never.

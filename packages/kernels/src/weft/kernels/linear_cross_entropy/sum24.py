@@ -1,8 +1,8 @@
 """A sum of products that will be rounded to bfloat16, kept in 24 bits until it is whole.
 
 Those are the upper bits of a float32: 16 in the memory of the result, and 8 beside it, where a float32 needs 16 more. To keep
-them rounds each partial sum by 2**-16 of it at the most, a quarter of what bfloat16 rounds in the end after ADDITIONS that
-all err the same way, and far less where they do not.
+them rounds each partial sum by 2**-16 of it at the most. After ADDITIONS that all err the same way that is a quarter of what
+bfloat16 rounds of the largest partial sum, and far less where they do not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import on_cpu, use_triton
 from .chunks import whole_tiles
 
 ADDITIONS = 64  # at the most: beyond, the sum is to be a float32
@@ -26,28 +26,28 @@ class Sum24:
         V, H = like.shape
         self.total = torch.empty(V, H, dtype=torch.bfloat16, device=like.device)  # its upper bits, until all are added
         self._low: Tensor | None = torch.empty(V, H, dtype=torch.uint8, device=like.device)
-        nbytes = PRODUCT_BYTES_ON_CPU if like.device.type == "cpu" else PRODUCT_BYTES
+        nbytes = PRODUCT_BYTES_ON_CPU if on_cpu(like) else PRODUCT_BYTES
         rows = min(V, whole_tiles(nbytes // (4 * max(1, H))))
-        self._product: Tensor | None = torch.empty(rows, H, dtype=torch.float32, device=like.device)
+        self._block: Tensor | None = torch.empty(rows, H, dtype=torch.float32, device=like.device)
         self._added, self._additions = 0, additions
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """a.T @ b, of a [n, V] and b [n, H]; a GEMM for each block of rows."""
-        assert self._low is not None and self._product is not None, "there is something to add still"
+        assert self._low is not None and self._block is not None, "there is something to add still"
         first, last = self._added == 0, self._added == self._additions - 1
-        if on_cpu := a.device.type == "cpu":  # which has no GEMM of narrow factors and a wide product
+        if on_cpu(a):
             b = b.float()
-        for start in range(0, len(self.total), max(1, len(self._product))):
-            rows = slice(start, min(start + len(self._product), len(self.total)))
-            factor, product = a[:, rows].mT, self._product[: rows.stop - start]
-            if on_cpu:
+        for start in range(0, len(self.total), max(1, len(self._block))):
+            rows = slice(start, min(start + len(self._block), len(self.total)))
+            factor, product = a[:, rows].mT, self._block[: rows.stop - start]
+            if on_cpu(a):
                 torch.mm(factor.float(), b, out=product)
             else:
                 torch.mm(factor, b, out_dtype=torch.float32, out=product)
             accumulate(product, self.total[rows], self._low[rows], first, last)
         self._added += 1
         if last:
-            self._low = self._product = None
+            self._low = self._block = None
 
 
 def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
