@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from weft.kernels import linear_cross_entropy
 from weft.kernels.cross_entropy.function import Gather
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.linear_cross_entropy import function
 from weft.kernels.op import Tensors
 
 from tests.kernels.cross_entropy.cases import max_error, torch_loss_and_gradient
+
+CHUNKS = [pytest.param(None, id="one-chunk"), pytest.param(4, id="4-tokens"), pytest.param(1, id="1-token")]
 
 
 class Given(NamedTuple):
@@ -58,6 +62,11 @@ def oracle(case: Given, dtype: torch.dtype, **options: Any) -> tuple[Tensor, lis
     wide = logits.detach().to(torch.promote_types(dtype, torch.float32))
     loss, dlogits = torch_loss_and_gradient(wide, case.target, case.upstream, **options)
     return loss, list(torch.autograd.grad(logits, leaves, dlogits.to(dtype)))
+
+
+def run(case: Given, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    loss = linear_cross_entropy(case.input, case.linear_weight, case.target, linear_bias=case.linear_bias, **options)
+    return loss.detach(), list(torch.autograd.grad(loss, case.leaves(), case.upstream.to(loss.dtype)))
 
 
 def check(case: Given, loss: Tensor, gradients: list[Tensor], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against torch in float64: every dtype, reduction, option and chunk; what it computes and holds."""
+"""linear_cross_entropy against torch in float64: every dtype, reduction and option; what it computes and holds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy, linear, linear_cross_entropy
-from weft.kernels.cross_entropy.options import Options
-from weft.kernels.linear_cross_entropy import gradients
-from weft.kernels.linear_cross_entropy.agreement import check_sizes, sizes_of
-from weft.kernels.linear_cross_entropy.chunks import HELD_BYTES_ON_CPU, chunks_of
 
-from tests.kernels.cross_entropy.cases import ASKED, DTYPES, given, max_error
-from tests.kernels.linear_cross_entropy.cases import Given, check, make, oracle
-
-CHUNKS = [pytest.param(None, id="one-chunk"), pytest.param(4, id="4-tokens"), pytest.param(1, id="1-token")]
-
-
-def run(case: Given, **options: Any) -> tuple[Tensor, list[Tensor]]:
-    loss = linear_cross_entropy(case.input, case.linear_weight, case.target, linear_bias=case.linear_bias, **options)
-    return loss.detach(), list(torch.autograd.grad(loss, case.leaves(), case.upstream.to(loss.dtype)))
+from tests.kernels.cross_entropy.cases import ASKED, DTYPES, given
+from tests.kernels.linear_cross_entropy.cases import CHUNKS, check, make, run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -221,164 +210,6 @@ def test_two_runs_give_the_same_bits(device, reduction):
     assert all(map(torch.equal, first[1], second[1]))
 
 
-# Chunks
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_anchor_3_the_error_of_the_weights_gradient_is_flat_in_the_number_of_chunks(device, dtype, reduction):
-    """Accumulated in bf16 over a hundred chunks it diverged: what is added is soon below half an ulp of the sum."""
-    case = make((64,), 5, device, dtype, reduction, H=4)
-    with torch.no_grad():
-        case.input.abs_()
-    case.target[:] = 3  # so that all tokens pull the same class, and the sum grows with each
-    _, truth = oracle(case, torch.float64, reduction=reduction)
-    errors = [max_error(run(case, reduction=reduction, chunk_tokens=n)[1][1], truth[1]) for n in (64, 8, 1)]
-    assert max(errors) <= 1.5 * errors[0] + torch.finfo(dtype).eps / 2 * float(truth[1].abs().max())
-
-
-def test_chunks_are_whole_tiles_and_cover_all_tokens():
-    like = torch.empty(0, dtype=torch.bfloat16)
-    for tokens in (0, 1, 127, 128, 1000, 16384, 100_003):
-        for classes in (1, 5, 128256, 1 << 30):
-            chunks = chunks_of(tokens, None, classes, 1, like)
-            assert [row for rows in chunks for row in (rows.start, rows.stop)] == sorted(
-                row for rows in chunks for row in (rows.start, rows.stop)
-            )
-            assert sum(rows.stop - rows.start for rows in chunks) == tokens
-            sizes = {rows.stop - rows.start for rows in chunks[:-1]}
-            assert all(size * classes * 2 <= HELD_BYTES_ON_CPU or size == 1 for size in sizes)
-            assert all(size % 128 == 0 for size in sizes if classes < 1 << 17)
-
-
-class OnGpu:
-    """As much of a tensor as the choice of chunks looks at."""
-
-    device, itemsize = torch.device("cuda"), 2
-
-
-def test_on_a_gpu_4096_tokens_of_128256_classes_are_one_chunk_of_less_than_1_1_gb():
-    (chunk,) = chunks_of(4096, None, 128256, 1, OnGpu())
-    assert (chunk.stop - chunk.start) * 128256 * 2 <= 1.1e9
-    assert [rows.stop for rows in chunks_of(16384, None, 128256, 1, OnGpu())] == [4096, 8192, 12288, 16384]
-
-
-def test_on_a_gpu_a_sum_in_24_bits_leaves_chunks_half_the_memory_at_least():
-    for H, expected in ((1024, 3584), (4096, 2048), (16384, 2048)):
-        sizes = {rows.stop - rows.start for rows in chunks_of(10 * expected, None, 128256, 1, OnGpu(), 128256 * H)}
-        assert sizes == {expected}
-    assert len(chunks_of(4096, None, 128256, 1, OnGpu(), 128256 * 4096)) == 1  # no sum over chunks
-
-
-def test_ranks_that_would_take_other_chunks_for_a_gradient_of_float32_are_told():
-    input, target = (torch.empty(16384, *dims, dtype=dtype, device="meta") for dims, dtype in SHAPES)
-    sizes = [sizes_of(input, target, (dtype,) * 3, None, 128256, 1, Options()) for dtype in GRADIENTS]
-    assert [each.chunk for each in sizes] == [1024, 1024, 2048]
-    with pytest.raises(
-        ValueError, match=r"at a time: 1024 on rank 1, 2048 on rank 2; .* gradients have the same dtype"
-    ):
-        check_sizes([0, 1, 2], [list(map(float, each)) for each in sizes])
-
-
-SHAPES = (((4096,), torch.bfloat16), ((), torch.int64))
-GRADIENTS = (None, torch.bfloat16, torch.float32)  # None: frozen
-
-
-# Backward, again
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_two_backwards_and_two_losses_of_one_input(device, reduction):
-    case = make((9,), 31, device, torch.bfloat16, reduction, bias=True)
-    _, expected = run(case, reduction=reduction, chunk_tokens=4)
-    losses = [
-        linear_cross_entropy(
-            case.input,
-            case.linear_weight,
-            case.target,
-            linear_bias=case.linear_bias,
-            reduction=reduction,
-            chunk_tokens=4,
-        )
-        for _ in range(2)
-    ]
-    for loss in (losses[0], losses[0], losses[1]):
-        found = torch.autograd.grad(loss, case.leaves(), case.upstream, retain_graph=True)
-        assert all(map(torch.equal, found, expected))
-        found[1].zero_()  # what the caller does with it is its own matter
-
-
-@pytest.mark.parametrize("chunk_tokens", CHUNKS)
-@pytest.mark.parametrize("upstream", [1.0, -2.5])
-def test_given_away_it_is_the_same_gradient_and_a_second_backward_an_error(device, chunk_tokens, upstream):
-    case = make((9,), 31, device, torch.bfloat16, bias=True)._replace(upstream=torch.tensor(upstream, device=device))
-    _, expected = run(case, chunk_tokens=chunk_tokens)
-    loss = linear_cross_entropy(
-        case.input, case.linear_weight, case.target, linear_bias=case.linear_bias, chunk_tokens=chunk_tokens,
-        inplace_backward=True,
-    )  # fmt: skip
-    found = torch.autograd.grad(loss, case.leaves(), case.upstream, retain_graph=True)
-    assert all(map(torch.equal, found, expected))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, case.leaves(), case.upstream)
-
-
-@pytest.mark.parametrize("chunk_tokens", CHUNKS)
-@pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
-def test_what_forward_made_is_given_away_by_the_last_backward(device, chunk_tokens, kept):
-    """A graph that is not kept has no other: no second tensor of the weight's size."""
-    case = make((9,), 31, device, torch.bfloat16, bias=True)
-    loss = linear_cross_entropy(case.input, case.linear_weight, case.target, chunk_tokens=chunk_tokens)
-    (made,) = [saved for saved in loss.grad_fn.saved_tensors if saved is not None and saved.shape == (31, 16)]
-    before = made.clone()
-    first, second = (
-        torch.autograd.grad(loss, case.linear_weight, case.upstream, retain_graph=kept)[0],
-        torch.autograd.grad(loss, case.linear_weight, case.upstream)[0] if kept else None,
-    )
-    assert (first.data_ptr() == made.data_ptr()) is not kept
-    if second is not None:
-        assert second.data_ptr() == made.data_ptr() and torch.equal(first, second)
-    torch.testing.assert_close(first, before * case.upstream.to(before.dtype), rtol=2**-6, atol=0)
-
-
-def test_recorded_in_a_cuda_graph_nothing_is_given_away(device, monkeypatch):
-    """It may be played again, with another number arriving, and saved tensors have no versions there."""
-    monkeypatch.setattr(gradients, "is_recorded", lambda tensor: True)
-    case = make((9,), 31, device, torch.bfloat16)
-    _, expected = run(case, chunk_tokens=4)
-    loss = linear_cross_entropy(case.input, case.linear_weight, case.target, chunk_tokens=4)
-    made = [saved.data_ptr() for saved in loss.grad_fn.saved_tensors if saved is not None]
-    found = torch.autograd.grad(loss, case.leaves(), case.upstream)
-    assert all(map(torch.equal, found, expected))
-    assert not {each.data_ptr() for each in found} & set(made)
-
-
-def test_a_graph_kept_to_be_differentiated_keeps_what_forward_made(device):
-    case = make((9,), 31, device)
-    loss = linear_cross_entropy(case.input, case.linear_weight, case.target)
-    first = torch.autograd.grad(loss, case.leaves(), create_graph=True)
-    kept = [each.detach().clone() for each in first]
-    for each in torch.autograd.grad(loss, case.leaves()):
-        each.zero_()
-    assert all(map(torch.equal, first, kept))
-
-
-def test_an_upstream_gradient_of_1_is_not_multiplied_with(interpreted):
-    from weft.kernels.linear_cross_entropy.launch import scale
-    from weft.kernels.traffic import Traffic, counted_traffic
-
-    x = torch.randn(3, 5000).bfloat16()
-    before = x.clone()
-    with counted_traffic() as traffic:
-        scale(x, torch.tensor(1.0), x)
-    assert traffic == Traffic(loaded=4 * 4, stored=0)  # the factor, by each of four programs
-    assert torch.equal(x, before)
-    with counted_traffic() as traffic:
-        scale(x, torch.tensor(-2.5), x)
-    assert traffic == Traffic(loaded=4 * 4 + 2 * x.numel(), stored=2 * x.numel())
-    torch.testing.assert_close(x, before * -2.5)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_autocast_changes_nothing(reduction):
     case = make((9,), 31, reduction=reduction, bias=True)
@@ -387,14 +218,6 @@ def test_autocast_changes_nothing(reduction):
         found, gradients = run(case, reduction=reduction)
     assert torch.equal(loss, found)
     assert all(map(torch.equal, gradients, expected))
-
-
-def test_an_upstream_gradient_is_not_rounded_to_bf16(interpreted):
-    from weft.kernels.linear_cross_entropy.launch import scale
-
-    x, factor = torch.randn(5000).bfloat16(), torch.tensor(1 / 3)
-    assert torch.equal(scale(x, factor, torch.empty_like(x)), (x.float() * factor).bfloat16())
-    assert torch.equal(scale(x.float(), factor, torch.empty_like(x)), (x.float() * factor).bfloat16())
 
 
 # What cannot be taken
