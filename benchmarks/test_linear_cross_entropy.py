@@ -80,13 +80,13 @@ def accumulate(*given: Any) -> None:
 def counted(loss: Loss, tokens: int) -> tuple[int, float]:
     """Bytes above inputs and gradients at the most, and GEMM flop over 6 N H V."""
     x, weight = on_meta(tokens, HIDDEN).requires_grad_(), on_meta(CLASSES, HIDDEN).requires_grad_()
-    kernels = (
+    with (
         patch.object(chunks, "passes_on", lambda logits: Allocations),
         patch.object(function, "passes_on", lambda logits: Allocations),
         patch.object(function, "scaled", scaled),
         patch.object(sum24, "accumulate", accumulate),
-    )
-    with kernels[0], kernels[1], kernels[2], kernels[3], Held() as held:
+        Held() as held,
+    ):
         loss(x, weight, on_meta(tokens, dtype=torch.int64)).backward()
     assert x.grad is not None and weight.grad is not None, "both were asked for"
     return held.peak_bytes - x.grad.nbytes - weight.grad.nbytes, held.gemm_flop / (6 * tokens * HIDDEN * CLASSES)

@@ -33,7 +33,7 @@ class Bare:
             raise ModuleNotFoundError(f"No module named {name!r}, as on a bare machine", name=name)
 
 sys.meta_path.insert(0, Bare())
-assert "hypothesis" in absent, absent
+assert {"hypothesis", "rich"} <= absent, absent
 import pytest
 sys.exit(pytest.main([*sys.argv[1:], "-p", "pytest_benchmark.plugin"]))
 """

@@ -32,7 +32,7 @@ def test_chunks_are_whole_tiles_and_cover_all_tokens():
     like = torch.empty(0, dtype=torch.bfloat16)
     for tokens in (0, 1, 127, 128, 1000, 16384, 100_003):
         for classes in (1, 5, 128256, 1 << 30):
-            chunks = chunks_of(tokens, None, classes, 1, like)
+            chunks = chunks_of(tokens, None, classes, 1, like, 0)
             assert [row for rows in chunks for row in (rows.start, rows.stop)] == sorted(
                 row for rows in chunks for row in (rows.start, rows.stop)
             )
@@ -49,9 +49,9 @@ class OnGpu:
 
 
 def test_on_a_gpu_4096_tokens_of_128256_classes_are_one_chunk_of_less_than_1_1_gb():
-    (chunk,) = chunks_of(4096, None, 128256, 1, OnGpu())
+    (chunk,) = chunks_of(4096, None, 128256, 1, OnGpu(), 0)
     assert (chunk.stop - chunk.start) * 128256 * 2 <= 1.1e9
-    assert [rows.stop for rows in chunks_of(16384, None, 128256, 1, OnGpu())] == [4096, 8192, 12288, 16384]
+    assert [rows.stop for rows in chunks_of(16384, None, 128256, 1, OnGpu(), 0)] == [4096, 8192, 12288, 16384]
 
 
 def test_on_a_gpu_a_sum_in_24_bits_leaves_chunks_half_the_memory_at_least():

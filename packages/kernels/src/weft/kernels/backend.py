@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,11 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Where memory is a CPU's, and no GEMM takes narrow factors to a wide product. Without data a tensor is on a GPU."""
     return tensor.device.type == "cpu"
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """In it kernels are launched on the tensor's GPU, which need not be the current one. Of a CPU's tensor nothing."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def is_recorded(tensor: Tensor) -> bool:

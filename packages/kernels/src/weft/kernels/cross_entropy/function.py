@@ -97,10 +97,8 @@ def backward(
         once.given = True
         # Whoever is given it may write there, and what was saved is not looked at again: .data has a version of its own.
         dlogits = passes_on(logits).gradient(*rest, made.data, guessed)
-        if is_recorded(logits):
-            guessed.data.fill_(
-                math.nan
-            )  # played again without its forward, this makes it anew: others have written there
+        if is_recorded(logits):  # played again without its forward, this makes it anew: others have written there
+            guessed.data.fill_(math.nan)
         return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
     if options.inplace_backward:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..aot import Variant
+from ..backend import device_of
 from . import guess, kernel
 from .reference import Shard, Upstream
 
@@ -69,7 +70,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
         return out
     launch, options = config(V, x.itemsize), shard.options
     part = None if weight is None else shard.part(weight, V)
-    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+    with device_of(logits):
         kernel.statistics[(N,)](
             x, target.reshape(N).contiguous(), _float32(part, out), out,
             V, T, *x.stride(),
@@ -87,7 +88,7 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     if N == 0:
         return loss, lse
     options = shard.options
-    with torch.cuda.device_of(statistics):  # type: ignore[no-untyped-call]
+    with device_of(statistics):
         kernel.losses[(-(-N // ROWS),)](
             statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight, loss), _whole(weight, loss), loss, lse,
             N, R, shard.size, options.ignore_index, float(options.label_smoothing), float(options.z_loss),
@@ -144,7 +145,7 @@ def _gradient(
     part = None if weight is None else shard.part(weight, V)
     launch = config(V, x.itemsize)
     programs = N if guessed is None and not fused else min(N, _programs(x, launch, fused))
-    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+    with device_of(logits):
         kernel.gradient[(programs,)](
             x, target.reshape(N).contiguous(), _float32(part, statistics), _float32(weight, statistics),
             _whole(weight, statistics), statistics, grad, grad_lse, denominator,

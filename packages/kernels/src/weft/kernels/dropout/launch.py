@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..aot import Variant
+from ..backend import device_of
 from ..random.launch import (
     OUTER_DIMS,
     PART_ARGUMENTS,
@@ -47,7 +48,7 @@ def _launch(x: Tensor, y: Tensor, part: Part, key: int, threshold: int, scale: f
     rows, shifted = math.prod(outer), is_shifted(runs)
     _, R1, R2 = padded(tuple(outer), 1)
     launch = fitted(LONG_RUN, length, shifted)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+    with device_of(x):
         kernel.masked[grid(launch, rows, length, shifted)](
             x, y,
             rows, R1, R2, length, *padded(x_strides[:-1], 0), x_strides[-1], part.offset, *padded(strides[:-1], 0),

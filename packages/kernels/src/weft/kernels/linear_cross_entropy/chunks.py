@@ -48,7 +48,7 @@ class Product:
 
 
 def chunks_of(
-    tokens: int, chunk_tokens: int | None, classes: int, held: int, like: Tensor, sum_bytes: int = 0
+    tokens: int, chunk_tokens: int | None, classes: int, held: int, like: Tensor, sum_bytes: int
 ) -> list[slice]:
     """Equal chunks of the tokens, the last one shorter; without chunk_tokens as few as HELD_BYTES allow.
 

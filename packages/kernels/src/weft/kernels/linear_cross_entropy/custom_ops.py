@@ -51,11 +51,12 @@ def settle(*given: Any) -> Tensor:
     along, vocab_size = Along.named(place.groups), place.vocab_size
     assert along is not None and vocab_size is not None, "only the form for groups asks for it"
     (group,), held = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
+    wanted = (None,) * 3  # compiled, gradients have the inputs' dtype: chunks are cut as where none is wanted
     _, settled = settled_by(
         lambda: (
             None,
             checked_sizes(
-                *tensors, options=options, held=held, wanted=(None,) * 3, chunk_tokens=chunk_tokens, rank=group.rank(),
+                *tensors, options=options, held=held, wanted=wanted, chunk_tokens=chunk_tokens, rank=group.rank(),
                 ranks=group.size(), sequence_parallel=sequence_parallel,
             ),
         ),

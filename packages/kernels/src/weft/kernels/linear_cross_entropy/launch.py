@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..aot import Variant
+from ..backend import device_of
 from . import kernel
 
 BLOCK, WARPS = 4096, 8  # 16 elements a thread: 16-byte accesses of bf16, and of bytes
@@ -16,7 +17,7 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """x times a factor of one element, multiplied in float32, in `out`, which may be x; both contiguous."""
     N = x.numel()
     if N:
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        with device_of(x):
             kernel.scale[(min(PROGRAMS, -(-N // BLOCK)),)](
                 x,
                 factor.to(torch.float32),
@@ -33,7 +34,7 @@ def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bo
     """As `sum24.accumulate`."""
     N = product.numel()
     if N:
-        with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
+        with device_of(product):
             kernel.accumulate[(-(-N // BLOCK),)](
                 product, high.view(torch.int16), low, N, FIRST=first, LAST=last, BLOCK=BLOCK, num_warps=WARPS
             )

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..aot import Variant
+from ..backend import device_of
 from . import kernel
 from .part import Ints, Part
 
@@ -80,7 +80,7 @@ def _fill(function: Any, most: Launch, out: Tensor, part: Part, *arguments: floa
     rows, shifted = math.prod(outer), is_shifted(runs)
     _, R1, R2 = padded(tuple(outer), 1)
     launch = fitted(most, length, shifted)
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+    with device_of(out):
         function[grid(launch, rows, length, shifted)](
             out,
             rows, R1, R2, length, runs.offset, *padded(runs.strides[:-1], 0),
