@@ -52,5 +52,5 @@ def test_a_bare_machine_collects_all_benchmarks_and_runs_one() -> None:
 
 
 def test_what_a_bare_machine_lacks_cannot_be_imported() -> None:
-    done = bare("tests/kernels/random", "-q", "--collect-only")
+    done = bare("tests/kernels/test_random.py", "-q", "--collect-only")
     assert "No module named 'hypothesis', as on a bare machine" in done.stdout + done.stderr
