@@ -50,7 +50,7 @@ class Placed:
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The op's outputs, of which there are several."""
-        lying = ((self.sharding.output, self.sharding.shape), *(self.sharding.more or ()))
+        lying = self.sharding.outputs
         return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, lying, strict=True))
 
     def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
