@@ -37,7 +37,7 @@ def test_imports_run_one_way(package: str, path: Path) -> None:
 @pytest.mark.parametrize(("package", "path"), FILES)
 def test_dtensor_is_used_by_its_public_names(package: str, path: Path) -> None:
     """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long."""
-    allowed = {"_spec"} if module_name(path) == "weft.reshard.dtensor" else set()
+    allowed = {"_spec"} if module_name(path) == "weft.reshard.running.dtensor" else set()
     assert private_dtensor_uses(path.read_text(), imports_of(path)) == allowed
     assert not list(redistributions(path.read_text())), "data is moved by weft.reshard, never by redistribute"
 

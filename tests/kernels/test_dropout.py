@@ -264,7 +264,7 @@ def test_the_values_and_gradients_of_dtensors_are_those_of_one_process(pool: Any
 def addend_masks(shape: tuple[int, ...], op: str) -> tuple[Tensor, Tensor]:
     """Where a rank's addend of a Partial survives, and where its part of a Partial(sum) gradient does."""
     import torch.distributed as dist
-    from weft.reshard.dtensor import wrap
+    from weft.reshard.running.dtensor import wrap
 
     partial, whole = Layout(FOUR, f"tp: P({op})"), Layout(FOUR)
     mine = addends(torch.full(shape, 1000.0), "sum", 4)[dist.get_rank()]

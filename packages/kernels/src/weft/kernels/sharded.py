@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Replicate, Shard, infer
 from weft.mesh.infer.terms import one_mesh
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.dtensor import wrap
-from weft.reshard.groups import of_this_world, process_mesh, this_rank
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
 from .op import OPS, Op, Tensors
 

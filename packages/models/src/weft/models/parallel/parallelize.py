@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import distribute, layout_of, reshard
-from weft.reshard.dtensor import as_process_mesh
+from weft.reshard.running.dtensor import as_process_mesh
 
 from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
 

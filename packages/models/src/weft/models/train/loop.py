@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of, reshard
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from ..estimate import Collectives, collectives
 from ..generation import generate

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of
-from weft.reshard.groups import this_rank
+from weft.reshard.running.groups import this_rank
 
 from .config import OptimizerConfig
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.mesh.extents import Box, volume
 
-from .exchange import Messages, within
-from .identities import reduced
+from ..planning.exchange import Messages, within
+from ..planning.identities import reduced
 
 Running = Generator[dist.Work, None, Tensor]
 Phase = tuple[dist.ProcessGroup, list[int]]  # a group, and the position of each of its members along the axes

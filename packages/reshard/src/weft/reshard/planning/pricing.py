@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk, largest_part
 
+from .links import Links
 from .steps import AllGather, AllReduce, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
-from .topology import Topology
 
 Spec = tuple[tuple[str, ...], ...]
 Traffic = dict[str, tuple[int, int]]  # per axis: messages and elements
@@ -118,7 +118,7 @@ class Sizes:
         return [axis for axis in reversed(self.slow_first) if axis in axes]
 
 
-def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Topology | None) -> Sizes:
+def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Links | None) -> Sizes:
     """Sizes on a mesh; without a topology the outer axes count as the slow ones."""
     names = mesh.axis_names
     if topology is not None:

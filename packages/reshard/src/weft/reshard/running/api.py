@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 
+from ..planning.layouts import cotangent
+from ..planning.plan import plan
 from .collectives import Pending
 from .dtensor import as_process_mesh, layout_of, wrap
 from .executor import started
 from .groups import this_rank
-from .layouts import cotangent
-from .plan import plan
 from .topology import Topology
 
 Placements = Mapping[str, Placement] | Sequence[Placement] | str

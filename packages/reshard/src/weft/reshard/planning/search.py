@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from weft.mesh import Layout, Partial, Placement, Replicate, Shard
 
+from .links import Links
 from .pricing import Spec, Traffic, moving, sizes_of, spec_of, total
 from .steps import (
     AllGather,
@@ -26,7 +27,6 @@ from .steps import (
     Slice,
     Step,
 )
-from .topology import Topology
 
 Fits = Callable[[tuple[Step, ...]], bool]
 WAYS = 256  # tried at most, with a topology or a memory limit: at 60 us each, measured on one CPU core
@@ -53,7 +53,7 @@ def cheapest(
     shape: Sequence[int],
     *,
     itemsize: int = 1,
-    topology: Topology | None = None,
+    topology: Links | None = None,
     fits: Fits | None = None,
 ) -> tuple[Step, ...] | None:
     """Steps from `src` to `dst`, layouts of one mesh; None where `fits` takes none of those found.
@@ -65,9 +65,7 @@ def cheapest(
 
 
 class _Search:
-    def __init__(
-        self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, topology: Topology | None
-    ) -> None:
+    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, topology: Links | None) -> None:
         self.src, self.itemsize, self.topology = src, itemsize, topology
         self.sizes = sizes_of(src.mesh, shape, topology)
         self.start, self.end = spec_of(src, len(shape)), spec_of(dst, len(shape))
