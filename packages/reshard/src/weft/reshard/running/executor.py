@@ -25,6 +25,7 @@ from ..planning.steps import (
     AllReduce,
     AllToAll,
     Exchange,
+    Local,
     MakePartial,
     Permute,
     ReduceExchange,
@@ -76,7 +77,7 @@ def prepare(plan: Plan, device_type: str) -> None:
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     rank = this_rank()
     takes_part = rank in plan.src.mesh or rank in plan.dst.mesh
-    if takes_part and any(not isinstance(step, Slice | MakePartial | Relabel) for step in plan.steps):
+    if takes_part and any(not isinstance(step, Local) for step in plan.steps):
         announce(plan, plan.ranks, (plan.src.mesh, plan.dst.mesh))
     prepare(plan, mesh.device_type)
     if not takes_part:
