@@ -21,7 +21,8 @@ from weft.mesh.extents import largest_part
 from .exchange import Messages, messages_of
 from .layouts import dual_layout
 from .links import Links
-from .pricing import sizes_of, spec_of
+from .pricing import sizes_of
+from .spec import spec_of
 from .steps import (
     AllGather,
     AllReduce,
