@@ -12,6 +12,7 @@ from tests.architecture.rules import (
     forbidden_imports,
     imported,
     is_within,
+    knows_ranks,
     module_name,
     private_dtensor_uses,
     redistributions,
@@ -31,7 +32,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(("package", "path"), FILES)
 def test_imports_run_one_way(package: str, path: Path) -> None:
-    assert not forbidden_imports(package, imports_of(path), sharded=path.name == "sharded.py")
+    assert not forbidden_imports(package, imports_of(path), sharded=knows_ranks(path))
 
 
 @pytest.mark.parametrize(("package", "path"), FILES)
@@ -73,6 +74,19 @@ def test_imports_are_found(source: str, module: str, expected: set[str]) -> None
 
 def test_imports_of_a_package_count_from_itself() -> None:
     assert imported("from .y import z", "weft.mesh", is_package=True) == {"weft.mesh.y", "weft.mesh.y.z"}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        pytest.param("kernels/norm/sharded.py", True, id="file"),
+        pytest.param("kernels/cross_entropy/sharded/gather.py", True, id="in-a-folder"),
+        pytest.param("kernels/cross_entropy/function.py", False, id="beside-it"),
+        pytest.param("kernels/sharded/norm/function.py", False, id="below-a-folder-in-it"),
+    ],
+)
+def test_what_knows_ranks_is_told_by_its_path(path: str, expected: bool) -> None:
+    assert knows_ranks(Path(path)) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor, library
 
 from . import function
 from .agreement import Classes, stand_in
-from .gathers.sharded import Along, attempted
 from .options import SCHEMA, Options, check, form_of
+from .sharded.gather import Along, attempted
 
 Made = tuple[
     Tensor, Tensor, Tensor, Tensor

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, library
 
 from ..cross_entropy.custom_ops import PLACE, Place, place_and_options
-from ..cross_entropy.gathers.sharded import Along
 from ..cross_entropy.options import SCHEMA, Options
+from ..cross_entropy.sharded.gather import Along
 from . import function
 from .agreement import classes_of
 from .checks import checked_sizes
 from .function import in_forward
-from .gathers.sharded import settled_by
 from .gradients import Wanted
+from .sharded.settle import settled_by
 
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 

@@ -17,7 +17,7 @@ from weft.reshard import layout_of
 from weft.reshard.dtensor import wrap
 from weft.reshard.groups import of_this_world, process_mesh, this_rank
 
-from .op import Op, Tensors
+from ..op import Op, Tensors
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
