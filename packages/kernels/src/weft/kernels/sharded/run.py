@@ -41,17 +41,18 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     options: hashable values.
     Raises LayoutError where the op's rule does not take the layouts.
     """
-    output: Tensor = _run(op, tensors, options)
+    output: Tensor = _run(op, tensors, options)[0]
     return output
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     """`apply` for an op of several outputs."""
-    outputs: tuple[Tensor, ...] = _run(op, tensors, options)
+    outputs: tuple[Tensor, ...] = _run(op, tensors, options)[:-1]
     return outputs
 
 
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    """The outputs and their `anchor`."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
@@ -101,28 +102,41 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
     )
 
 
-def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """A backward that is not differentiated: what it returns raises where that is asked for.
+def anchor(saved: Tensors) -> Tensor | None:
+    """One more output of a function, empty, which it saves last: in backward it leads to the operands, see `first_order`.
 
-    torch's `once_differentiable` lets it pass where the incoming gradient needs no gradient of its own.
+    None where nothing is saved: of the operands the gradients are constants then.
+    """
+    return torch.empty(0) if saved and not torch.compiler.is_compiling() else None
+
+
+def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """A backward that is not differentiated: what it returns raises where that is asked for, of any tensor.
+
+    Its function has an `anchor` as its last output. Autograd visits only what leads to the tensors that it is asked for, so the
+    gradients that are returned lead to the operands, by the anchor, and to the gradients that arrived. torch's
+    `once_differentiable` lets such a question pass, as if the gradients were constants.
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:
+        arrived = grads[:-1]
+        if all(grad is None for grad in arrived):  # they are zeros, and so is what is asked for
+            return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
+            return backward(ctx, *arrived)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            found = backward(ctx, *arrived)
         if torch.compiler.is_compiling():
             return found
-        anchor = torch.zeros((), requires_grad=True)
-        return tuple(_Last.apply(each, anchor) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
+        sources = (ctx.saved_tensors[-1], *arrived)
+        return tuple(_Last.apply(each, *sources) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
 
     return once
 
 
 class _Last(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
@@ -136,14 +150,15 @@ class _Plain(torch.autograd.Function):
         output, saved = op.forward(*tensors, **options)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
         ctx.set_materialize_grads(not ctx.many)
-        ctx.save_for_backward(*saved)
-        return output
+        last = anchor(saved)
+        ctx.save_for_backward(*saved, last)
+        return (*output, last) if ctx.many else (output, last)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
-        return None, None, *ctx.op.backward(ctx.saved_tensors, grad, ctx.needs_input_grad[2:], **ctx.options)
+        return None, None, *ctx.op.backward(ctx.saved_tensors[:-1], grad, ctx.needs_input_grad[2:], **ctx.options)
 
 
 class _Sharded(torch.autograd.Function):
@@ -163,6 +178,7 @@ class _Sharded(torch.autograd.Function):
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding
         ctx.overwritten = tensors[0] if op.overwrites(options) else None
+        saved: Tensors = ()
         if local is None:
             ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             like = next(t for t in locals_ if t is not None and t.is_floating_point())
@@ -172,12 +188,13 @@ class _Sharded(torch.autograd.Function):
         else:
             ctx.options = {**options, **local}
             output, saved = op.forward(*locals_, **ctx.options)
-            ctx.save_for_backward(*saved)
+        last = anchor(saved)
+        ctx.save_for_backward(*saved, last)
         ctx.set_materialize_grads(sharding.more is None)
         if sharding.more is None:
-            return wrap(output, sharding.output, sharding.shape)
+            return wrap(output, sharding.output, sharding.shape), last
         lying = ((sharding.output, sharding.shape), *sharding.more)
-        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(output, lying, strict=True))
+        return *(wrap(part, layout, shape) for part, (layout, shape) in zip(output, lying, strict=True)), last
 
     @staticmethod
     @first_order
@@ -187,7 +204,7 @@ class _Sharded(torch.autograd.Function):
         locals_ = tuple(None if grad is None else grad.to_local() for grad in grads)
         if ctx.inside:
             local = locals_[0] if ctx.sharding.more is None else locals_
-            parts = ctx.op.backward(ctx.saved_tensors, local, needed, **ctx.options)
+            parts = ctx.op.backward(ctx.saved_tensors[:-1], local, needed, **ctx.options)
             if ctx.overwritten is not None:
                 torch.autograd.graph.increment_version(ctx.overwritten)  # the local tensor's own is not looked at
         else:
