@@ -155,8 +155,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    arrived = grads[: ctx.outputs]
+    if all(grad is None for grad in arrived):  # autograd's zeros
+        return (None,) * (9 + len(ctx.asked))
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    found = iter(backward(list(grads[: ctx.outputs]), list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
+    found = iter(backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
     dinput, dweight, dbias = (next(found) if need else None for need in needed)
     return dinput, dweight, None, dbias, *(None,) * (5 + len(ctx.asked))
 
