@@ -16,14 +16,20 @@ from . import reference
 
 
 def forward(
-    x: Tensor, key: Tensor | None = None, *, p: float, number: int = 0, name: str | None = None, part: Part | None = None
+    x: Tensor,
+    key: Tensor | None = None,
+    *,
+    p: float,
+    number: int = 0,
+    name: str | None = None,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensors]:
     """The output; but for the key nothing is saved, since backward draws the mask again.
 
     The key is `key` or, without it, `number`; with a name it is derive_key of the two.
     part: which elements of the global tensor x is; all of them without.
     """
-    return _masked(x, key, p, number, name, part), (key,)
+    return _masked(x, key, p, number, name, part), () if key is None else (key,)
 
 
 def backward(
@@ -37,7 +43,7 @@ def backward(
     part: Part | None = None,
 ) -> Tensors:
     """The gradient, dropped and scaled as x was; the key has none."""
-    (key,) = saved
+    key = saved[0] if saved else None
     return (_masked(grad, key, p, number, name, part) if needed[0] else None, None)[: len(needed)]
 
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..sharded import apply_many
-from ..traced.sharded import groups_of
-from . import agreement
-from .agreement import Classes
-from .custom_ops import Place
-from .gathers.sharded import attempted
-from .guess import Once
-from .layouts.sharded import CROSS_ENTROPY, local_denominator
-from .options import Asked, Options, check, check_contiguous, form_of
-from .traced.sharded import compiled
+from ...sharded import apply_many
+from ...sharded.traced import groups_of
+from .. import agreement
+from ..agreement import Classes
+from ..custom_ops import Place
+from ..guess import Once
+from ..options import Asked, Options, check, check_contiguous, form_of
+from .gather import attempted
+from .layouts import CROSS_ENTROPY, local_denominator
+from .traced import compiled
 
 Reduction = Literal["none", "mean", "sum"]
 
