@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.mesh import Layout, Partial, ProcessMesh, Replicate
 from weft.mesh.extents import volume
@@ -25,6 +24,7 @@ from weft.reshard.dtensor import wrap
 from weft.reshard.exchange import messages_of
 
 from tests.support.collectives import Collectives
+from tests.support.search import searched
 from tests.support.shards import every_layout, rebuild, split, whole_of
 
 PAIR = ProcessMesh.grid(tp=2)
@@ -57,8 +57,7 @@ def test_every_pair_across(a, b):
         assert made.lower_bound_bytes <= made.max_received_bytes, str(made)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@searched(st.data())
 def test_any_two_meshes(data):
     """Ranks in any order, in any shape, with any overlap; there and back is the identity where nothing is Partial."""
     meshes = []
