@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from weft.models.cli import main
 
 from tests.support.limits import PATIENCE
 
@@ -176,14 +179,30 @@ BAD_INPUT = [
 ]
 
 
+def here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `weft`, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = end.code
+    assert isinstance(status, int)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+@pytest.mark.parametrize("called", [here, pytest.param(weft, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
-def test_bad_input_is_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_message(
+    arguments: tuple[str, ...], message: str, called: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "short.txt").write_text("hello")
     before = sorted(tmp_path.rglob("*"))
-    done = weft(*arguments, cwd=tmp_path)
+    done = called(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     said = re.sub(r"[│╭╮╰╯─\s]+", " ", done.stderr).strip()  # a message about an option is drawn in a box
@@ -202,6 +221,7 @@ def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     done = weft(
         *("train", "--steps", "50", "--save-every", "1", "--optimizer.lr", "1e30", "--output", "run", *SMALL),
+        *("--mesh.dp", "2", "--mesh.tp", "1"),
         cwd=tmp_path,
     )
     assert done.returncode == 1

@@ -259,14 +259,9 @@ def test_tensor_core_instructions_are_counted_by_kind(code, counted):
     assert tensor_core(code) == counted
 
 
-@pytest.fixture(scope="module")
-def products() -> Reports:
-    return by_variant_and_target(reported("tests.kernels.matmul_kernels"))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_product_of_matrices_is_made_by_tensor_cores(products, target):
-    report = products["product/bf16", target]
+@EACH_TARGET
+def test_a_product_of_matrices_is_made_by_tensor_cores(target):
+    (report,) = reported("tests.kernels.matmul_kernels", target)
     kind, of_tile = PRODUCT[target]
     assert report["tensor_core"].keys() == {kind}
     assert report["tensor_core"][kind] % of_tile == 0  # once in the loop, and again where iterations are peeled

@@ -185,20 +185,8 @@ def test_by_the_layout_it_compiles_to_one_graph(pool: Pool, form, of_logits, opt
 
 CUBE = ProcessMesh.grid(dp=2, cp=2, tp=2)
 ON_TWO_AXES: list[Any] = [
-    pytest.param(
-        {"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"},
-        [1, 1],
-        "logits",
-        id="vocabulary-logits",
-        marks=pytest.mark.exhaustive,
-    ),
-    pytest.param(
-        {"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"},
-        [2, 1],
-        "product",
-        id="vocabulary-product",
-        marks=pytest.mark.exhaustive,
-    ),
+    pytest.param({"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"}, [1, 1], "logits", id="vocabulary-logits"),
+    pytest.param({"dp": "S(0)", "cp": "S(1)", "tp": "S(1)"}, [2, 1], "product", id="vocabulary-product"),
     pytest.param({"dp": "S(0)", "cp": "S(0)", "tp": "S(1)"}, [1, 1], "logits", id="tokens-logits"),
 ]
 
@@ -207,6 +195,7 @@ def collectives_of_the_layout(form: str, of_logits: dict[str, str]) -> list[int]
     return collectives_of(*of_the_layout(form, CUBE, of_logits, {}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("of_logits", "count", "form"), ON_TWO_AXES)
 def test_compiled_two_axes_of_the_vocabulary_or_the_tokens_take_one_collective(pool: Pool, of_logits, count, form):
     """6 tokens on two ranks, 3 each, in chunks of 2; or on four."""

@@ -163,7 +163,14 @@ def every_pair_on_processes(a, b, shape):
         pytest.param(PAIR, ProcessMesh([1, 2], ["tp"]), (5, 3), 4, id="overlapping"),
         pytest.param(PAIR, ProcessMesh([1, 0], ["tp"]), (5, 3), 2, id="turned"),
         pytest.param(ProcessMesh.grid(tp=4), ProcessMesh.grid(a=2, b=2), (5, 3), 4, id="another-shape"),
-        pytest.param(ProcessMesh.grid(dp=2, tp=2), ProcessMesh.grid(tp=4, first_rank=4), (6, 5), 8, id="2x2-to-4"),
+        pytest.param(
+            ProcessMesh.grid(dp=2, tp=2),
+            ProcessMesh.grid(tp=4, first_rank=4),
+            (6, 5),
+            8,
+            id="2x2-to-4",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(ProcessMesh.grid(tp=3), ProcessMesh([3], ["x"]), (2, 3), 4, id="empty-shards-to-one-rank"),
     ],
 )
