@@ -10,8 +10,9 @@ from tests.support.sample import PORTIONS, Portion, mark_all_but_a_sample
 
 __all__ = ["pool"]
 
-hypothesis.settings.register_profile("no deadline", deadline=None)  # times are those of a shared machine
-hypothesis.settings.load_profile("no deadline")
+# Times are those of a shared machine.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(params=PORTIONS)

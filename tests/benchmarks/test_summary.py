@@ -103,6 +103,7 @@ def test_lines_are_as_wide_as_the_terminal() -> None:
     assert max(map(len, lines)) <= 110
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_some_benchmarks_is_a_run_for_the_history(tmp_path: Path) -> None:
     """What was told is in the file that pytest-benchmark writes, and not how long the tests took."""
     file = tmp_path / "out.json"

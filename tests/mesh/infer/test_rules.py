@@ -18,7 +18,9 @@ MESHES = [
     pytest.param(LINE, id="2"),
     pytest.param(ProcessMesh.grid(tp=3), id="3"),
     pytest.param(GRID, id="2x2"),
-    pytest.param(ProcessMesh.grid(dp=2, tp=3), id="2x3"),
+    pytest.param(
+        ProcessMesh.grid(dp=2, tp=3), id="2x3", marks=pytest.mark.exhaustive
+    ),  # as 3 is beside 2, this is beside 2x2
 ]
 LINES = MESHES[:2]
 SIZES = {"m": 5, "k": 4, "n": 7}  # uneven over 2 and 3, and 4 over 3 leaves a part empty
