@@ -24,7 +24,7 @@ from weft.models import Llama, initialize, parallelize
 from weft.models.train.observe import CollectiveCount
 from weft.models.train.recipes import recipe
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.groups import device_mesh
+from weft.reshard.running.groups import device_mesh
 
 from benchmarks.baselines import TorchLlama, average_gradients, parallelize_by_torch
 from benchmarks.conftest import Tell

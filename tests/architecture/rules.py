@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,16 +29,41 @@ def module_name(path: Path) -> str:
 def imported(source: str, module: str, *, is_package: bool = False) -> set[str]:
     """Every module that the source of `module` imports, in functions too; `from a import b` gives a and a.b."""
     found: set[str] = set()
+    for origin, names in _import_statements(source, module, is_package=is_package):
+        found.update((origin, *names))
+    return found
+
+
+def imported_modules(source: str, module: str, modules: set[str], *, is_package: bool = False) -> set[str]:
+    """Those of `modules` that the source of `module` imports: where a module is taken from a package, that module alone."""
+    found: set[str] = set()
+    for origin, names in _import_statements(source, module, is_package=is_package):
+        taken = names & modules
+        found |= taken if taken == names else taken | {origin}
+    return found & modules - {module}
+
+
+def _import_statements(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, set[str]]]:
+    """What each import statement takes things from, and their full names: those in functions and of types alone too."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name, {alias.name}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            found.add(origin)
-            found.update(f"{origin}.{alias.name}" for alias in node.names)
-    return found
+            yield origin, {f"{origin}.{alias.name}" for alias in node.names}
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules of which each is imported by the next, the first by the last's successor; empty where there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
 
 
 def is_within(module: str, package: str) -> bool:

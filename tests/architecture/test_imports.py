@@ -9,8 +9,10 @@ import pytest
 from tests.architecture.rules import (
     PACKAGES,
     ROOT,
+    circle,
     forbidden_imports,
     imported,
+    imported_modules,
     is_within,
     module_name,
     private_dtensor_uses,
@@ -34,10 +36,33 @@ def test_imports_run_one_way(package: str, path: Path) -> None:
     assert not forbidden_imports(package, imports_of(path), sharded=path.name == "sharded.py")
 
 
+def imports_within(package: str) -> dict[str, set[str]]:
+    """Every module of a package, with those of its own that it imports."""
+    paths = {module_name(path): path for path in sources(package)}
+    return {
+        name: imported_modules(path.read_text(), name, {*paths}, is_package=path.name == "__init__.py")
+        for name, path in paths.items()
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_each_other(package: str) -> None:
+    """Neither in a circle of several, nor in functions, nor for their types alone."""
+    assert circle(imports_within(package)) == []
+
+
+def test_what_plans_does_not_import_what_runs() -> None:
+    within = imports_within("reshard")
+    wings = {wing: {m for m in within if is_within(m, f"weft.reshard.{wing}")} for wing in ("planning", "running")}
+    assert {*within} == {"weft.reshard"} | wings["planning"] | wings["running"]
+    for module in wings["planning"]:
+        assert within[module] <= wings["planning"], module
+
+
 @pytest.mark.parametrize(("package", "path"), FILES)
 def test_dtensor_is_used_by_its_public_names(package: str, path: Path) -> None:
     """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long."""
-    allowed = {"_spec"} if module_name(path) == "weft.reshard.dtensor" else set()
+    allowed = {"_spec"} if module_name(path) == "weft.reshard.running.dtensor" else set()
     assert private_dtensor_uses(path.read_text(), imports_of(path)) == allowed
     assert not list(redistributions(path.read_text())), "data is moved by weft.reshard, never by redistribute"
 
@@ -73,6 +98,28 @@ def test_imports_are_found(source: str, module: str, expected: set[str]) -> None
 
 def test_imports_of_a_package_count_from_itself() -> None:
     assert imported("from .y import z", "weft.mesh", is_package=True) == {"weft.mesh.y", "weft.mesh.y.z"}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        pytest.param("from .y import Z", {"p.q.y"}, id="a-name"),
+        pytest.param("from . import y", {"p.q.y"}, id="a-module-of-the-package"),
+        pytest.param("from . import y, Z", {"p.q.y", "p.q"}, id="a-module-and-a-name-of-the-package"),
+        pytest.param("from .. import q", {"p.q"}, id="the-package"),
+        pytest.param("import p.q.y", {"p.q.y"}, id="import"),
+        pytest.param("from other.y import Z", set(), id="of-others"),
+        pytest.param("if TYPE_CHECKING:\n    from .y import Z", {"p.q.y"}, id="for-types"),
+        pytest.param("def f():\n    from .y import Z", {"p.q.y"}, id="in-a-function"),
+    ],
+)
+def test_imported_modules_are_found(source: str, expected: set[str]) -> None:
+    assert imported_modules(source, "p.q.x", {"p", "p.q", "p.q.x", "p.q.y"}) == expected
+
+
+def test_circles_are_caught() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
 
 
 @pytest.mark.parametrize(

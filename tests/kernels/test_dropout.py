@@ -93,7 +93,7 @@ def test_a_ranks_mask_is_its_part_of_the_one_mask_in_every_layout(shape: tuple[i
                 if part in seen:
                     continue
                 seen.add(part)
-                y, saved = function.forward(local, p=0.4, key=KEY, part=part)
+                y, saved = function.forward(local, p=0.4, number=KEY, part=part)
                 assert torch.equal(y.cpu(), wanted[rank]), (str(layout), rank)
                 assert saved == ()
 
@@ -103,7 +103,7 @@ def test_indices_beyond_32_bits(device: str) -> None:
     part = Part.of(shape, [slice(1, 5), slice(2**32 - 1, 2**32 + 40)])
     x = normal(part.sizes, torch.bfloat16, device)
     index = (torch.arange(1, 5) * shape[1])[:, None] + torch.arange(2**32 - 1, 2**32 + 40)
-    y, _ = function.forward(x, p=0.5, key=KEY, part=part)
+    y, _ = function.forward(x, p=0.5, number=KEY, part=part)
     assert torch.equal(y.cpu(), torch.where(oracle.bits(index, KEY) >= 2**31, x.cpu() * 2, 0))
 
 
@@ -264,7 +264,7 @@ def test_the_values_and_gradients_of_dtensors_are_those_of_one_process(pool: Any
 def addend_masks(shape: tuple[int, ...], op: str) -> tuple[Tensor, Tensor]:
     """Where a rank's addend of a Partial survives, and where its part of a Partial(sum) gradient does."""
     import torch.distributed as dist
-    from weft.reshard.dtensor import wrap
+    from weft.reshard.running.dtensor import wrap
 
     partial, whole = Layout(FOUR, f"tp: P({op})"), Layout(FOUR)
     mine = addends(torch.full(shape, 1000.0), "sum", 4)[dist.get_rank()]

@@ -16,7 +16,7 @@ from weft import kernels
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import layout_of
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from tests.kernels.cases import (
     FOUR,

@@ -17,7 +17,7 @@ from weft.models.llama.model import Llama
 from weft.models.llama.plan import PLAN
 from weft.models.llama.weights import read_config
 from weft.reshard import distribute, layout_of, to_global
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from tests.models.cases import SCALING, SMALL, each_variant, make, some_tokens
 

@@ -29,7 +29,8 @@ from weft.models.estimate import collectives
 from weft.models.llama.config import check_tensor_parallel
 from weft.models.parallel.plan import resolve
 from weft.models.train.observe import CollectiveCount
-from weft.reshard import GradientSync, distribute, gradients, reshard
+from weft.reshard import GradientSync, distribute, reshard
+from weft.reshard.running.gradients import BUCKET_BYTES
 
 from tests.models.cases import whole
 from tests.support.collectives import Collectives
@@ -70,7 +71,7 @@ def on(mesh: ProcessMesh, *tensors: Tensor) -> list[Tensor]:
 
 
 def one_step(
-    dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool], bucket_bytes: int = gradients.BUCKET_BYTES
+    dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool], bucket_bytes: int = BUCKET_BYTES
 ) -> dict[str, Any]:
     """Loss, gradients and collectives by phase, and those predicted."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
@@ -264,7 +265,7 @@ def small_buckets(dp: int, tp: int, plan: dict[str, bool], bucket_bytes: int) ->
     try:
         return one_step(dp, tp, CONFIG, plan, bucket_bytes=bucket_bytes)
     finally:
-        estimate.BUCKET_BYTES = gradients.BUCKET_BYTES
+        estimate.BUCKET_BYTES = BUCKET_BYTES
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 3_000, 10_000])

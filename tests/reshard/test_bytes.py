@@ -9,7 +9,7 @@ import torch
 from weft.mesh import Layout, Partial, ProcessMesh
 from weft.mesh.process_mesh import ProcessMesh as Mesh
 from weft.reshard import AllGather, AllReduce, Link, ReduceScatter, Slice, Topology, plan
-from weft.reshard.exchange import messages_of
+from weft.reshard.planning.exchange import messages_of
 
 from tests.support.shards import every_layout, pairs_of
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, layout_of, to_global
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from tests.reshard.test_gradients import (
     DATA,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, OrderError, check_order, distribute, reshard
-from weft.reshard.order import announce
+from weft.reshard.running.order import announce
 
 from tests.support.limits import PATIENCE
 from tests.support.pool import RanksFailed

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import kernels
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of
-from weft.reshard.groups import device_mesh
+from weft.reshard.running.groups import device_mesh
 
 from tests.kernels.cases import FOUR, GRID, TWO, ints, normal, told, torch_cross_entropy, upstream_of, whole
 from tests.support.collectives import Collectives

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -25,6 +26,11 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Where memory is a CPU's, and no GEMM takes narrow factors to a wide product. Without data a tensor is on a GPU."""
     return tensor.device.type == "cpu"
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether the host may look at the tensor's values without waiting for a device: a CPU's, not traced, with data."""
+    return on_cpu(tensor) and not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -19,7 +19,8 @@ class Op:
     forward(*tensors, **options) -> (output, saved): `saved` are the tensors that backward needs. An op of several outputs
         returns a tuple of them, and its backward is given a tuple of gradients, None for those that are zero.
     backward(saved, grad, needed, **options) -> gradients: one per tensor of forward; None where `needed[i]` is false.
-        It is linear in `grad`, so a Partial gradient may flow through it.
+        It is linear in `grad`, so a Partial gradient may flow through it. Without it torch differentiates forward, which then
+        has one output and returns that alone.
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
     dtype(dtype of the first floating tensor) -> that of the output: ranks outside the mesh have nothing else to ask.
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
@@ -27,9 +28,15 @@ class Op:
     """
 
     name: str
-    forward: Callable[..., tuple[Any, Tensors]]
-    backward: Callable[..., Tensors]
+    forward: Callable[..., Any]
+    backward: Callable[..., Tensors] | None
     rule: Callable[..., Any]
     dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     varying: tuple[str, ...] = ()
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
+
+    def __post_init__(self) -> None:
+        OPS[self.name] = self
+
+
+OPS: dict[str, Op] = {}  # by name, which is what a traced graph knows of them

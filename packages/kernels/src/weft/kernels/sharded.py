@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, LayoutError, Replicate, infer
+from weft.mesh import Layout, LayoutError, Replicate, Shard, infer
 from weft.mesh.infer.terms import one_mesh
-from weft.reshard import layout_of
-from weft.reshard.dtensor import wrap
-from weft.reshard.groups import of_this_world, process_mesh, this_rank
+from weft.reshard import Slice, layout_of, plan, reshard
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
-from .op import Op, Tensors
+from .op import OPS, Op, Tensors
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -32,6 +32,11 @@ class Sharding:
     local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}  # options of a rank's forward: kept
     # Layout and shape of each further output; None where the op's output is no tuple.
     more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
+
+    @property
+    def outputs(self) -> tuple[tuple[Layout, tuple[int, ...]], ...]:
+        """Layout and shape of each output."""
+        return (self.output, self.shape), *(self.more or ())
 
 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -54,9 +59,32 @@ def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor,
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
+        if op.backward is None:
+            return op.forward(*tensors, **options)
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        return _in_graph(op.name, tuple(options.items()), *tensors)
+    return _on_mesh(op, mesh, tensors, options)
+
+
+def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     shapes, sharding = sharding_of(op, tensors, mesh, options)
-    return _Sharded.apply(op, options, sharding, shapes, mesh, *tensors)  # type: ignore[no-untyped-call]
+    local = on_this_rank(sharding, mesh)
+    if op.backward is None and local is not None:
+        layouts: list[Layout | None] = []
+        parts = _ToLocal.apply(op, layouts, shapes, *tensors)  # type: ignore[no-untyped-call]
+        return _FromLocal.apply(sharding, layouts, op.forward(*parts, **options, **local))  # type: ignore[no-untyped-call]
+    return _Sharded.apply(op, options, sharding, shapes, local, *tensors)  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> Any:
+    """An op on DTensors where torch.compile traces: a node of Dynamo's graph, which what traces that graph sees through.
+
+    Dynamo itself would have to know the layout of each gradient before there is one.
+    """
+    mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    return _on_mesh(OPS[name], mesh, tensors, dict(options))
 
 
 def sharding_of(
@@ -154,11 +182,10 @@ class _Sharded(torch.autograd.Function):
         options: dict[str, Any],
         sharding: Sharding,
         shapes: Shapes,
-        mesh: DeviceMesh,
+        local: dict[str, Any] | None,
         *tensors: Tensor | None,
     ) -> Any:
         locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        local = on_this_rank(sharding, mesh)
         ctx.inside, ctx.shapes = local is not None, shapes
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding
@@ -176,13 +203,16 @@ class _Sharded(torch.autograd.Function):
         ctx.set_materialize_grads(sharding.more is None)
         if sharding.more is None:
             return wrap(output, sharding.output, sharding.shape)
-        lying = ((sharding.output, sharding.shape), *sharding.more)
-        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(output, lying, strict=True))
+        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(output, sharding.outputs, strict=True))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
         needed = ctx.needs_input_grad[5:]
+        grads = tuple(
+            None if grad is None else _sliced(grad, layout)
+            for grad, (layout, _) in zip(grads, ctx.sharding.outputs, strict=True)
+        )
         layouts = ctx.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
         locals_ = tuple(None if grad is None else grad.to_local() for grad in grads)
         if ctx.inside:
@@ -194,13 +224,75 @@ class _Sharded(torch.autograd.Function):
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(ctx.dtypes, needed, strict=True)
             parts = [like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes]
-        gradients: list[Tensor | None] = []
-        for part, layout, shape, plain in zip(parts, layouts, ctx.shapes, ctx.plain, strict=True):
-            if part is None or layout is None or (plain and not ctx.inside):  # a plain tensor has no empty part
-                gradients.append(None)
-            else:
-                gradients.append(laid(ctx.op, part, layout, shape, plain))
-        return None, None, None, None, None, *gradients
+        return None, None, None, None, None, *_as_operands(ctx, parts, layouts)
+
+
+class _ToLocal(torch.autograd.Function):
+    """The parts of an op that torch differentiates. Its dual is `_FromLocal`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: Op, layouts: list[Layout | None], shapes: Shapes, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """layouts: of the operands' gradients, filled in before backward comes here."""
+        ctx.op, ctx.layouts, ctx.shapes, ctx.inside = op, layouts, shapes, True
+        ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return tuple(None if local is None else local.detach() for local in locals_)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *parts: Tensor | None) -> Tensors:
+        return None, None, None, *_as_operands(ctx, parts, ctx.layouts)
+
+
+class _FromLocal(torch.autograd.Function):
+    """The output of an op that torch differentiates. Its dual is `_ToLocal`."""
+
+    @staticmethod
+    def forward(ctx: Any, sharding: Sharding, layouts: list[Layout | None], output: Tensor) -> DTensor:
+        ctx.sharding, ctx.layouts = sharding, layouts
+        return wrap(output.detach(), sharding.output, sharding.shape)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: DTensor) -> Tensors:
+        grad = _sliced(grad, ctx.sharding.output)
+        ctx.layouts[:] = ctx.sharding.gradients(layout_of(grad))
+        return None, None, grad.to_local()
+
+
+def _sliced(grad: DTensor, output: Layout) -> DTensor:
+    """An output's gradient as the output lies, where all that it takes is to leave something out.
+
+    torch's own ops give the gradient of a sharded tensor whole: that of a mean, for one.
+    """
+    wanted = _sliced_layout(layout_of(grad), output, tuple(grad.shape), grad.dtype)
+    return grad if wanted is None else reshard(grad, placements=wanted)
+
+
+@lru_cache(maxsize=65536)
+def _sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
+    """None where the gradient is taken as it is."""
+    if grad == output or grad.mesh != output.mesh:
+        return None
+    whole = {axis for axis in grad.mesh.axis_names if grad[axis] == Replicate() and isinstance(output[axis], Shard)}
+    wanted = output.replace(**{axis: grad[axis] for axis in grad.mesh.axis_names if axis not in whole})
+    if not whole or any(not isinstance(step, Slice) for step in plan(grad, wanted, shape, dtype).steps):
+        return None
+    return wanted
+
+
+def _as_operands(ctx: Any, parts: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+    """The gradients of an op's operands, from this rank's parts of them."""
+    gradients: list[Tensor | None] = []
+    for part, layout, shape, plain in zip(parts, layouts, ctx.shapes, ctx.plain, strict=True):
+        if part is None or layout is None or (plain and not ctx.inside):  # a plain tensor has no empty part
+            gradients.append(None)
+        else:
+            gradients.append(laid(ctx.op, part, layout, shape, plain))
+    return gradients
 
 
 def laid(op: Op, gradient: Tensor, layout: Layout, shape: Sequence[int], plain: bool) -> Tensor:

@@ -1,8 +1,7 @@
 """Meshes, layouts, inference and mesh-independent keys; the standard library alone."""
 
 from . import infer
-from .errors import LayoutError
-from .layout import Layout
+from .layout import Layout, LayoutError
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import ProcessMesh
 from .random import derive_key

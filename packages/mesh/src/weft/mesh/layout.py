@@ -8,13 +8,24 @@ from types import MappingProxyType
 from typing import Any
 
 from .arguments import as_int, as_shape
-from .errors import LayoutError
 from .extents import chunk
 from .picture import WIDTH, coloured, draw
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import ProcessMesh, as_mesh
 
 Spec = Sequence[str | Sequence[str] | None]
+
+
+class LayoutError(ValueError):
+    """A tensor's layout does not fit what is asked of it; the message names the reshard that would.
+
+    nearest: where layout inference refuses, layouts that the operands could have instead, each where its operand stands;
+        empty where there are none, and in other errors.
+    """
+
+    def __init__(self, message: str, nearest: tuple[Layout, ...] = ()) -> None:
+        super().__init__(message)
+        self.nearest = nearest
 
 
 class Layout:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .placement import Partial
+from .placement import Partial, Placement
+from .process_mesh import ProcessMesh
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-    from .layout import Layout
-    from .process_mesh import ProcessMesh
 
 CELLS = 6  # drawn along a dim; of more, the first ones and the last
 ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first two and how many there are
@@ -30,6 +28,19 @@ Shape = tuple[int, ...] | None
 Index = int | None  # of a dim, or of a part of one; None for none
 
 
+class Drawable(Protocol):
+    """What a picture is drawn of: as much of a Layout as it looks at."""
+
+    @property
+    def mesh(self) -> ProcessMesh: ...
+    @property
+    def shard_order(self) -> Mapping[int, tuple[str, ...]]: ...
+    def __getitem__(self, axis: str) -> Placement: ...
+    def parts(self, dim: int) -> int: ...
+    def local_slices(self, global_shape: Sequence[int], rank: int) -> tuple[slice, ...]: ...
+    def check_shape(self, global_shape: Sequence[int]) -> None: ...
+
+
 class Cell(NamedTuple):
     """Who holds a part."""
 
@@ -39,7 +50,7 @@ class Cell(NamedTuple):
     op: str
 
 
-def draw(layout: Layout, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> list[str]:
+def draw(layout: Drawable, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> list[str]:
     """Lines of a grid: rows are the first dim that is cut, columns the second; of one cut dim, rows if it is dim 0.
 
     A cell names the ranks that hold it; where the layout is Partial, those of each addend: `0+1`, `max(0, 1)`. With the
@@ -81,7 +92,7 @@ def coloured(picture: str) -> Text:
     return text
 
 
-def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordinate, width: int) -> list[str]:
+def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coordinate, width: int) -> list[str]:
     """Rows and columns of cells, with fewer columns and shorter lists of ranks until they fit the width."""
     down, most = _drawn(layout, row, CELLS), _drawn(layout, column, CELLS)
     cells: dict[tuple[Index, Index], Cell] = {
@@ -104,7 +115,7 @@ def _grid(layout: Layout, shape: Shape, row: Index, column: Index, fixed: Coordi
     return lines
 
 
-def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
+def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
     """A line for each rank: its part of each cut dim, and which addend it holds over each Partial axis."""
     mesh = layout.mesh
     partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
@@ -118,13 +129,13 @@ def _table(layout: Layout, shape: Shape, cut: list[int]) -> list[str]:
     return lines + ([f"... {mesh.size} ranks"] if mesh.size > LINES else [])
 
 
-def _drawn(layout: Layout, dim: Index, most: int) -> list[Index]:
+def _drawn(layout: Drawable, dim: Index, most: int) -> list[Index]:
     """The parts of a dim that are drawn; None for those left out."""
     count = 1 if dim is None else layout.parts(dim)
     return [*range(most - 2), None, count - 1] if count > most else [*range(count)]
 
 
-def _coordinate(layout: Layout, dim: Index, part: Index) -> Coordinate:
+def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
     """The coordinate of a part of a dim, along the axes that cut it."""
     found: Coordinate = {}
     if dim is not None and part is not None:
@@ -133,7 +144,7 @@ def _coordinate(layout: Layout, dim: Index, part: Index) -> Coordinate:
     return found
 
 
-def _label(layout: Layout, shape: Shape, dim: Index, at: Coordinate) -> str:
+def _label(layout: Drawable, shape: Shape, dim: Index, at: Coordinate) -> str:
     """The indices of the part of a dim at a coordinate; without the shape, its number."""
     if dim is None:
         return ""
@@ -147,7 +158,7 @@ def _label(layout: Layout, shape: Shape, dim: Index, at: Coordinate) -> str:
     return f"{part} of {layout.parts(dim)}"
 
 
-def _cell(layout: Layout, at: Coordinate) -> Cell:
+def _cell(layout: Drawable, at: Coordinate) -> Cell:
     mesh = layout.mesh
     at = dict.fromkeys((axis for axes in layout.shard_order.values() for axis in axes), 0) | at
     added = {a: p.op for a in mesh.axis_names if isinstance(p := layout[a], Partial) and mesh.axis_size(a) > 1}

@@ -7,7 +7,7 @@ from collections import Counter
 
 from torch import nn
 from weft.mesh import ProcessMesh
-from weft.reshard.gradients import BUCKET_BYTES
+from weft.reshard.running.gradients import BUCKET_BYTES
 
 from .parallel.parallelize import column_siblings, has_tensor_axis, parameter_layouts
 from .parallel.plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, Style, resolve

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import uniform
 from weft.mesh import Shard, derive_key
 from weft.reshard import layout_of, to_global
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 
 def generate(

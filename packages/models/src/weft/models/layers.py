@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from weft import kernels
-from weft.mesh import derive_key
 
 
 class Linear(nn.Linear):
@@ -58,10 +57,10 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name = p, name
 
-    def forward(self, input: Tensor, key: int | None) -> Tensor:
+    def forward(self, input: Tensor, key: int | Tensor | None) -> Tensor:
         """[...] -> [...]; the input itself where p is 0, and in eval mode.
 
-        key: of this step and microbatch. Raises RuntimeError where elements are to be dropped and it is None.
+        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. Raises RuntimeError where elements are to be dropped and it is None.
         """
         if self.p == 0 or not self.training:
             return input
@@ -70,7 +69,7 @@ class Dropout(nn.Module):
                 f"{self.name} drops elements with p={self.p} while training, but the model was given no key: call "
                 f'model(tokens, dropout_key=derive_key(seed, "dropout", step)), or model.eval() first'
             )
-        return kernels.dropout(input, self.p, derive_key(key, self.name))
+        return kernels.dropout(input, self.p, key, self.name)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -1,12 +1,9 @@
 """Planning and running layout changes of DTensors, within a mesh and across meshes, with autograd."""
 
-from .api import reshard, start_reshard, to_global
-from .dtensor import distribute, layout_of
-from .gradients import GradientSync
-from .order import OrderError, check_order
-from .plan import Plan, plan
-from .simulate import simulate
-from .steps import (
+from .planning.links import Link
+from .planning.plan import Plan, plan
+from .planning.simulate import simulate
+from .planning.steps import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -19,7 +16,11 @@ from .steps import (
     Slice,
     Step,
 )
-from .topology import Link, Topology
+from .running.api import reshard, start_reshard, to_global
+from .running.dtensor import distribute, layout_of
+from .running.gradients import GradientSync
+from .running.order import OrderError, check_order
+from .running.topology import Topology
 
 __all__ = [
     "AllGather",

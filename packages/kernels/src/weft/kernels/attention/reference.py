@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..op import Tensors
-
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, causal: bool = True, scale: float | None = None
-) -> tuple[Tensor, Tensors]:
+) -> Tensor:
     """query [..., T, heads * D], key and value [..., S, kv_heads * D] -> [..., T, heads * D].
 
     Grouped queries: heads is a multiple of kv_heads, and head h reads the keys of kv head h // (heads // kv_heads).
     causal: token t sees keys up to S - T + t, so the last query sees every key (a cache holds the first S - T).
     scale: 1 / sqrt(D) where None.
+    Torch differentiates it, and keeps for that what its own attention keeps: the inputs, the output and a logsumexp a row.
     Raises ValueError where the widths or lengths do not fit.
     """
     _check(query, key, value, head_dim, causal)
-    with torch.no_grad():
-        return _attend(query, key, value, head_dim, causal, scale), (query, key, value)
-
-
-def backward(
-    saved: Tensors,
-    grad: Tensor,
-    needed: Sequence[bool],
-    *,
-    head_dim: int,
-    causal: bool = True,
-    scale: float | None = None,
-) -> Tensors:
-    """The gradients of torch's attention, which is run again.
-
-    The trade: torch gives no public backward of attention that takes the saved statistics, so its forward runs twice
-    (a third of attention's time) and nothing but the three inputs is kept in between.
-    """
-    wanted = [i for i in range(3) if needed[i]]
-    if not wanted:
-        return None, None, None
-    inputs: list[Tensor] = []
-    for tensor, need in zip(saved, needed, strict=True):
-        assert tensor is not None, "forward saves all three"
-        inputs.append(tensor.detach().requires_grad_(need))
-    with torch.enable_grad():
-        query, key, value = inputs
-        output = _attend(query, key, value, head_dim, causal, scale)
-    found = torch.autograd.grad(output, [inputs[i] for i in wanted], grad)
-    gradients: list[Tensor | None] = [None, None, None]
-    for i, gradient in zip(wanted, found, strict=True):
-        gradients[i] = gradient
-    return tuple(gradients)
+    return _attend(query, key, value, head_dim, causal, scale)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:

@@ -48,4 +48,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shapes[0], independent(output, layouts))
 
 
-ATTENTION = Op("attention", reference.forward, reference.backward, _rule)
+ATTENTION = Op("attention", reference.forward, None, _rule)

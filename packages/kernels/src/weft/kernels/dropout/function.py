@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, library
+from weft.mesh import derive_key
 
 from ..backend import use_triton
 from ..op import Tensors
@@ -12,23 +15,55 @@ from ..random.part import Part
 from . import reference
 
 
-def forward(x: Tensor, *, p: float, key: int, part: Part | None = None) -> tuple[Tensor, Tensors]:
-    """The output, and nothing saved: backward draws the mask again.
+def forward(
+    x: Tensor, key: Tensor | None = None, *, p: float, number: int = 0, name: str | None = None, part: Part | None = None
+) -> tuple[Tensor, Tensors]:
+    """The output; but for the key nothing is saved, since backward draws the mask again.
 
+    The key is `key` or, without it, `number`; with a name it is derive_key of the two.
     part: which elements of the global tensor x is; all of them without.
     """
-    return _masked(x, p, key, part), ()
+    return _masked(x, key, p, number, name, part), (key,)
 
 
 def backward(
-    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, p: float, key: int, part: Part | None = None
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    p: float,
+    number: int = 0,
+    name: str | None = None,
+    part: Part | None = None,
 ) -> Tensors:
-    """The gradient, dropped and scaled as x was."""
-    return (_masked(grad, p, key, part) if needed[0] else None,)
+    """The gradient, dropped and scaled as x was; the key has none."""
+    (key,) = saved
+    return (_masked(grad, key, p, number, name, part) if needed[0] else None, None)[: len(needed)]
 
 
-def _masked(x: Tensor, p: float, key: int, part: Part | None) -> Tensor:
+def _masked(x: Tensor, key: Tensor | None, p: float, number: int, name: str | None, part: Part | None) -> Tensor:
     part = Part.of(x.shape) if part is None else part
+    if key is None:
+        return _drawn(x, p, number, name, part)
+    masked: Tensor = _of_a_tensor(x, p, key, name, part.offset, part.sizes, part.strides)
+    return masked
+
+
+@library.custom_op("weft::dropout", mutates_args=())
+def _of_a_tensor(
+    x: Tensor, p: float, key: Tensor, name: str | None, offset: int, sizes: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """A node of a graph that is traced once, and draws by another key in each step."""
+    return _drawn(x, p, int(key.view(torch.int64)) % 2**64, name, Part(offset, tuple(sizes), tuple(strides)))
+
+
+@_of_a_tensor.register_fake
+def _(x: Tensor, *more: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _drawn(x: Tensor, p: float, key: int, name: str | None, part: Part) -> Tensor:
+    key = key if name is None else derive_key(key, name)
     threshold = round(p * 2**32)  # exact: p * 2**32 only moves the exponent
     if threshold == 2**32:
         return x.new_zeros(x.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
@@ -15,36 +16,44 @@ from ..sharded import Shapes, Sharding, apply, independent
 from . import function
 
 
-def dropout(x: Tensor, p: float, key: int) -> Tensor:
+def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> Tensor:
     """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
 
     x: any shape and strides, in bfloat16, float16, float32 or float64; the product is of float32 at least, and rounded
     to x's dtype. p: 0 to 1; 0 gives x itself, 1 gives zeros. What is zeroed is 0 even where x is infinite or NaN.
-    key: 64 bits, as weft.mesh.derive_key makes them. Element i of the global tensor, row-major, is zeroed where word
-    i % 4 of block i // 4 of Philox 4x32-10 (Salmon et al. 2011) is below p * 2**32: bitwise the same mask in every
-    layout, on a CPU and on a GPU, and again in backward, which draws it anew: no tensor is saved. No rank draws more than
-    its own part.
+    key: 64 bits, as weft.mesh.derive_key makes them; with a name, derive_key(key, name) takes its place. Compiled code takes
+    it as a tensor of one uint64 on the CPU: an int would be compiled in, and each new one would compile anew.
+    Element i of the global tensor, row-major, is zeroed where word i % 4 of block i // 4 of Philox 4x32-10 (Salmon et al.
+    2011) is below p * 2**32: bitwise the same mask in every layout, on a CPU and on a GPU, and again in backward, which
+    draws it anew: no mask is saved. No rank draws more than its own part.
     Layouts: any, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
     and a Partial(sum) gradient may flow. Communication: none.
     Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
     """
-    check_key(key)
+    operand, number = (key, 0) if isinstance(key, Tensor) else (None, key)
+    if operand is None:
+        check_key(number)
+    elif operand.shape != () or operand.dtype != torch.uint64 or operand.device.type != "cpu":
+        raise ValueError(
+            f"dropout: the key is a tensor of shape {tuple(operand.shape)}, {operand.dtype}, on {operand.device}; give "
+            f"torch.tensor(derive_key(...), dtype=torch.uint64)"
+        )
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p is {p}; it is a probability, 0 to 1")
     if x.dtype not in DTYPES:
         raise ValueError(f"dropout: x is {x.dtype}; give one of {', '.join(map(str, DTYPES))}")
-    return x if p == 0 else apply(DROPOUT, x, p=p, key=key)
+    return x if p == 0 else apply(DROPOUT, x, operand, p=p, number=number, name=name)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    (layout,), (shape,) = layouts, shapes
+    (layout, _), (shape, _) = layouts, shapes
     assert layout is not None and shape is not None, "x is given"
     output = infer.elementwise("dropout", True, layout)
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"part": part_of(layout, shape, rank)}
 
-    return Sharding(output, shape, independent(output, layouts), local)
+    return Sharding(output, shape, independent(output, (layout, None)), local)
 
 
-DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("key",))
+DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number",))

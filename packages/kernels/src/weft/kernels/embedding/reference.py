@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..backend import can_read
 from ..op import Tensors
 
 
@@ -23,7 +24,7 @@ def forward(
     """
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
-    if tokens.device.type == "cpu":
+    if can_read(tokens):
         _check_tokens(tokens, size)
     if rows == size:
         return F.embedding(tokens, weight), (tokens, weight)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.dtensor import wrap
-from weft.reshard.groups import this_rank
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import this_rank
 
 from ..backend import use_triton
 from . import philox

@@ -39,7 +39,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = wide.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
     first, second = pairs.unbind(-2)
     cos, sin = cos.to(wide.dtype).unsqueeze(-2), sin.to(wide.dtype).unsqueeze(-2)  # [T, 1, D // 2]
-    turned = pairs.new_empty(pairs.shape)
-    torch.mul(first, cos, out=turned[..., 0, :]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=turned[..., 1, :]).addcmul_(first, sin)
+    turned = pairs * cos.unsqueeze(-2)
+    turned.select(-2, 0).addcmul_(second, sin, value=-1)
+    turned.select(-2, 1).addcmul_(first, sin)
     return turned.flatten(-3).to(x.dtype)

@@ -12,8 +12,8 @@ from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.dtensor import wrap
-from weft.reshard.groups import group_named, this_rank
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import group_named, this_rank
 
 from ..op import Op
 from ..sharded import Sharding, laid, on_this_rank, sharding_of
@@ -50,7 +50,7 @@ class Placed:
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The op's outputs, of which there are several."""
-        lying = ((self.sharding.output, self.sharding.shape), *(self.sharding.more or ()))
+        lying = self.sharding.outputs
         return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, lying, strict=True))
 
     def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement, Replicate, Shard
 from .terms import one_mesh
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement
 from .terms import Operation, Placements, infer, one_reduction
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..arguments import as_shape
-from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement
 from .nearest import nearest
 from .terms import Operation, Placements, checked_dims, judge, letters

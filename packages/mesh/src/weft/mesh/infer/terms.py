@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..arguments import as_int
-from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement, Replicate, Shard
 from ..process_mesh import ProcessMesh
 

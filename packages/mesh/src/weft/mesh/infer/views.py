@@ -8,9 +8,8 @@ from functools import lru_cache
 from itertools import product
 
 from ..arguments import as_shape
-from ..errors import LayoutError
 from ..extents import largest_part
-from ..layout import Layout
+from ..layout import Layout, LayoutError
 from ..placement import Placement, Replicate, Shard
 from .nearest import nearest
 from .terms import Operation, checked_dims, infer, letters, one_reduction

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from ..initialization import local_slices
 from ..llama import weights as llama

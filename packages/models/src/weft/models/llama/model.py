@@ -35,14 +35,15 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor, dropout_key: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, dropout_key: int | Tensor | None = None) -> Tensor:
         T, limit = tokens.shape[-1], self.config.max_seq_len
         if limit < T:
             raise ValueError(
                 f"{T} tokens in a sequence, but the model was made for max_seq_len {limit}; give fewer, or raise it"
             )
         length = min(limit, 1 << max(0, T - 1).bit_length())  # a power of two: few lengths, so few tables are kept
-        cos, sin = (table[:T] for table in rotary_tables(self.config, length, tokens.device))  # [T, D // 2]
+        tables = compute_rotary_tables if torch.compiler.is_compiling() else rotary_tables
+        cos, sin = (table[:T] for table in tables(self.config, length, tokens.device))  # [T, D // 2]
         x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
         for layer in self.layers:
             x = layer(x, cos, sin, dropout_key)
@@ -92,7 +93,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_dropout")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dropout_key: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dropout_key: int | Tensor | None = None) -> Tensor:
         x = kernels.add(x, self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin), dropout_key))
         return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))
 
@@ -131,10 +132,7 @@ class MLP(nn.Module):
         return output
 
 
-@lru_cache(maxsize=32)
-@torch.inference_mode(False)  # kept tables must be fit for training, whoever asks first
-@torch.no_grad()
-def rotary_tables(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def compute_rotary_tables(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles: [length, D // 2] float32 each.
 
     Made from the config on demand, so they are right wherever the model was built. In float32 as Hugging Face
@@ -150,3 +148,11 @@ def rotary_tables(config: LlamaConfig, length: int, device: torch.device) -> tup
         frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
     angle = torch.outer(torch.arange(length, device=device).float(), frequency)
     return angle.cos(), angle.sin()
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)  # kept tables must be fit for training, whoever asks first
+@torch.no_grad()
+def rotary_tables(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`compute_rotary_tables`, kept; a graph that is traced computes its own."""
+    return compute_rotary_tables(config, length, device)

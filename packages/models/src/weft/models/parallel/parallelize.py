@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, ProcessMesh, Replicate, Shard
+from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import distribute, layout_of, reshard
-from weft.reshard.dtensor import as_process_mesh
+from weft.reshard.running.dtensor import as_process_mesh
 
 from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
 
@@ -88,51 +89,63 @@ def column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
     return siblings
 
 
-class _Entrance:
-    """Where a tensor enters column-parallel siblings: it is made whole once, whichever of them come for it.
+def _enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tensor enters a column-parallel layer: it is made whole.
 
     The forward gathers a sequence-parallel input and moves nothing otherwise; the backward reduces the gradient.
     """
+    x, *rest = args
+    return (_along_tensor_axis(x, "R"), *rest) if isinstance(x, DTensor) else args  # a plain one counts as replicated
+
+
+class _Entrance:
+    """Where a tensor enters column-parallel siblings: as `_enter`, once, whichever of them come for it."""
 
     def __init__(self) -> None:
         self._outside: Tensor | None = None
-        self._inside: Tensor | None = None
+        self._entered: tuple[Any, ...] | None = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *rest = args
-        if not isinstance(x, DTensor):
-            return args  # it counts as replicated
-        if x is not self._outside or self._inside is None:
-            self._outside, self._inside = x, reshard(x, placements=_along_tensor_axis(layout_of(x), Replicate()))
-        return self._inside, *rest
+        if args[0] is not self._outside or self._entered is None:
+            self._outside, self._entered = args[0], _enter(module, args[:1])
+        return *self._entered, *args[1:]
 
     def close(self, *_: object) -> None:
         """Called when the parent returns, so that no activation outlives it."""
-        self._outside = self._inside = None
+        self._outside = self._entered = None
 
 
 def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> None:
     modules = dict(model.named_modules())
     for parent, names in column_siblings(styles).items():
+        if len(names) == 1:
+            modules[names[0]].register_forward_pre_hook(_enter)
+            continue
         entrance = _Entrance()
         for name in names:
             modules[name].register_forward_pre_hook(entrance.enter)
         modules[parent].register_forward_hook(entrance.close, always_call=True)
-    stream = Shard(TOKENS_DIM) if plan.sequence else Replicate()
+    stream = f"S({TOKENS_DIM})" if plan.sequence else "R"
     for name, style in styles.items():
         if isinstance(style, RowwiseParallel | VocabParallel):
             modules[name].register_forward_hook(_leave(stream))
     if not plan.loss_parallel:
-        model.register_forward_hook(_leave(Replicate()))
+        model.register_forward_hook(_leave("R"))
+
+
+@torch.compiler.allow_in_graph  # what traces Dynamo's graph sees through it: Dynamo itself knows no layouts
+def _along_tensor_axis(x: DTensor, placement: str) -> DTensor:
+    """x with another placement on the tensor axis."""
+    return reshard(x, placements=_replaced(layout_of(x), placement))
 
 
 @lru_cache(maxsize=1024)  # a few layouts, asked for at every boundary of every step
-def _along_tensor_axis(layout: Layout, placement: Shard | Replicate) -> Layout:
+def _replaced(layout: Layout, placement: str) -> Layout:
     return layout.replace(**{TENSOR_AXIS: placement})
 
 
-def _leave(placement: Shard | Replicate) -> Callable[[nn.Module, Any, DTensor], DTensor]:
+def _leave(placement: str) -> Callable[[nn.Module, Any, DTensor], DTensor]:
     def hook(module: nn.Module, args: Any, output: DTensor) -> DTensor:
-        return reshard(output, placements=_along_tensor_axis(layout_of(output), placement))
+        return _along_tensor_axis(output, placement)
 
     return hook

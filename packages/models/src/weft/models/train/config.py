@@ -80,11 +80,13 @@ class TrainConfig:
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""
     log_every: int = 10
-    """Steps between lines where the output is no terminal."""
+    """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
     sequence_parallel: bool = False
     """Shard activations on the tokens between the tensor-parallel layers."""
+    compile: bool = False
+    """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
     data: DataConfig = field(default_factory=DataConfig)

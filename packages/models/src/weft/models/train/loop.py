@@ -6,6 +6,7 @@ import dataclasses
 import math
 import resource
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of, reshard
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from ..estimate import Collectives, collectives
 from ..generation import generate
@@ -57,16 +58,31 @@ def train(run: Run, device: torch.device) -> None:
     losses = []
     with report.steps(config) as shown:
         for step in range(config.steps):
-            metrics = trainer.first_step(results) if step == 0 else trainer.step(step, results)
-            losses.append(metrics.loss)
-            shown.show(metrics)
-            results.add(metrics)
-            if config.save_every and (step + 1) % config.save_every == 0:
+            trainer.first_step() if step == 0 else trainer.step(step)
+            shown.begun(step + 1)
+            saves = config.save_every and (step + 1) % config.save_every == 0
+            if saves or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
+                for metrics in trainer.read(results):
+                    losses.append(metrics.loss)
+                    shown.show(metrics)
+                    results.add(metrics)
+            if saves:
                 results.save(trainer.model, f"checkpoint-{step + 1}")
     seconds = time.perf_counter() - start
     results.save(trainer.model, "checkpoint")
     report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     report.line(next_steps(run.folder, run.recipe, losses[0], losses[-1], seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step that was taken, its numbers still on the device. local_loss: this rank's part."""
+
+    step: int
+    loss: Tensor
+    local_loss: Tensor
+    grad_norm: Tensor
+    lr: float
 
 
 class _Trainer:
@@ -82,6 +98,9 @@ class _Trainer:
         self.plan = dataclasses.replace(model.parallel_plan(), sequence=run.config.sequence_parallel)
         self.predicted = collectives(model, self.mesh, self.plan)
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
+        if run.config.compile:
+            for layer in self.model.layers:  # type: ignore[union-attr]
+                layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
         self._optimizer = make_optimizer(self.model, run.config.optimizer)
         data = run.config.data
@@ -91,18 +110,19 @@ class _Trainer:
         self._shape = (data.batch_size, data.sequence_length)
         self._layout = Layout(self.mesh, {"dp": Shard(0)})
         self._rows = self._layout.local_slices(self._shape, self.rank)[0]
+        self._taken: list[_Taken] = []
+        self._read_at = time.perf_counter()
 
-    def step(self, step: int, results: Results, count: CollectiveCount | None = None) -> Metrics:
-        """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`."""
-        start = time.perf_counter()
-        loss = self._loss(step)
+    def step(self, step: int, count: CollectiveCount | None = None) -> None:
+        """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`.
+
+        The host waits for no device: `read` brings the numbers.
+        """
+        loss, local_loss = self._loss(step)
         self._mark(count, "forward")
         loss.backward()  # type: ignore[no-untyped-call]
         self._mark(count, "backward")
         self._sync.wait()
-        value = _number(loss)
-        if not math.isfinite(value):
-            raise TrainingError(self._explain(step, value, results))
         norm = clip_gradients(self.model, self._config.optimizer.clip_norm)
         self._mark(count, "gradients")
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
@@ -110,43 +130,60 @@ class _Trainer:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        seconds = time.perf_counter() - start
-        return Metrics(
-            step=step + 1,
-            loss=value,
-            grad_norm=norm,
-            lr=lr,
-            tokens_per_second=math.prod(self._shape) / seconds,
-            memory_bytes=_memory(self._device),
-        )
+        self._taken.append(_Taken(step + 1, _local(loss), _local(local_loss), norm, lr))
 
-    def first_step(self, results: Results) -> Metrics:
-        """Step 1, its collectives counted and its loss compared with that of one process."""
+    def read(self, results: Results) -> list[Metrics]:
+        """The metrics of the steps since it was last called, in order. The host waits for the device once.
+
+        Communication: none; where a loss is not finite, a gather of that step's parts.
+        Raises TrainingError for the first step whose loss is not finite, on every rank.
+        """
+        taken, self._taken = self._taken, []
+        losses = torch.stack([each.loss for each in taken]).tolist()
+        norms = torch.stack([each.grad_norm for each in taken]).tolist()
+        seconds, self._read_at = time.perf_counter() - self._read_at, time.perf_counter()
+        for each, loss in zip(taken, losses, strict=True):
+            if not math.isfinite(loss):
+                raise TrainingError(self._explain(each, loss, results))
+        return [
+            Metrics(
+                step=each.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=each.lr,
+                tokens_per_second=len(taken) * math.prod(self._shape) / seconds,
+                memory_bytes=_memory(self._device),
+            )
+            for each, loss, norm in zip(taken, losses, norms, strict=True)
+        ]
+
+    def first_step(self) -> None:
+        """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
         self.issued: Collectives = {}
-        with CollectiveCount() as count:
-            metrics = self.step(0, results, count)
+        self._read_at = time.perf_counter()
+        with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
+            self.step(0, count)
         self.report.issued(self.predicted, self.issued)
         if alone is not None:
-            self.report.check(metrics.loss, alone, self.mesh.size)
-        return metrics
+            self.report.check(float(self._taken[0].loss), alone, self.mesh.size)
 
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
         prompt = torch.tensor([encode(SAMPLE_PROMPT)], device=self._device)
-        tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
+        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+            tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
 
-    def _loss(self, step: int) -> Tensor:
-        """The mean loss over the global batch of `step`, whole on every rank."""
+    def _loss(self, step: int) -> tuple[Tensor, Tensor]:
+        """The mean loss over the global batch of `step`, whole on every rank, and this rank's part of it."""
         tokens, target = (part.to(self._device) for part in self._batches.batch(step, self._rows))
         if self.mesh.size > 1:
             tokens, target = (wrap(part, self._layout, self._shape) for part in (tokens, target))
         logits = self.model(tokens, dropout_key=self._dropout_key(step))
         loss = cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
-        self._local_loss = loss.detach()
-        return reshard(loss) if isinstance(loss, DTensor) else loss
+        return (reshard(loss) if isinstance(loss, DTensor) else loss), loss.detach()
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
@@ -157,30 +194,29 @@ class _Trainer:
         with torch.no_grad():
             return float(cross_entropy(model(tokens, dropout_key=self._dropout_key(0)), target))
 
-    def _dropout_key(self, step: int) -> int:
-        return derive_key(self._config.seed, "dropout", step)
+    def _dropout_key(self, step: int) -> Tensor:
+        return torch.tensor(derive_key(self._config.seed, "dropout", step), dtype=torch.uint64)
 
     def _mark(self, count: CollectiveCount | None, phase: str) -> None:
         if count is not None:
             self.issued[phase] = count.take()
 
-    def _explain(self, step: int, loss: float, results: Results) -> str:
+    def _explain(self, taken: _Taken, loss: float, results: Results) -> str:
         """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
         parts: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(parts, _number(self._local_loss))
+        dist.all_gather_object(parts, float(taken.local_loss))
         ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
         last = results.last_checkpoint or "none; set --save-every to keep some"
         return (
-            f"the loss is {loss} at step {step + 1}, on rank{'s' if len(ranks) > 1 else ''} "
+            f"the loss is {loss} at step {taken.step}, on rank{'s' if len(ranks) > 1 else ''} "
             f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
             f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
         )
 
 
-def _number(scalar: Tensor) -> float:
-    """A scalar's local value. On a GPU the host waits for it."""
+def _local(scalar: Tensor) -> Tensor:
     scalar = scalar.detach()
-    return float(scalar.to_local() if isinstance(scalar, DTensor) else scalar)
+    return scalar.to_local() if isinstance(scalar, DTensor) else scalar
 
 
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of
-from weft.reshard.groups import this_rank
+from weft.reshard.running.groups import this_rank
 
 from .config import OptimizerConfig
 
@@ -33,10 +33,11 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was.
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was, a scalar.
 
-    Each shard is counted on one of the ranks that hold it. Non-finite gradients are left as they are.
+    Each shard is counted on one of the ranks that hold it. Non-finite gradients are left as they are. The host waits for
+    no device.
     Communication: one all-reduce of a number over the world, where the model is parallel.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -47,9 +48,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
         total = torch.stack(torch._foreach_norm(counted)).square().sum()
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         dist.all_reduce(total)
-    norm = float(total.sqrt())
-    if max_norm < norm < float("inf"):
-        torch._foreach_mul_([g for g in gradients if g is not None], max_norm / norm)
+    norm = total.sqrt()
+    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
+    torch._foreach_mul_([g for g in gradients if g is not None], scale)
     return norm
 
 

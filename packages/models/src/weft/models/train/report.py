@@ -98,9 +98,14 @@ class _Steps:
         self._report, self._config, self._bar = report, config, bar
         self._task = bar.add_task("", total=config.steps) if bar else None
 
+    def begun(self, step: int) -> None:
+        """The step's work was given to the device, and may go on there."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
     def show(self, metrics: Metrics) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=metrics.step, description=str(metrics))
+            self._bar.update(self._task, description=str(metrics))
         elif metrics.step in (1, self._config.steps) or metrics.step % self._config.log_every == 0:
             width = len(str(self._config.steps))
             self._report.line(f"step {metrics.step:{width}}/{self._config.steps}  {metrics}")

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.collectives import Pending, Running, all_gather_single
-from weft.reshard.groups import group_named, name_of, of_this_world
+from weft.reshard.running.collectives import Pending, Running, all_gather_single
+from weft.reshard.running.groups import group_named, name_of, of_this_world
 
 from .. import agreement
 from ..agreement import Classes

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of
-from weft.reshard.groups import groups_over
+from weft.reshard.running.groups import groups_over
 
 from ...op import Op
 from ...sharded import Shapes, Sharding, independent

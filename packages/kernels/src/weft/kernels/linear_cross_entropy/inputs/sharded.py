@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library
 from weft.mesh.extents import largest_part
-from weft.reshard.collectives import all_gather_single, reduce_scatter_single
-from weft.reshard.groups import group_named
+from weft.reshard.running.collectives import all_gather_single, reduce_scatter_single
+from weft.reshard.running.groups import group_named
 
 
 class Shared(torch.autograd.Function):

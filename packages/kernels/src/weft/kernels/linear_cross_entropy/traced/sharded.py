@@ -8,7 +8,7 @@ from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.dtensor import wrap
+from weft.reshard.running.dtensor import wrap
 
 from ...cross_entropy.custom_ops import Place, place_and_options
 from ...cross_entropy.traced.sharded import divided_by, place_of

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 
+from ..planning.identities import identity
 from .groups import device_mesh, of_this_world, process_mesh, this_rank
-from .identities import identity
 
 
 def layout_of(dtensor: DTensor) -> Layout:

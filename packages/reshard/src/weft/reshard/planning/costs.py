@@ -20,7 +20,9 @@ from weft.mesh.extents import largest_part
 
 from .exchange import Messages, messages_of
 from .layouts import dual_layout
-from .pricing import sizes_of, spec_of
+from .links import Links
+from .pricing import sizes_of
+from .spec import spec_of
 from .steps import (
     AllGather,
     AllReduce,
@@ -38,7 +40,6 @@ from .steps import (
     dims_of,
     follow,
 )
-from .topology import Topology
 
 
 def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
@@ -106,7 +107,7 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
     return held + messages.sent_elements + messages.received_elements + result
 
 
-def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Topology) -> float:
+def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Links) -> float:
     """Time of the step on the busiest rank, as the search prices it; between meshes, by the messages of each rank."""
     after = follow(step, layout)
     if after.mesh != layout.mesh:

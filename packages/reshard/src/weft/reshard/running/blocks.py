@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .steps import AllGather, ReduceScatter, axes_of, dims_of
+from ..planning.steps import AllGather, ReduceScatter, axes_of, dims_of
 
 
 def padded(local: Tensor, shape: Sequence[int]) -> Tensor:

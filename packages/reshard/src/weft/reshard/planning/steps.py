@@ -118,6 +118,7 @@ Step = (
     | Relabel
 )
 Targeted = Exchange | Permute | ReduceExchange | Relabel
+Local = Slice | MakePartial | Relabel  # nothing travels
 
 
 def axes_of(step: AllGather | AllReduce | ReduceScatter | AllToAll | Slice | MakePartial) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, Partial, Replicate, Shard
 
+from ..planning.costs import padded_part
+from ..planning.layouts import without_trivial_axes
+from ..planning.steps import ReduceScatter, axes_of
 from .blocks import cut_to, taken_apart
 from .collectives import Pending, Running, all_reduce, reduce_scatter
-from .costs import padded_part
 from .dtensor import layout_of, wrap
 from .groups import group_along, make_groups, process_mesh, this_rank
-from .layouts import without_trivial_axes
 from .order import announce
-from .steps import ReduceScatter, axes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from itertools import product
 from weft.mesh import Layout
 from weft.mesh.extents import Box, overlap, volume
 
-from .pricing import moving, spec_of
+from .spec import moving, spec_of
 
 
 @dataclass(frozen=True, slots=True)

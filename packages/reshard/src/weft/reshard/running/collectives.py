@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.mesh.extents import Box, volume
 
-from .exchange import Messages, within
-from .identities import reduced
+from ..planning.exchange import Messages, within
+from ..planning.identities import reduced
 
 Running = Generator[dist.Work, None, Tensor]
 Phase = tuple[dist.ProcessGroup, list[int]]  # a group, and the position of each of its members along the axes
@@ -36,6 +36,11 @@ class Pending:
         self._running = running
         self._advance()
 
+    @classmethod
+    def finished(cls, result: Tensor) -> Pending:
+        """Nothing runs any more."""
+        return cls(_returned(result))
+
     def wait(self) -> Tensor:
         """Waits for what was started, runs the rest, and returns the result."""
         while self._work is not None:
@@ -49,6 +54,11 @@ class Pending:
             self._work = next(self._running)
         except StopIteration as done:
             self._result: Tensor = done.value
+
+
+def _returned(result: Tensor) -> Running:
+    return result
+    yield
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:

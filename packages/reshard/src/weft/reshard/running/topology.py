@@ -1,81 +1,33 @@
-"""What a message costs on each axis of a mesh: given by the caller, or measured."""
+"""The links of a mesh's axes, given by the caller or measured."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from ..planning.links import UNUSED, Link, Links
+from .collectives import all_gather_single
+from .dtensor import as_process_mesh
+from .groups import device_mesh
 
 MEASURED_BYTES = (2**12, 2**16, 2**20, 2**23)  # of a part: from what latency decides to what bandwidth decides
 WARMUP, ROUNDS = 2, 7
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How a rank receives along an axis. latency: seconds a message; bandwidth: bytes a second."""
-
-    latency: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"a link's latency is {self.latency!r} s; give a finite number of seconds >= 0")
-        if not self.bandwidth > 0:
-            raise ValueError(f"a link's bandwidth is {self.bandwidth!r} bytes/s; give a number > 0")
-
-
-UNUSED = Link(0.0, math.inf)  # of an axis of size 1: nothing travels on it
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Topology:
+class Topology(Links):
     """The links of a mesh's axes: Topology({"dp": Link(5e-6, 50e9), "tp": Link(2e-6, 400e9)}).
 
     between: the link that joins ranks of different meshes; absent: the slowest of the axes' links.
     """
 
-    links: tuple[tuple[str, Link], ...]
-    between: Link
-
-    def __init__(self, links: Mapping[str, Link], between: Link | None = None) -> None:
-        if not links:
-            raise ValueError("a Topology without axes; give the link of each axis, as in {'tp': Link(2e-6, 400e9)}")
-        for axis, link in links.items():
-            if not isinstance(link, Link):
-                raise ValueError(f"axis {axis!r} has {link!r} for a link; give Link(latency, bandwidth)")
-        object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda named: named[0])))
-        object.__setattr__(
-            self, "between", between or min(links.values(), key=lambda link: (link.bandwidth, -link.latency))
-        )
-
-    def __reduce__(self) -> tuple[type[Topology], tuple[dict[str, Link], Link]]:
-        return Topology, (dict(self.links), self.between)
-
-    def __repr__(self) -> str:
-        return f"Topology({dict(self.links)}, between={self.between})"
-
-    def link(self, axis: str) -> Link:
-        """The link of `axis`. Raises ValueError for an axis without one."""
-        for name, link in self.links:
-            if name == axis:
-                return link
-        known = ", ".join(name for name, _ in self.links)
-        raise ValueError(f"the topology has no link for axis {axis!r}; it has {known}; give one for each axis")
-
-    def seconds(self, traffic: Mapping[str, tuple[int, int]]) -> float:
-        """Time of messages and bytes received along each axis, one after the other: {"tp": (messages, bytes)}."""
-        links = ((self.link(axis), *moved) for axis, moved in traffic.items())
-        return sum(messages * link.latency + nbytes / link.bandwidth for link, messages, nbytes in links)
+    __slots__ = ()
 
     @classmethod
     def measure(
@@ -87,9 +39,6 @@ class Topology:
         Communication: all ranks of the world call it, and get equal topologies.
         Raises ValueError for fewer than two different sizes.
         """
-        from .dtensor import as_process_mesh
-        from .groups import device_mesh
-
         backend = "cuda" if dist.get_backend() == "nccl" else "cpu"
         device = device_type or str(getattr(mesh, "device_type", backend))
         mesh = as_process_mesh(mesh)
@@ -113,8 +62,6 @@ class Topology:
 
 def _time_all_gathers(group: dist.ProcessGroup, ranks: int, sizes: Sequence[int], device_type: str) -> torch.Tensor:
     """Median seconds of an all-gather of each size, the sizes taken in turn."""
-    from .collectives import all_gather_single
-
     parts = [torch.zeros(nbytes, dtype=torch.uint8, device=device_type) for nbytes in sizes]
     wholes = [part.new_empty(ranks * part.numel()) for part in parts]
     times: list[list[float]] = [[] for _ in sizes]

@@ -1,6 +1,6 @@
 """What a move costs, from sizes alone: messages and elements that the busiest rank receives, axis by axis.
 
-A spec says, dim by dim, which axes shard it, major first. Every part is taken to be as large as the first rank's, which
+Every part is taken to be as large as the first rank's, which
 is exact where sizes divide evenly and padded where they do not. The algorithms counted:
 
 all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on one axis after the other
@@ -17,13 +17,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.mesh import Layout, ProcessMesh
+from weft.mesh import ProcessMesh
 from weft.mesh.extents import chunk, largest_part
 
+from .links import Links
+from .spec import Spec, moving
 from .steps import AllGather, AllReduce, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
-from .topology import Topology
 
-Spec = tuple[tuple[str, ...], ...]
 Traffic = dict[str, tuple[int, int]]  # per axis: messages and elements
 
 
@@ -118,26 +118,12 @@ class Sizes:
         return [axis for axis in reversed(self.slow_first) if axis in axes]
 
 
-def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Topology | None) -> Sizes:
+def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Links | None) -> Sizes:
     """Sizes on a mesh; without a topology the outer axes count as the slow ones."""
     names = mesh.axis_names
     if topology is not None:
         names = tuple(sorted(names, key=lambda axis: topology.link(axis).bandwidth))
     return Sizes(shape, dict(zip(mesh.axis_names, mesh.shape, strict=True)), names)
-
-
-def spec_of(layout: Layout, ndim: int) -> Spec:
-    """The spec of a layout, as long as the tensor has dims."""
-    return tuple(layout.shard_order.get(dim, ()) for dim in range(ndim))
-
-
-def moving(src: Spec, dst: Spec) -> set[str]:
-    """The axes over which an exchange moves data: all that shard something, but for those that both cut a dim with first."""
-    axes: set[str] = set()
-    for a, b in zip(src, dst, strict=True):
-        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        axes.update(a[same:], b[same:])
-    return axes
 
 
 def total(traffic: Traffic) -> int:

@@ -15,20 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
 from weft.mesh.extents import chunk
 
-from .blocks import assembled, cut_to, padded, taken_apart
-from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
-from .costs import backwards, padded_part
-from .exchange import exchanging_axes, messages_of, taking_part
-from .groups import axis_group, device_mesh, group_along, group_of, make_groups, this_rank
-from .identities import identity
-from .layouts import dual_layout
-from .order import announce
-from .plan import Plan
-from .steps import (
+from ..planning.costs import backwards, padded_part
+from ..planning.exchange import exchanging_axes, messages_of, taking_part
+from ..planning.identities import identity
+from ..planning.layouts import dual_layout
+from ..planning.plan import Plan
+from ..planning.steps import (
     AllGather,
     AllReduce,
     AllToAll,
     Exchange,
+    Local,
     MakePartial,
     Permute,
     ReduceExchange,
@@ -40,6 +37,10 @@ from .steps import (
     axes_of,
     follow,
 )
+from .blocks import assembled, cut_to, padded, taken_apart
+from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
+from .groups import axis_group, device_mesh, group_along, group_of, make_groups, this_rank
+from .order import announce
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -76,7 +77,7 @@ def prepare(plan: Plan, device_type: str) -> None:
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     rank = this_rank()
     takes_part = rank in plan.src.mesh or rank in plan.dst.mesh
-    if takes_part and any(not isinstance(step, Slice | MakePartial | Relabel) for step in plan.steps):
+    if takes_part and any(not isinstance(step, Local) for step in plan.steps):
         announce(plan, plan.ranks, (plan.src.mesh, plan.dst.mesh))
     prepare(plan, mesh.device_type)
     if not takes_part:

@@ -11,15 +11,15 @@ from weft.mesh import Layout, Partial, Replicate, Shard
 
 from .exchange import messages_of
 from .layouts import without_partial
+from .links import Links
 from .search import Fits, cheapest
 from .steps import Exchange, MakePartial, Relabel, Step
-from .topology import Topology
 
 Shape = tuple[int, ...]
 
 
 def cheapest_across(
-    src: Layout, dst: Layout, shape: Shape, *, itemsize: int, topology: Topology | None, fits: Fits | None
+    src: Layout, dst: Layout, shape: Shape, *, itemsize: int, topology: Links | None, fits: Fits | None
 ) -> tuple[Step, ...] | None:
     """Steps from `src` to `dst` on another mesh; None where `fits` takes none of those found.
 

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 
+from ..planning.layouts import cotangent
+from ..planning.plan import plan
 from .collectives import Pending
 from .dtensor import as_process_mesh, layout_of, wrap
 from .executor import started
 from .groups import this_rank
-from .layouts import cotangent
-from .plan import plan
+from .traced import traced
 from .topology import Topology
 
 Placements = Mapping[str, Placement] | Sequence[Placement] | str
@@ -40,7 +41,26 @@ def reshard(
     the target's mesh is new to this process group world its groups are made, by all ranks of the world.
     Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
+            raise LayoutError("compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest")
+        return _in_graph(dtensor, _text(placements))
     return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(dtensor: DTensor, placements: str) -> DTensor:
+    """A node of Dynamo's graph, which what traces that graph sees through: Dynamo itself knows no layouts."""
+    return start_reshard(dtensor, None, placements).wait()
+
+
+def _text(placements: Any) -> Any:
+    """What Dynamo can put into its graph: text, or a tuple of texts."""
+    if placements is None or isinstance(placements, str):
+        return placements or ()
+    if isinstance(placements, Mapping):
+        return ", ".join([f"{axis}: {placement}" for axis, placement in placements.items()])
+    return tuple([str(placement) for placement in placements])
 
 
 def start_reshard(
@@ -61,7 +81,8 @@ def start_reshard(
     _check_local(local, src, dtensor.shape)
     made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     with torch.no_grad():
-        pending = started(made, local, dtensor.device_mesh)
+        run = traced if torch.compiler.is_compiling() else started
+        pending = run(made, local, dtensor.device_mesh)
     return StartedReshard(dtensor, target, pending, _Options(topology, memory_limit))
 
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from weft.mesh import Layout, LayoutError
-from weft.mesh.picture import coloured
+from weft.mesh.picture import coloured, draw
 
 from .across import cheapest_across
 from .bounds import lower_bound_elements
 from .costs import peak_elements, received_elements, seconds_of
 from .layouts import check_reductions, dual_layout, without_trivial_axes
-from .pictures import WIDTH, explained, written
+from .links import Links
+from .pictures import WIDTH, pictured, written
 from .search import cheapest
 from .steps import Step, dual, follow
-from .topology import Topology
+
+LISTED = 16  # ranks whose bytes are listed one by one, where they differ
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Plan:
     shape: tuple[int, ...]
     dtype: torch.dtype
     steps: tuple[Step, ...]
-    topology: Topology | None = None
+    topology: Links | None = None
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -110,7 +112,33 @@ class Plan:
         width: columns that the pictures should not exceed; where they do not fit side by side, they stand one below the
             other.
         """
-        return explained(self, width)
+        lines = [*self._figures(), *pictured(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
+        if not self.steps:
+            lines += ["nothing to do", *draw(self.src, self.shape, width=width)]
+        return "\n".join(lines)
+
+    def _figures(self) -> list[str]:
+        received, bound = self.max_received_bytes, self.lower_bound_bytes
+        gap = "as few as any plan" if received == bound else f"at least {bound:,} by the bound"
+        if bound and received != bound:
+            gap += f", {received / bound:.2f} times that"
+        there = f" -> {self.dst.mesh}" if self.src.mesh != self.dst.mesh else ""
+        return [
+            f"({self.src}) -> ({self.dst})",
+            f"{self.dtype} {self.shape} on {self.src.mesh}{there}",
+            f"received by the busiest rank: {received:,} bytes, {gap}",
+            *self._received_by_each(),
+            f"alive at once on a rank: {self.peak_bytes:,} bytes at most",
+            *([] if self.topology is None else [f"predicted time: {1e6 * self.seconds:,.1f} us"]),
+        ]
+
+    def _received_by_each(self) -> list[str]:
+        """What each of a few ranks receives, where that differs."""
+        received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
+        if len(self.ranks) > LISTED or len(set(received.values())) == 1:
+            return []
+        listed = ", ".join(f"rank {rank} {count:,}" for rank, count in received.items())
+        return [f"received by each: {listed} bytes"]
 
     def __rich__(self) -> Any:
         """What `rich.print(plan)` shows: `explain` in colour, where the terminal has it."""
@@ -126,7 +154,7 @@ def plan(
     shape: Sequence[int],
     dtype: torch.dtype,
     *,
-    topology: Topology | None = None,
+    topology: Links | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
     """The plan from `src` to `dst` for a global tensor; computed from global metadata alone, cached by value.
@@ -146,7 +174,7 @@ def _plan(
     dst: Layout,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    topology: Topology | None,
+    topology: Links | None,
     memory_limit: int | None,
 ) -> Plan:
     for layout in (src, dst):

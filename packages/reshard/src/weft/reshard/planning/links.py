@@ -1,0 +1,66 @@
+"""What a message costs on each axis of a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a rank receives along an axis. latency: seconds a message; bandwidth: bytes a second."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"a link's latency is {self.latency!r} s; give a finite number of seconds >= 0")
+        if not self.bandwidth > 0:
+            raise ValueError(f"a link's bandwidth is {self.bandwidth!r} bytes/s; give a number > 0")
+
+
+UNUSED = Link(0.0, math.inf)  # of an axis of size 1: nothing travels on it
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Links:
+    """The links of a mesh's axes; what callers make of it is `Topology`.
+
+    between: the link that joins ranks of different meshes; absent: the slowest of the axes' links.
+    """
+
+    links: tuple[tuple[str, Link], ...]
+    between: Link
+
+    def __init__(self, links: Mapping[str, Link], between: Link | None = None) -> None:
+        if not links:
+            raise ValueError("a Topology without axes; give the link of each axis, as in {'tp': Link(2e-6, 400e9)}")
+        for axis, link in links.items():
+            if not isinstance(link, Link):
+                raise ValueError(f"axis {axis!r} has {link!r} for a link; give Link(latency, bandwidth)")
+        object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda named: named[0])))
+        object.__setattr__(
+            self, "between", between or min(links.values(), key=lambda link: (link.bandwidth, -link.latency))
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self.links), self.between)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self.links)}, between={self.between})"
+
+    def link(self, axis: str) -> Link:
+        """The link of `axis`. Raises ValueError for an axis without one."""
+        for name, link in self.links:
+            if name == axis:
+                return link
+        known = ", ".join(name for name, _ in self.links)
+        raise ValueError(f"the topology has no link for axis {axis!r}; it has {known}; give one for each axis")
+
+    def seconds(self, traffic: Mapping[str, tuple[int, int]]) -> float:
+        """Time of messages and bytes received along each axis, one after the other: {"tp": (messages, bytes)}."""
+        links = ((self.link(axis), *moved) for axis, moved in traffic.items())
+        return sum(messages * link.latency + nbytes / link.bandwidth for link, messages, nbytes in links)

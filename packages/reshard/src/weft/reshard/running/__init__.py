@@ -1,0 +1,1 @@
+"""What runs: DTensors, process groups, collectives, and plans carried out on them."""

@@ -1,0 +1,138 @@
+"""Models under torch.compile: one graph a block, or one in all, with the values that they have without it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import Layout, ProcessMesh, derive_key
+from weft.models import Llama, LlamaConfig, initialize, parallelize
+from weft.reshard import distribute, layout_of, reshard
+
+from tests.support.pool import Pool
+
+COMPILING = 300  # seconds: a limit for a hang
+CONFIG = LlamaConfig(
+    vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, attention_bias=True
+)
+BATCH, TOKENS = 4, 6
+
+
+def by_the_block(model: nn.Module, backend: str) -> Callable[..., Tensor]:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def whole(model: nn.Module, backend: str) -> Callable[..., Tensor]:
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+WAYS = {"block": by_the_block, "model": whole}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, CONFIG.vocab_size, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def key(step: int) -> Tensor:
+    return torch.tensor(derive_key(0, "dropout", step), dtype=torch.uint64)
+
+
+def stepped(
+    model: nn.Module, forward: Callable[..., Tensor], laid: Callable[[Tensor], Tensor], step: int
+) -> list[Tensor]:
+    """The loss and the gradients of a step, without an update."""
+    tokens, target = map(laid, batch(step))
+    model.zero_grad()
+    loss = cross_entropy(forward(tokens, dropout_key=key(step)), target)
+    loss = reshard(loss) if isinstance(loss, DTensor) else loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def collectives_of(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Counter[str]]:
+    """What it returns, and the collectives that it starts; torch.compile runs under no dispatch mode, which counts elsewhere."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = run()
+    return found, Counter(event.name for event in profile.events() if event.name.startswith("c10d::"))
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, DTensor) or isinstance(other, DTensor):
+            assert layout_of(one) == layout_of(other)
+            one, other = one.to_local(), other.to_local()
+        torch.testing.assert_close(one, other)
+
+
+def compiles(way: str, backend: str, config: LlamaConfig, mesh: ProcessMesh | None, sequence: bool) -> None:
+    """Compiled, the model computes what it does otherwise, with as many collectives, and is not compiled again."""
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = Llama(config), Llama(config)
+    laid: Callable[[Tensor], Any] = lambda tensor: tensor  # noqa: E731
+    for model in (eager, compiled):
+        initialize(model, seed=0)
+        if mesh is not None:
+            parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
+    if mesh is not None:
+        laid = lambda tensor: distribute(tensor, Layout(mesh, "dp: S(0)"))  # noqa: E731
+    forward = WAYS[way](compiled, backend)
+    for step in range(4):
+        if step == 2:
+            made = counters["stats"]["unique_graphs"]
+        wanted, expected = collectives_of(partial(stepped, eager, eager, laid, step))
+        found, issued = collectives_of(partial(stepped, compiled, forward, laid, step))
+        same(found, wanted)
+        assert issued == expected
+    assert counters["stats"]["unique_graphs"] == made > 0
+
+
+def on_ranks(way: str, backend: str, config: LlamaConfig, sequence: bool) -> None:
+    compiles(way, backend, config, ProcessMesh.grid(dp=2, tp=2), sequence)
+
+
+CONFIGS = [
+    pytest.param(CONFIG, id="plain"),
+    pytest.param(replace(CONFIG, dropout=0.3, tie_embeddings=True), id="dropout-tied"),
+]
+
+
+@pytest.mark.timeout(COMPILING)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_compiles_to_one_graph(way: str, config: LlamaConfig) -> None:
+    compiles(way, "aot_eager", config, None, False)
+
+
+@pytest.mark.timeout(COMPILING)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parallel_model_compiles_to_one_graph(pool: Pool, way: str, config: LlamaConfig, sequence: bool) -> None:
+    pool.run(on_ranks, way, "aot_eager", config, sequence, ranks=4, timeout=COMPILING)
+
+
+@pytest.mark.timeout(COMPILING)
+def test_inductor_takes_a_block(pool: Pool) -> None:
+    pool.run(on_ranks, "block", "inductor", CONFIG, True, ranks=4, timeout=COMPILING)
+
+
+def test_a_key_that_is_an_int_is_compiled_in_and_says_so() -> None:
+    torch._dynamo.reset()
+    model = Llama(replace(CONFIG, dropout=0.3))
+    initialize(model, seed=0)
+    tokens, _ = batch(0)
+    with pytest.raises(Exception, match=r"torch\.tensor\(derive_key"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, dropout_key=derive_key(0, "dropout"))

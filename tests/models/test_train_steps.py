@@ -1,0 +1,101 @@
+"""A training step gives the device work and waits for none of it; the numbers are read together, later."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from weft import kernels
+from weft.kernels import cross_entropy
+from weft.models import Llama, LlamaConfig, initialize
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig
+from weft.models.train.data import find_corpus
+from weft.models.train.loop import TrainingError, _Trainer
+from weft.models.train.optimizer import clip_gradients, make_optimizer
+from weft.models.train.results import Results
+
+from tests.kernels.reads import NoReads
+from tests.support.pool import Pool
+
+MODEL = LlamaConfig(
+    vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, dropout=0.1
+)
+CONFIG = TrainConfig(
+    model=MODEL, steps=8, check=False, data=DataConfig(batch_size=4, sequence_length=8), mesh=MeshConfig(dp=2, tp=2)
+)
+CHECKING = ("weft.kernels.embedding.reference.can_read", "weft.kernels.cross_entropy.options.can_read")
+
+
+def trainer(text: str, sequence: bool) -> _Trainer:
+    corpus = find_corpus(Path(text))
+    config = replace(CONFIG, sequence_parallel=sequence)
+    run = Run(recipe="small", config=config, corpus=corpus, dp=2, tp=2, folder=Path(text).parent)
+    made = _Trainer(run, torch.device("cpu"))
+    made.report.line = lambda line: None  # type: ignore[method-assign]
+    return made
+
+
+def steps_without_reading(text: str, sequence: bool) -> list[float]:
+    """Steps 2 to 4, without the checks of values that a CPU makes because it waits for nothing."""
+    made = trainer(text, sequence)
+    made.first_step()
+    with ExitStack() as stack:
+        for check in CHECKING:
+            stack.enter_context(patch(check, lambda tensor: False))
+        stack.enter_context(NoReads())
+        for step in range(1, 4):
+            made.step(step)
+    return [metrics.loss for metrics in made.read(Results(Path(text), writes=False))]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("a step waits for no device " * 30)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_a_step_reads_nothing_on_the_host(pool: Pool, text: str, sequence: bool) -> None:
+    losses = pool.run(steps_without_reading, text, sequence, ranks=4)
+    assert losses == [losses[0]] * 4
+    assert len(losses[0]) == 4
+
+
+def broken_at_step_three(text: str) -> str:
+    made = trainer(text, False)
+    made.first_step()
+    made.step(1)
+    with torch.no_grad():
+        made.model.norm.weight.fill_(float("nan"))  # type: ignore[union-attr]
+    made.step(2)
+    made.step(3)
+    with pytest.raises(TrainingError) as caught:
+        made.read(Results(Path(text), writes=False))
+    return str(caught.value)
+
+
+def test_the_first_step_that_is_not_finite_is_named_when_the_losses_are_read(pool: Pool, text: str) -> None:
+    for message in pool.run(broken_at_step_three, text, ranks=4):
+        assert "the loss is nan at step 3, on ranks 0, 1, 2, 3" in message
+
+
+def test_a_step_runs_on_tensors_without_data() -> None:
+    """Where there are no values, none can be read."""
+    with FakeTensorMode():
+        model = Llama(MODEL)
+        initialize(model, seed=0)
+        optimizer = make_optimizer(model, OptimizerConfig())
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        key = torch.zeros((), dtype=torch.uint64)
+        loss = cross_entropy(model(tokens, dropout_key=key), tokens)
+        loss.backward()
+        norm = clip_gradients(model, 1.0)
+        optimizer.step()
+        loss = kernels.linear_cross_entropy(torch.zeros(8, 16), model.lm_head.weight, tokens[0])
+        loss.backward()
+    assert loss.shape == norm.shape == ()
