@@ -16,7 +16,13 @@ from . import reference
 
 
 def forward(
-    x: Tensor, key: Tensor | None = None, *, p: float, number: int = 0, name: str | None = None, part: Part | None = None
+    x: Tensor,
+    key: Tensor | None = None,
+    *,
+    p: float,
+    number: int = 0,
+    name: str | None = None,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensors]:
     """The output; but for the key nothing is saved, since backward draws the mask again.
 

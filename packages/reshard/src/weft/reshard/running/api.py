@@ -17,8 +17,8 @@ from .collectives import Pending
 from .dtensor import as_process_mesh, layout_of, wrap
 from .executor import started
 from .groups import this_rank
-from .traced import traced
 from .topology import Topology
+from .traced import traced
 
 Placements = Mapping[str, Placement] | Sequence[Placement] | str
 
@@ -43,7 +43,9 @@ def reshard(
     """
     if torch.compiler.is_dynamo_compiling():
         if mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
-            raise LayoutError("compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest")
+            raise LayoutError(
+                "compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest"
+            )
         return _in_graph(dtensor, _text(placements))
     return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
 
