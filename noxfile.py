@@ -18,6 +18,9 @@ PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without th
 PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
 # pip would compile all of what it installs, which takes longer than the rest; Python compiles what is imported, if it may.
 LAZILY = () if sys.dont_write_bytecode else ("--no-compile",)
+TIME_LIMIT = (
+    "--timeout=900"  # seconds of a test; it ends one that hangs, and none that many programs beside it slow down
+)
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
@@ -42,8 +45,14 @@ nox.logger.logger.addFilter(lambda record: "uv binary not found" not in record.g
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """The tests; arguments go to pytest. Without any, all of them, on several workers."""
+    """The tests, of many cases a sample: minutes. Arguments go to pytest; without any, on several workers."""
     _pytest(session, *(session.posargs or WORKERS))
+
+
+@nox.session
+def test_exhaustive(session: nox.Session) -> None:
+    """The cases that `test` leaves out; arguments go to pytest. Both together are all tests."""
+    _pytest(session, "-m", "exhaustive and not gpu", *(session.posargs or WORKERS))
 
 
 @nox.session
@@ -67,7 +76,7 @@ def test_browser(session: nox.Session) -> None:
     """The tests of the results' page in Chromium; they fail where there is none. CHROMIUM names its program."""
     python = _environment(session, "browser", list(BROWSER_TOOLS))
     only = ("--confcutdir=tests/browser", "-m", "browser")  # the other conftest.py needs torch
-    session.run(python, "-m", "pytest", "--timeout=120", *only, "tests/browser", *(session.posargs or WORKERS))
+    session.run(python, "-m", "pytest", TIME_LIMIT, *only, "tests/browser", *(session.posargs or WORKERS))
 
 
 @nox.session
@@ -219,7 +228,7 @@ def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
 
 
 def _pytest(session: nox.Session, *arguments: str) -> None:
-    session.run(_weft(session), "-m", "pytest", "--timeout=120", *arguments, env={"OMP_NUM_THREADS": "1"})
+    session.run(_weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
 def _replace_by(session: nox.Session, *command: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 Report = Mapping[str, Any]  # one of `weft.kernels.aot --json`
 
@@ -23,7 +25,7 @@ def reported(module: str, *arguments: str) -> list[Report]:
     """What `python -m module` prints, as a process of its own, in which kernels are not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr
     reports: list[Report] = json.loads(run.stdout)
     return reports

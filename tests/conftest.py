@@ -1,14 +1,34 @@
 import gc
+from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
 
 from tests.support.fixtures import pool
+from tests.support.sample import PORTIONS, Portion, mark_all_but_a_sample
 
 __all__ = ["pool"]
 
-hypothesis.settings.register_profile("no deadline", deadline=None)  # times are those of a shared machine
-hypothesis.settings.load_profile("no deadline")
+# Times are those of a shared machine.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture(params=PORTIONS)
+def portion(request: pytest.FixtureRequest) -> Portion:
+    """Takes a sample of many cases, or the rest of them: `for case in portion.of(cases, every=10)`."""
+    chosen: Portion = request.param
+    return chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Of the items that a test function becomes, `./run test` takes a sample: see `tests.support.sample`."""
+    made = yield
+    if isinstance(made, list):
+        mark_all_but_a_sample(made)
+    return made
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the marks

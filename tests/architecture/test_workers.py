@@ -7,7 +7,7 @@ import sys
 
 from tests.architecture.rules import ROOT
 
-FILES = ["tests/end_to_end/test_first_hour.py", "tests/mesh/test_picture.py", "tests/mesh/test_random.py"]
+FILES = ["tests/end_to_end/test_first_hour.py", "tests/architecture/test_run.py", "tests/architecture/test_packages.py"]
 
 
 def test_tests_that_start_processes_share_a_worker_and_a_file_stays_together() -> None:
@@ -16,5 +16,5 @@ def test_tests_that_start_processes_share_a_worker_and_a_file_stays_together() -
     command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "--dist", "loadgroup", *FILES]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     ran = set(re.findall(r"^\[(gw\d)\] .* PASSED .*@(\S+)", done.stdout, re.MULTILINE))
-    assert {group for _, group in ran} == {"processes", "test_picture.py", "test_random.py"}, done.stdout
+    assert {group for _, group in ran} == {"processes", "test_run.py", "test_packages.py"}, done.stdout
     assert len(ran) == 3, "each group on one worker"

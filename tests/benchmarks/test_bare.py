@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tests.architecture.rules import ROOT
+from tests.support.limits import PATIENCE
 
 PROGRAM = """
 import re, sys
@@ -42,7 +43,9 @@ sys.exit(pytest.main([*sys.argv[1:], "-p", "pytest_benchmark.plugin"]))
 def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 def test_a_bare_machine_collects_all_benchmarks_and_runs_one() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import conftest, history, summary, timing
 from tests.benchmarks.cases import case, counted, unmeasured
+from tests.support.limits import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +103,7 @@ def test_lines_are_as_wide_as_the_terminal() -> None:
     assert max(map(len, lines)) <= 110
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.exhaustive
 def test_a_run_of_some_benchmarks_is_a_run_for_the_history(tmp_path: Path) -> None:
     """What was told is in the file that pytest-benchmark writes, and not how long the tests took."""
     file = tmp_path / "out.json"
@@ -111,7 +112,7 @@ def test_a_run_of_some_benchmarks_is_a_run_for_the_history(tmp_path: Path) -> No
     }  # of no worker of xdist
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "benchmarks", "-k", "slow_axis or mesh_time", f"--benchmark-json={file}"],
-        cwd=ROOT, env={**alone, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=ROOT, env={**alone, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     run = history.recorded(file)
     assert {each.group for each in run.cases} == {"mesh", "reshard_slow_axis"}, done.stdout

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import PATIENCE
+
 # Of each table: the article and name it has, its heads, and its rows as texts.
 TABLES = """
 () => [...document.querySelectorAll("table[data-table]")].map(table => ({
@@ -56,7 +58,7 @@ class Opened:
         self.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
 
     def drawn(self) -> None:
-        self.page.wait_for_selector("html[data-charts=drawn]", timeout=60_000)
+        self.page.wait_for_selector("html[data-charts=drawn]", timeout=1000 * PATIENCE)
 
 
 @contextmanager

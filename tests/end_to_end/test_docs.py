@@ -11,7 +11,7 @@ from weft.models.cli import main
 
 from tests.architecture.rules import ROOT
 from tests.support.pool import Pool
-from tests.support.programs import run_alone, run_in_world
+from tests.support.programs import as_shown_or_quickly, run_alone, run_in_world
 
 # A block, and where one follows it directly what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
@@ -20,12 +20,17 @@ LAYOUT = re.compile(r"^```sh\n((?:weft|\./run) layout .*?)^```\n\n```text\n(.*?)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
 
 
+@as_shown_or_quickly
 @pytest.mark.parametrize("page", [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in PAGES])
-def test_a_pages_programs_run_and_print_what_it_shows(page: Path, tmp_path: Path, pool: Pool) -> None:
+def test_a_pages_programs_run_and_print_what_it_shows(page: Path, quickly: bool, tmp_path: Path, pool: Pool) -> None:
     blocks = PROGRAM.findall(page.read_text())
     program = "\n".join(code for code, _ in blocks)
-    on_processes = "init_process_group" in program
-    printed = pool.run(run_in_world, program, tmp_path)[0] if on_processes else run_alone(program, tmp_path)
+    if "init_process_group" in program:
+        printed = pool.run(run_in_world, program, tmp_path)[0]
+    elif quickly and "TRITON_INTERPRET" not in program:  # which counts before triton is imported
+        printed = pool.run(run_in_world, program, tmp_path, ranks=1)[0]
+    else:
+        printed = run_alone(program, tmp_path)
     assert printed == "".join(shown for _, shown in blocks)
 
 

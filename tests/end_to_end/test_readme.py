@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.rules import ROOT
 from tests.support.pool import Pool
-from tests.support.programs import TORCHRUN, run_alone, run_in_world
+from tests.support.programs import TORCHRUN, as_shown_or_quickly, run_alone, run_in_world
 
 Way = Callable[[str, Path, Pool], str]  # to run a program: what it prints
 
@@ -23,12 +24,17 @@ def launched(program: str, folder: Path, pool: Pool) -> str:
     return run_alone(program, folder, TORCHRUN)
 
 
+def by_workers(program: str, folder: Path, pool: Pool, ranks: int = 4) -> str:
+    return "".join(pool.run(run_in_world, program, folder, ranks=ranks))
+
+
 def on_ranks(program: str, folder: Path, pool: Pool) -> str:
     """By four ranks that have torch loaded: the launcher is shown once, by the program of the first page."""
     assert 'dist.init_process_group("gloo")' in program
-    return "".join(pool.run(run_in_world, program, folder))
+    return by_workers(program, folder, pool)
 
 
+QUICKLY: dict[Way, Way] = {alone: partial(by_workers, ranks=1), launched: by_workers, on_ranks: on_ranks}
 PROGRAMS = [
     pytest.param(
         "README.md", [(launched, r"^(\d\.\d{4})\s*(\1\s*){3}$")], id="weft"
@@ -52,11 +58,14 @@ PROGRAMS = [
 ]
 
 
+@as_shown_or_quickly
 @pytest.mark.parametrize(("document", "runs"), PROGRAMS)
-def test_the_programs_shown_run(document: str, runs: list[tuple[Way, str]], tmp_path: Path, pool: Pool) -> None:
+def test_the_programs_shown_run(
+    document: str, runs: list[tuple[Way, str]], quickly: bool, tmp_path: Path, pool: Pool
+) -> None:
     programs = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
     for program, (way, output) in zip(programs, runs, strict=True):
-        printed = way(program, tmp_path, pool)
+        printed = (QUICKLY[way] if quickly else way)(program, tmp_path, pool)
         assert re.search(output, printed), printed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import triton
-from weft.kernels.aot import TARGETS, Report, accesses, as_json, as_table, loops, save, tensor_core
+from weft.kernels.aot import TARGETS, Report, accesses, as_json, as_table, loops, save, tensor_core, variants
 from weft.kernels.cross_entropy.launch import FUSED_STAGES
 
 from benchmarks.compiled import compiled, reported
@@ -32,7 +33,6 @@ PRODUCT = {
     "sm_100": ("tcgen05.mma", 128 * 64 * 64 // (128 * 64 * 16)),
     "gfx942": ("v_mfma", 128 * 64 * 64 // (32 * 32 * 8) // 4),
 }
-pytestmark = pytest.mark.timeout(300)  # 30 s on two cores, and more where others use them
 
 Reports = dict[tuple[str, str], dict[str, Any]]
 
@@ -41,9 +41,15 @@ def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:
     return {(report["variant"], report["target"]): report for report in reports}
 
 
-@pytest.fixture(scope="module")
-def reports() -> Reports:
-    return by_variant_and_target(compiled())
+@functools.cache
+def reports_for(target: str) -> Reports:
+    return by_variant_and_target(compiled(target))
+
+
+FIRST = "sm_90"  # the GPU of the kept results
+EACH_TARGET = pytest.mark.parametrize(
+    "target", [FIRST, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in TARGETS if other != FIRST)]
+)
 
 
 def differences(kept: Reports, fresh: Reports) -> list[str]:
@@ -59,26 +65,31 @@ def differences(kept: Reports, fresh: Reports) -> list[str]:
     return found
 
 
-def test_all_variants_compile_for_all_targets(reports):
-    names = {variant for variant, _ in reports}
+@EACH_TARGET
+def test_all_variants_compile(target):
+    reports, names = reports_for(target), {variant.name for variant in variants()}
     assert {name.partition("/")[0] for name in names} >= {"cross_entropy.statistics", "cross_entropy.gradient"}
-    assert reports.keys() == {(name, target) for name in names for target in TARGETS}
+    assert reports.keys() == {(name, target) for name in names}
     assert all(report["registers"] > 0 for report in reports.values())
 
 
-def test_nothing_spills(reports):
+@EACH_TARGET
+def test_nothing_spills(target):
+    reports = reports_for(target)
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_shared_memory_is_within_the_chip(reports, target):
-    largest = max(report["shared_bytes"] for report in reports.values() if report["target"] == target)
+@EACH_TARGET
+def test_shared_memory_is_within_the_chip(target):
+    largest = max(report["shared_bytes"] for report in reports_for(target).values())
     assert largest <= SHARED_KIB[target] * 1024
 
 
 @pytest.mark.skipif(not KEPT.exists(), reason=f"nothing is kept for triton {triton.__version__}; {RENEW}")
-def test_nothing_costs_more_than_kept(reports):
-    found = differences(by_variant_and_target(json.loads(KEPT.read_text())), reports)
+@EACH_TARGET
+def test_nothing_costs_more_than_kept(target):
+    kept = by_variant_and_target(report for report in json.loads(KEPT.read_text()) if report["target"] == target)
+    found = differences(kept, reports_for(target))
     assert not found, "\n".join([*found, f"if that is meant, keep it: {RENEW}"])
 
 
@@ -114,10 +125,10 @@ def test_variants_that_came_and_went_are_found():
     assert differences(kept, fresh) == ["b for sm_90 is not kept", "a for sm_90 is kept, but is gone"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
+@EACH_TARGET
+def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
     """All that goes over the classes does, and exactly once a pass; a row's few numbers go as they are."""
-    loops = {name: report["loop_accesses"] for (name, of), report in reports.items() if of == target}
+    loops = {name: report["loop_accesses"] for (name, _), report in reports_for(target).items()}
     loops = {name: kinds for name, kinds in loops.items() if re.match(r"cross_entropy\.\w+/\w+-contiguous", name)}
     assert {f"cross_entropy.{kernel}/{layout}" for kernel in ("statistics", "gradient") for layout in STREAMED} <= {
         *loops
@@ -140,8 +151,8 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(reports, target):
 
 @pytest.mark.parametrize("layout", sorted(STREAMED))
 @pytest.mark.parametrize("name", ["statistics", "gradient"])
-def test_contiguous_logits_move_128_bits_at_a_time(reports, name, layout):
-    accesses = Counter(reports[f"cross_entropy.{name}/{layout}", "sm_90"]["accesses"])
+def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
+    accesses = Counter(reports_for(FIRST)[f"cross_entropy.{name}/{layout}", FIRST]["accesses"])
     bits = 32 if layout.startswith("fp32") else 16
     wide = 2  # 32 bytes of logits a thread
     rows = Counter({"load 64": 1, f"load {bits}": 1, "store 32": 3})  # the target and its logit; the statistics
@@ -166,13 +177,13 @@ def test_contiguous_logits_move_128_bits_at_a_time(reports, name, layout):
         pytest.param("dropout.masked/bf16-strided", {"load 16": 16, "store 128": 2}, id="dropout-strided"),
     ],
 )
-def test_random_numbers_and_dropout_move_128_bits_at_a_time(reports, variant, accesses):
+def test_random_numbers_and_dropout_move_128_bits_at_a_time(variant, accesses):
     """16 elements a thread, 8 of a normal; and no table of a library's."""
-    assert reports[variant, "sm_90"]["accesses"] == accesses
+    assert reports_for(FIRST)[variant, FIRST]["accesses"] == accesses
 
 
 def test_an_interpreted_kernel_is_refused(interpreted):
-    from weft.kernels.aot import compile_variant, variants
+    from weft.kernels.aot import compile_variant
 
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
         compile_variant(next(variants()), "sm_90")
@@ -248,14 +259,9 @@ def test_tensor_core_instructions_are_counted_by_kind(code, counted):
     assert tensor_core(code) == counted
 
 
-@pytest.fixture(scope="module")
-def products() -> Reports:
-    return by_variant_and_target(reported("tests.kernels.matmul_kernels"))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_product_of_matrices_is_made_by_tensor_cores(products, target):
-    report = products["product/bf16", target]
+@EACH_TARGET
+def test_a_product_of_matrices_is_made_by_tensor_cores(target):
+    (report,) = reported("tests.kernels.matmul_kernels", target)
     kind, of_tile = PRODUCT[target]
     assert report["tensor_core"].keys() == {kind}
     assert report["tensor_core"][kind] % of_tile == 0  # once in the loop, and again where iterations are peeled

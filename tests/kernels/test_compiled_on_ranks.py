@@ -28,7 +28,6 @@ from tests.kernels.linear_cross_entropy.cases import make
 from tests.support.pool import Pool
 
 TOKENS, V, SIZES = (6, 2), 31, [1, 30]
-COMPILING = 100  # seconds: nothing is kept of earlier runs, and each rank has a C++ compiler of its own at work
 OPTIONS: list[Any] = [
     pytest.param({}, id="mean"),
     pytest.param({"reduction": "none", "weight": True, "softcap": 5.0}, id="none"),
@@ -85,9 +84,9 @@ def test_by_the_group_it_compiles_to_one_graph(pool: Pool, form, options):
     pool.run(by_group, form, options, "aot_eager", ranks=2)
 
 
-@pytest.mark.parametrize("form", ["logits", "sequence-parallel"])
+@pytest.mark.parametrize("form", [pytest.param("logits", marks=pytest.mark.exhaustive), "sequence-parallel"])
 def test_by_the_group_inductor_takes_it(pool: Pool, form):
-    pool.run(by_group, form, {}, "inductor", ranks=2, timeout=COMPILING)
+    pool.run(by_group, form, {}, "inductor", ranks=2)
 
 
 def collectives_of(loss: Callable[..., Any], leaves: list[Tensor]) -> list[int]:
@@ -168,11 +167,13 @@ def by_layout(form: str, of_logits: dict[str, str], options: dict[str, Any], bac
     compiles(*of_the_layout(form, MESH, of_logits, options), backend)
 
 
+EACH_ONCE = ("mean-tp", "mean-dp", "none-dp-tp", "lse-both")
 BY_LAYOUT = [
-    pytest.param(layout.values[0], options.values[0], id=f"{options.id}-{layout.id}")
+    pytest.param(layout.values[0], options.values[0], id=name, marks=[pytest.mark.exhaustive] * (name not in EACH_ONCE))
     for layout in LAYOUTS
     for options in OPTIONS
     if options.id == "mean" or layout.id in ("dp-tp", "both")
+    for name in [f"{options.id}-{layout.id}"]
 ]
 
 
@@ -194,6 +195,7 @@ def collectives_of_the_layout(form: str, of_logits: dict[str, str]) -> list[int]
     return collectives_of(*of_the_layout(form, CUBE, of_logits, {}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("of_logits", "count", "form"), ON_TWO_AXES)
 def test_compiled_two_axes_of_the_vocabulary_or_the_tokens_take_one_collective(pool: Pool, of_logits, count, form):
     """6 tokens on two ranks, 3 each, in chunks of 2; or on four."""
@@ -214,15 +216,15 @@ def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], 
     ("form", "mesh", "of_logits"),
     [
         pytest.param("logits", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="logits-1-D"),
-        pytest.param("product", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="product-1-D"),
-        pytest.param("logits", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="logits-2-D"),
-        pytest.param("product", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="product-2-D"),
+        pytest.param("product", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="product-1-D", marks=pytest.mark.exhaustive),
+        pytest.param("logits", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="logits-2-D", marks=pytest.mark.exhaustive),
+        pytest.param("product", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="product-2-D", marks=pytest.mark.exhaustive),
     ],
 )
 def test_by_the_layout_inductor_takes_it_and_gives_no_rank_what_it_kept_of_another(pool: Pool, form, mesh, of_logits):
     """Nor of another program, where the same names are of other groups: they count those made before."""
     for others in ((0, 0), (0, 0), (3, 0), (0, 3)):
-        pool.run(after_other_groups, form, mesh, of_logits, *others, ranks=mesh.size, timeout=COMPILING)
+        pool.run(after_other_groups, form, mesh, of_logits, *others, ranks=mesh.size)
 
 
 def refused() -> str:

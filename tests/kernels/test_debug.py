@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.compiled import reported
 from tests.kernels.assertions import NAMES
 
 ASSERTION = "__assertfail"  # what PTX calls where an assertion does not hold
-pytestmark = pytest.mark.timeout(300)  # 10 s, and more where others use the cores
 
 
 def test_the_device_assertion_is_compiled_in_debug_mode_alone():

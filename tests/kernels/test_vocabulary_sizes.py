@@ -14,7 +14,11 @@ from tests.kernels.cross_entropy.cases import assert_as_good_as_eager, check_aga
 from tests.kernels.linear_cross_entropy.cases import check, make
 from tests.support.pool import Pool
 
-SIZES = [50257, 65535, 65536, 65537, 128256, 151936]
+SIZES = [
+    50257,
+    65537,
+    *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (65535, 65536, 128256, 151936)),
+]
 SHARDS = 4
 SMALL = [pytest.param(1, 8, id="1-over-8"), pytest.param(5, 8, id="5-over-8"), pytest.param(31, 4, id="31-over-4")]
 
@@ -46,8 +50,17 @@ def test_whole_logits(device, V):
     assert_as_good_as_eager(logits, target, upstream, reduction="none", label_smoothing=0.1)
 
 
-@pytest.mark.parametrize(("V", "shards"), [*SMALL, *((V, SHARDS) for V in SIZES)])
-def test_shards_of_logits_with_targets_at_each_boundary(device, V, shards):
+@pytest.mark.parametrize("V", SIZES)
+def test_shards_with_targets_at_each_boundary(device, V):
+    check_shards(device, V, SHARDS)
+
+
+@pytest.mark.parametrize(("V", "shards"), SMALL)
+def test_small_shards_with_targets_at_each_boundary(device, V, shards):
+    check_shards(device, V, shards)
+
+
+def check_shards(device, V, shards):
     logits, target, upstream = logits_at_boundaries(V, shards, device)
     results = shard_by_shard(logits, target, upstream, cut(V, shards), reduction="none")
     assert all(torch.equal(loss, results[0][0]) for loss, _ in results)

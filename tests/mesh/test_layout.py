@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed.tensor as torch_tensor
-from hypothesis import given
 from hypothesis import strategies as st
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 
+from tests.support.search import searched
 from tests.support.shards import every_layout, rebuild, split
 
 LINE = ProcessMesh.grid(tp=3)
@@ -53,7 +53,7 @@ def test_every_layout_holds_the_nested_chunks(mesh, shapes):
             assert torch.equal(rebuild(parts, layout, shape), whole)  # nothing missing, replicas equal
 
 
-@given(st.data())
+@searched(st.data())
 def test_the_parts_of_all_ranks_tile_the_tensor(data):
     """Each element is held once for every coordinate along the axes that do not shard; text parses back."""
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))

@@ -10,9 +10,10 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from weft.mesh import Layout, ProcessMesh
+
+from tests.support.search import searched
 
 MESHES = [
     pytest.param(ProcessMesh([5], ["dp"]), id="one-rank"),
@@ -72,7 +73,7 @@ def test_select_drops_an_axis_by_int_and_keeps_it_by_slice():
     assert mesh.select() == mesh
 
 
-@given(grids(), st.data())
+@searched(grids(), st.data())
 def test_meshes_made_from_a_mesh_hold_the_ranks_that_torch_indexes(grid, data):
     """A chain of views; after each, the mesh is the one made from those ranks: equal, of one hash and one digest."""
     mesh = ProcessMesh(grid, ["pp", "dp", "cp", "tp"][: grid.ndim])
@@ -109,7 +110,7 @@ def test_meshes_made_from_a_mesh_hold_the_ranks_that_torch_indexes(grid, data):
             assert (rank in mesh) == (rank in where)
 
 
-@given(meshes(), st.data())
+@searched(meshes(), st.data())
 def test_permute_flatten_and_unflatten_go_back(mesh, data):
     order = data.draw(st.permutations(mesh.axis_names))
     assert mesh.permute(*order).permute(*mesh.axis_names) == mesh
@@ -117,7 +118,7 @@ def test_permute_flatten_and_unflatten_go_back(mesh, data):
     assert mesh.flatten(mesh.axis_names, into="all").unflatten("all", **sizes) == mesh
 
 
-@given(meshes(), st.data())
+@searched(meshes(), st.data())
 def test_groups_tile_the_mesh(mesh, data):
     kept = data.draw(st.lists(st.sampled_from(mesh.axis_names), min_size=1, unique=True))
     groups = mesh.groups(*kept)

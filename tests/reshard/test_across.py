@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.mesh import Layout, Partial, ProcessMesh, Replicate
 from weft.mesh.extents import volume
@@ -25,6 +24,7 @@ from weft.reshard.planning.exchange import messages_of
 from weft.reshard.running.dtensor import wrap
 
 from tests.support.collectives import Collectives
+from tests.support.search import searched
 from tests.support.shards import every_layout, rebuild, split, whole_of
 
 PAIR = ProcessMesh.grid(tp=2)
@@ -57,8 +57,7 @@ def test_every_pair_across(a, b):
         assert made.lower_bound_bytes <= made.max_received_bytes, str(made)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@searched(st.data())
 def test_any_two_meshes(data):
     """Ranks in any order, in any shape, with any overlap; there and back is the identity where nothing is Partial."""
     meshes = []
@@ -164,7 +163,14 @@ def every_pair_on_processes(a, b, shape):
         pytest.param(PAIR, ProcessMesh([1, 2], ["tp"]), (5, 3), 4, id="overlapping"),
         pytest.param(PAIR, ProcessMesh([1, 0], ["tp"]), (5, 3), 2, id="turned"),
         pytest.param(ProcessMesh.grid(tp=4), ProcessMesh.grid(a=2, b=2), (5, 3), 4, id="another-shape"),
-        pytest.param(ProcessMesh.grid(dp=2, tp=2), ProcessMesh.grid(tp=4, first_rank=4), (6, 5), 8, id="2x2-to-4"),
+        pytest.param(
+            ProcessMesh.grid(dp=2, tp=2),
+            ProcessMesh.grid(tp=4, first_rank=4),
+            (6, 5),
+            8,
+            id="2x2-to-4",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(ProcessMesh.grid(tp=3), ProcessMesh([3], ["x"]), (2, 3), 4, id="empty-shards-to-one-rank"),
     ],
 )

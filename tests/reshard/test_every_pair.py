@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.mesh import Layout, Partial, ProcessMesh
 from weft.reshard import plan, simulate
 
+from tests.support.search import searched
 from tests.support.shards import every_layout, pairs_of, rebuild, split, whole_of
 
 OPS = ("sum", "avg", "min", "max", "product")
@@ -49,20 +49,19 @@ def shapes_of(ndim, pairs, each):
         pytest.param({"a": 2, "b": 2, "c": 2}, 1, 3, id="2x2x2-vector"),
     ],
 )
-def test_every_pair(sizes, ndim, each):
+def test_every_pair(portion, sizes, ndim, each):
     pairs = pairs_of(every_layout(ProcessMesh.grid(**sizes), ndim))
     shapes = shapes_of(ndim, len(pairs), each)
-    for src, dst in pairs:
-        for shape in itertools.islice(shapes, each):
-            check(src, dst, whole_of(shape))
+    for src, dst, shape in portion.of([(*pair, next(shapes)) for pair in pairs for _ in range(each)], every=20):
+        check(src, dst, whole_of(shape))
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_every_pair_on_2x2x2(part):
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_pair_on_2x2x2(portion, quarter):
     """Of tensors with three dims: those with two are among them, the last dim on no axis."""
     pairs = pairs_of(every_layout(ProcessMesh.grid(a=2, b=2, c=2), 3))
     shapes = itertools.cycle(itertools.product((7, 5, 1, 3, 6, 4, 2, 0), repeat=3))
-    for shape, (src, dst) in zip(shapes, pairs[part::4], strict=False):
+    for shape, (src, dst) in portion.of(zip(shapes, pairs[quarter::4], strict=False), every=50):
         check(src, dst, whole_of(shape))
 
 
@@ -85,11 +84,11 @@ def test_every_pair_of_a_scalar():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_reduction(op):
+def test_every_reduction(portion, op):
     """Source and target may both be Partial, on the same axis or on others."""
     dtype = torch.float64 if op == "avg" else torch.int64
     for mesh in (ProcessMesh.grid(dp=2, tp=2), ProcessMesh.grid(dp=2, tp=3)):
-        for src, dst in itertools.product(every_layout(mesh, 2, [Partial(op)]), repeat=2):
+        for src, dst in portion.of(itertools.product(every_layout(mesh, 2, [Partial(op)]), repeat=2), every=10):
             if op == "avg" and mesh.size == 6 and src.is_partial():
                 continue  # a third is no float
             check(src, dst, whole_of((5, 3), dtype))
@@ -129,15 +128,13 @@ def problems(draw, partial=True, layouts=2, most=4):
     return shape, *(layout() for _ in range(layouts))
 
 
-@settings(max_examples=150, deadline=None)
-@given(problems())
+@searched(problems(), examples=150)
 def test_larger_meshes_and_more_dims(problem):
     shape, src, dst = problem
     check(src, dst, whole_of(shape))
 
 
-@settings(max_examples=80, deadline=None)
-@given(problems(partial=False))
+@searched(problems(partial=False), examples=100)
 def test_there_and_back_is_the_identity(problem):
     shape, a, b = problem
     parts = split(whole_of(shape), a)
@@ -146,8 +143,7 @@ def test_there_and_back_is_the_identity(problem):
     assert all(torch.equal(back[rank], parts[rank]) for rank in parts)
 
 
-@settings(max_examples=80, deadline=None)
-@given(problems(partial=False, layouts=3))
+@searched(problems(partial=False, layouts=3), examples=100)
 def test_by_way_of_another_layout(problem):
     """A -> B -> C holds the same as A -> C, and costs as many bytes or more: the triangle inequality."""
     shape, a, b, c = problem
@@ -158,8 +154,7 @@ def test_by_way_of_another_layout(problem):
     assert direct.max_received_bytes <= first.max_received_bytes + second.max_received_bytes
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems(most=3), st.integers(0, 400))
+@searched(problems(most=3), st.integers(0, 400), examples=100)
 def test_no_step_exceeds_the_memory_limit(problem, spare):
     shape, src, dst = problem
     free = plan(src, dst, shape, torch.int64)

@@ -9,22 +9,30 @@ from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, OrderError, check_order, distribute, reshard
 from weft.reshard.running.order import announce
 
+from tests.support.limits import PATIENCE
 from tests.support.pool import RanksFailed
 
 FOUR = ProcessMesh.grid(tp=4)
 
 
-def said(plans, timeout=20.0):
-    """Announces this rank's plans, with all ranks or those given; returns the error's text, and its seconds."""
-    rank = dist.get_rank()
+def said(plans, timeout=PATIENCE, stays=False):
+    """Announces this rank's plans, with all ranks or those given; returns the error's text, and its seconds.
+
+    stays: whether a rank whose plans have run waits in `check_order` until the others have raised.
+    """
+    rank, text = dist.get_rank(), ""
     with check_order(timeout):
+        dist.barrier()  # all have the store
         start = time.monotonic()  # making the store may take seconds, where the DNS does not answer torch's lookups
         try:
             for plan, ranks in plans[rank]:
                 announce(plan, ranks)
         except OrderError as error:
-            return str(error), time.monotonic() - start
-    return "", time.monotonic() - start
+            text = str(error)
+        seconds = time.monotonic() - start
+        if stays:
+            dist.barrier()
+    return text, seconds
 
 
 EVERY = (0, 1, 2, 3)
@@ -59,12 +67,12 @@ def test_every_rank_raises_where_two_differ(pool, plans):
         assert "about to run different plans" in text
         assert "rank 3: B" in text
         assert ": A" in text
-        assert seconds < 10
+        assert seconds < PATIENCE / 2
 
 
 def test_a_rank_that_does_not_come_is_named(pool):
     plans = [[("A", EVERY), ("B", EVERY)]] * 3 + [[("A", EVERY)]]
-    results = pool.run(said, plans, 1.5, ranks=4)
+    results = pool.run(said, plans, 5.0, True, ranks=4)
     for text, _ in results[:3]:
         assert "rank 3 did not come; its latest plan: A" in text
         assert "to run B" in text
@@ -78,20 +86,20 @@ def test_a_failure_reaches_those_who_wait_for_the_ones_that_failed(pool):
     assert len({text for text, _ in results}) == 1  # the same story
     for text, seconds in results:
         assert "rank 2: X on ranks 2, 3\n  rank 3: Y on ranks 2, 3" in text
-        assert seconds < 10
+        assert seconds < PATIENCE / 2
 
 
 def test_the_same_text_on_other_ranks_differs(pool):
-    results = pool.run(said, [[("A", (0, 1))], [("A", (0, 1, 2))], []], ranks=3)
+    results = pool.run(said, [[("A", (0, 1))], [("A", (0, 1, 2))], []], PATIENCE, True, ranks=3)
     for text, seconds in results[:2]:
         assert "rank 0: A on ranks 0, 1\n  rank 1: A on ranks 0-2" in text
-        assert seconds < 10
+        assert seconds < PATIENCE / 2
 
 
 def test_a_rank_that_left_is_not_waited_for(pool):
     text, seconds = pool.run(said, [[("A", (0, 1))], []], ranks=2)[0]
     assert "rank 1 did not come; its latest plan: none yet (it left check_order)" in text
-    assert seconds < 10
+    assert seconds < PATIENCE / 2
 
 
 def left_with_an_error():
@@ -107,9 +115,9 @@ def test_a_rank_that_left_with_an_error_says_why(pool):
 
 
 def after_rank_0():
-    with check_order(timeout=20.0):
+    with check_order(PATIENCE):
         if dist.get_rank() != 0:
-            time.sleep(6)
+            time.sleep(3)  # longer than rank 0 stays when it leaves with an error
             announce("A", (1, 2))
 
 
@@ -142,10 +150,13 @@ def test_meshes_that_differ(pool):
 
 
 def test_without_the_check_nothing_is_said():
-    start = time.perf_counter()
+    """In 10 us: the shortest of many short times, in which no other program has had the core."""
+    taken = []
     for _ in range(1000):
+        start = time.perf_counter()
         announce("A", EVERY)
-    assert time.perf_counter() - start < 0.01
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 1e-5
 
 
 def reshards_that_differ():
@@ -160,7 +171,7 @@ def reshards_that_differ():
 
 
 def backwards_too():
-    with check_order(timeout=10.0):
+    with check_order(PATIENCE):
         x = distribute(torch.arange(8.0), Layout(FOUR, "tp: S(0)")).requires_grad_()
         reshard(x, placements="").sum().backward()
     with pytest.raises(RuntimeError, match="on already"), check_order(), check_order():
@@ -175,7 +186,7 @@ def test_reshards_are_announced(pool):
 
 
 def a_dead_rank():
-    with check_order(timeout=2.0):
+    with check_order(PATIENCE):
         if dist.get_rank() == 1:
             raise SystemExit(3)
         reshard(distribute(torch.arange(8.0), Layout(FOUR, "tp: S(0)")), placements="")
@@ -194,7 +205,7 @@ def gradients_that_differ():
     sync = GradientSync(module)
     for weight in module:
         weight.backward(distribute(torch.ones(4), Layout(FOUR, "tp: P")))
-    with check_order(timeout=20.0), pytest.raises(OrderError, match=r"rank 3: gradients of shapes \[\(4,\)\]"):
+    with check_order(PATIENCE), pytest.raises(OrderError, match=r"rank 3: gradients of shapes \[\(4,\)\]"):
         sync.wait()
 
 

@@ -1,5 +1,6 @@
 """Plans: right on every rank (simulated, against slices of the whole tensor), minimal, priced by hand, equal by value."""
 
+import contextlib
 import io
 import itertools
 import os
@@ -149,13 +150,17 @@ def test_the_same_plans_in_every_process():
         "plans = [plan(a, b, (6, 6), torch.float32).explain() for a in layouts for b in layouts]; "
         "print(hashlib.sha256(repr(plans).encode()).hexdigest())"
     )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", made], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(digests) == 1
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(made, {})
+    there = subprocess.run(
+        [sys.executable, "-c", made],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout == here.getvalue()
 
 
 def test_explain_draws_the_steps_and_their_bytes():

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.limits import PATIENCE
+
 MAX_RANKS = 8
 MAX_THREADS = 40  # that a worker may have left: three for each group, and each group's loop wakes up 100 times a second
 GRACE_SECONDS = 3.0  # how long the other ranks may take to answer once one has failed
@@ -108,7 +110,9 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int = 4, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, ranks: int = 4, timeout: float = PATIENCE
+    ) -> list[Any]:
         """Calls `function(*arguments)` on `ranks` processes and returns their results by rank.
 
         function: of a module's top level; arguments and results are pickled, tensors are copied.
@@ -200,11 +204,13 @@ def _stacks(worker: _Worker) -> str:
         return ""
     with suppress(ProcessLookupError):
         os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline and not (worker.stacks.exists() and worker.stacks.stat().st_size):
-        time.sleep(0.02)
-    time.sleep(0.05)  # the rest of the stacks
-    return "; its stacks, innermost call first:\n" + worker.stacks.read_text() if worker.stacks.exists() else ""
+    deadline, stacks = time.monotonic() + 10.0, ""
+    while time.monotonic() < deadline and worker.stacks.exists():
+        before, stacks = stacks, worker.stacks.read_text()
+        if stacks and stacks == before:  # no more is written
+            break
+        time.sleep(0.1)
+    return f"; its stacks, innermost call first:\n{stacks}" if stacks else ""
 
 
 @contextmanager

@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from tests.architecture.rules import ROOT
+from tests.support.limits import PATIENCE
 
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+
+as_shown_or_quickly = pytest.mark.parametrize(
+    "quickly",
+    [
+        pytest.param(True, id="by-ranks-that-have-torch"),
+        pytest.param(False, id="as-shown", marks=pytest.mark.exhaustive),
+    ],
+)
 
 
 def run_alone(program: str, folder: Path, command: Sequence[str] = PYTHON) -> str:
@@ -24,7 +35,7 @@ def run_alone(program: str, folder: Path, command: Sequence[str] = PYTHON) -> st
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # a guide may use what the tests share
     done = subprocess.run(
         [*command, "program.py"], cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

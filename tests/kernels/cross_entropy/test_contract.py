@@ -16,6 +16,7 @@ from weft.kernels.cross_entropy.sharded.loss import as_denominator
 from weft.kernels.traffic import Traffic, counted_traffic
 
 from tests.kernels.cross_entropy.cases import loss_and_gradient, make, shard_by_shard
+from tests.support.limits import PATIENCE
 
 
 @pytest.mark.parametrize("sizes", [[31], [16, 15]], ids=["whole", "sharded"])
@@ -204,6 +205,6 @@ def test_a_cpu_run_needs_no_triton():
         "loss.backward()\n"
         "print(round(float(loss), 4))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "2.0794\n"

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard, infer
 
 from tests.support.inference import Trial, prove, trials
+from tests.support.search import searched
 from tests.support.shards import every_layout, split
 
 LINE, GRID = ProcessMesh.grid(tp=2), ProcessMesh.grid(dp=2, tp=2)
@@ -18,7 +18,9 @@ MESHES = [
     pytest.param(LINE, id="2"),
     pytest.param(ProcessMesh.grid(tp=3), id="3"),
     pytest.param(GRID, id="2x2"),
-    pytest.param(ProcessMesh.grid(dp=2, tp=3), id="2x3"),
+    pytest.param(
+        ProcessMesh.grid(dp=2, tp=3), id="2x3", marks=pytest.mark.exhaustive
+    ),  # as 3 is beside 2, this is beside 2x2
 ]
 LINES = MESHES[:2]
 SIZES = {"m": 5, "k": 4, "n": 7}  # uneven over 2 and 3, and 4 over 3 leaves a part empty
@@ -206,7 +208,7 @@ def test_split(mesh, start):
     )
 
 
-@given(st.data())
+@searched(st.data())
 def test_reshape_of_any_shape_on_any_mesh(data):
     """What is taken is right on every rank: the rule looks at some ranks alone."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))

@@ -1,0 +1,126 @@
+"""`python -m tests.architecture.collected`: every test that pytest finds, whatever is selected, as JSON.
+
+Of each its name, its marks, whether its function is marked exhaustive as a whole, and what of the packages its code uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+PACKAGES = ("weft.mesh.infer", "weft.reshard", "weft.kernels")
+
+
+class Everything:
+    """The items before any is deselected."""
+
+    def __init__(self) -> None:
+        self.items: list[pytest.Item] = []
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        self.items = list(items)
+        yield
+
+
+def uses(item: pytest.Item) -> set[str]:
+    """Public names of the packages that the test's function reaches, or its parameters."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    found: set[str] = set()
+    for start in (item.obj, *parameters.values()):  # type: ignore[attr-defined]
+        found |= reached_from(start)
+    return found
+
+
+def reached_from(value: Any) -> set[str]:
+    """The public names that a function's code reaches, by way of other functions of the tests, or that a value is made of."""
+    try:
+        return _reached_from(value)
+    except TypeError:  # not hashable
+        return _reached_from.__wrapped__(value)
+
+
+@functools.cache
+def _reached_from(value: Any) -> set[str]:
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        found |= _public().get(id(value), set()) | _public().get(id(type(value)), set())
+        if isinstance(value, functools.partial):
+            left += [value.func, *value.args]
+        elif isinstance(value, tuple | list):
+            left += value
+        elif is_dataclass(value) and not isinstance(value, type):
+            left += [getattr(value, field.name) for field in fields(value)]
+        elif isinstance(value, type) and value.__module__.startswith("tests."):
+            left += vars(value).values()
+        elif isinstance(value, FunctionType) and hasattr(value, "hypothesis"):
+            left.append(value.hypothesis.inner_test)
+        elif isinstance(value, FunctionType) and value.__module__.startswith("tests."):
+            cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+            held = {name: cell.cell_contents for name, cell in cells.items() if cell != type(cell)()}
+            left += _loaded(value.__code__, value.__globals__ | held)
+    return found
+
+
+def _loaded(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    """What the code loads by a global name, or as an attribute of a module."""
+    holder: object = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            holder = names.get(instruction.argval)
+            yield holder
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(holder, ModuleType | type):
+            holder = getattr(holder, instruction.argval, None)
+            yield holder
+        else:
+            holder = None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _loaded(constant, names)
+
+
+@functools.cache
+def _public() -> dict[int, set[str]]:
+    """The public names of the packages by the identity of what they name."""
+    found: dict[int, set[str]] = {}
+    for package in PACKAGES:
+        module = __import__(package, fromlist=["__all__"])
+        for name in module.__all__:
+            found.setdefault(id(getattr(module, name)), set()).add(f"{package}.{name}")
+    return found
+
+
+def main() -> None:
+    everything = Everything()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[everything])
+    assert status == pytest.ExitCode.OK, said.getvalue()
+    tests = [
+        {
+            "name": item.nodeid,
+            "marks": sorted({mark.name for mark in item.iter_markers()}),
+            "by_hand": any(mark.name == "exhaustive" for mark in getattr(item.obj, "pytestmark", [])),  # type: ignore[attr-defined]
+            "uses": sorted(uses(item)),
+        }
+        for item in everything.items
+    ]
+    print(json.dumps(tests))
+
+
+if __name__ == "__main__":
+    main()

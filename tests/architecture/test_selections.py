@@ -1,0 +1,96 @@
+"""`./run test` and `./run test_exhaustive` are all tests, none twice; and nothing is tested in the second alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import pytest
+
+from tests.architecture.rules import ROOT
+from tests.architecture.test_reference import public_names
+
+MARKS = ("browser", "exhaustive", "first_hour", "gpu")
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+SESSION = r"def test_exhaustive\(.*\n.*\n +_pytest\(session, \"-m\", \"(.*?)\""
+Test = dict[str, Any]  # see `tests.architecture.collected`
+
+
+def expressions() -> tuple[str, str]:
+    """The marks that `test` selects, and those that `test_exhaustive` does."""
+    (usual,) = re.findall(r"-m '(.*)'", SETTINGS)
+    (exhaustive,) = re.findall(SESSION, (ROOT / "noxfile.py").read_text())
+    return usual, exhaustive
+
+
+def is_selected(expression: str, marks: Iterable[str]) -> bool:
+    """Whether `pytest -m expression` selects a test with these marks."""
+    return bool(eval(expression, {}, {mark: mark in marks for mark in MARKS}))
+
+
+@pytest.fixture(scope="module")
+def every_test() -> list[Test]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "tests.architecture.collected"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests: list[Test] = json.loads(done.stdout)
+    return tests
+
+
+@pytest.fixture(scope="module")
+def sampled(every_test: list[Test]) -> list[Test]:
+    """What `./run test` selects."""
+    usual, _ = expressions()
+    return [test for test in every_test if is_selected(usual, test["marks"])]
+
+
+def test_each_test_is_in_one_of_the_two(every_test: list[Test]) -> None:
+    usual, exhaustive = expressions()
+    assert len({test["name"] for test in every_test}) == len(every_test) > 4000
+    for test in every_test:
+        counts = is_selected(usual, test["marks"]) + is_selected(exhaustive, test["marks"])
+        assert counts == (not {"gpu", "browser", "first_hour"} & set(test["marks"])), test
+
+
+def test_no_function_is_left_out_but_those_marked_by_hand(every_test: list[Test], sampled: list[Test]) -> None:
+    exhaustive = [test for test in every_test if is_selected(expressions()[1], test["marks"])]
+    functions = {test["name"].partition("[")[0] for test in exhaustive if not test["by_hand"]}
+    assert functions <= {test["name"].partition("[")[0] for test in sampled}
+
+
+@pytest.mark.parametrize("package", ["kernels", "mesh/infer"])
+def test_every_op_and_every_rule_is_sampled(sampled: list[Test], package: str) -> None:
+    (source,) = ROOT.glob(f"packages/*/src/weft/{package}/__init__.py")
+    names = {f"weft.{package.replace('/', '.')}.{name}" for name in public_names(source.read_text())}
+    assert len(names) > 10
+    assert names - {name for test in sampled for name in test["uses"]} == set()
+
+
+def test_every_step_of_a_plan_is_sampled(sampled: list[Test]) -> None:
+    from weft.reshard import Step
+
+    steps = {f"weft.reshard.{step.__name__}" for step in get_args(Step)}
+    assert len(steps) >= 10
+    assert steps - {name for test in sampled if "tests/reshard/" in test["name"] for name in test["uses"]} == set()
+
+
+def numbers_of_anchors(tests: list[Test]) -> set[str]:
+    names = [test["name"].rpartition("::")[2].partition("[")[0] for test in tests]
+    return {number for name in names if name.startswith("test_anchor") for number in re.findall(r"\d+", name)}
+
+
+def test_every_numbered_failure_is_sampled(every_test: list[Test], sampled: list[Test]) -> None:
+    assert numbers_of_anchors(sampled) == numbers_of_anchors(every_test) >= {str(number) for number in range(1, 13)}
+    assert numbers_of_anchors([{"name": "a.py::test_anchors_8_and_17_are_met[20]"}]) == {"8", "17"}
+
+
+def test_what_an_expression_selects() -> None:
+    assert is_selected("exhaustive and not gpu", ["exhaustive", "timeout"])
+    assert not is_selected("exhaustive and not gpu", ["exhaustive", "gpu"])

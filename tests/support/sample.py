@@ -1,0 +1,86 @@
+"""What `./run test` runs of the many cases, and what it leaves to `./run test_exhaustive`: the rule.
+
+1. A test that has several parameters runs with each value of each, on each device; its other combinations are left.
+2. A test that goes through a list of cases takes from it what the fixture `portion` gives it: in `test` every n-th, in a
+   second item of that test the others.
+
+       def test_every_pair(portion):
+           for src, dst in portion.of(itertools.product(layouts, repeat=2), every=10): ...
+
+3. What Hypothesis searches is `searched` (tests/support/search.py): with a tenth of the examples, and in a second item with all.
+4. What takes long and has a shorter sister is marked by hand: `@pytest.mark.exhaustive`.
+
+What is left has the mark `exhaustive`. Which cases are taken follows from their names alone: it is the same in every process,
+on every machine, and whatever else is selected.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+Case = TypeVar("Case")
+Value = tuple[str, str, tuple[int, ...]]  # a device, a parameter, and the identity of what it is
+
+ELSEWHERE = ("exhaustive", "gpu", "browser", "first_hour")  # marks of tests that `./run test` leaves out as they stand
+
+
+def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> set[str]:
+    """The names of a few of the cases, which have all the values; each case is a name and its values.
+
+    Time and again the case with the most values that those before it lack; of several, by `number_of` the name.
+    """
+    taken: set[str] = set()
+    lacking = frozenset[Any]().union(*(values for _, values in cases))
+    while lacking:
+        name, values = max(cases, key=lambda case: (len(case[1] & lacking), number_of(case[0])))
+        taken.add(name)
+        lacking -= values
+    return taken
+
+
+def number_of(case: object) -> int:
+    """A number that looks random, and is always the same for what prints the same."""
+    return zlib.crc32(str(case).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """The sample of some cases, or the rest of them."""
+
+    is_sample: bool
+
+    def of(self, cases: Iterable[Case], every: int) -> Iterator[Case]:
+        """Of the cases one in `every`, by `number_of`; or the others."""
+        return (case for case in cases if (number_of(case) % every == 0) == self.is_sample)
+
+
+PORTIONS = [
+    pytest.param(Portion(True), id="sample"),
+    pytest.param(Portion(False), id="rest", marks=pytest.mark.exhaustive),
+]
+
+
+def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
+    """Of the items of one test function, those that are in no sample become exhaustive."""
+    ours = [(item, values_of(item)) for item in items if not any(map(item.get_closest_marker, ELSEWHERE))]
+    taken = sample([(item.name, values) for item, values in ours])
+    for item, values in ours:
+        if values and item.name not in taken:
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def values_of(item: pytest.Item) -> frozenset[Value]:
+    """The values of the item's parameters, on its device; what one `parametrize` lists together is one value."""
+    if not hasattr(item, "callspec"):
+        return frozenset()
+    parameters: dict[str, object] = item.callspec.params
+    listed = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in listed]
+    alone = [[name] for name in parameters if not any(name in names for names in together)]  # of fixtures
+    device = str(parameters.get("device", ""))
+    return frozenset((device, names[0], tuple(id(parameters[name]) for name in names)) for names in together + alone)

@@ -1,0 +1,140 @@
+"""The rule by which `./run test` takes a sample: every value, every n-th case, and nothing left out of both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+
+from tests.architecture.rules import ROOT
+from tests.support.sample import Portion, number_of, sample
+from tests.support.search import searched
+
+pytest_plugins = ["pytester"]
+Select = Callable[..., list[str]]
+
+MODULE = """
+import pytest
+from hypothesis import strategies as st
+from tests.support.search import searched
+
+@pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request): ...
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("rows, columns", [(1, 1), (1, 7), (7, 1), (7, 7)])
+def test_product(device, rows, columns, dtype): ...
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (1, 7), (7, 1), (7, 7)])
+def test_list(rows, columns): ...
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_marked(dtype, rows): ...
+
+def test_portions(portion): ...
+
+@searched(st.integers())
+def test_searched(number): assert isinstance(number, int)
+
+def test_alone(): ...
+"""
+
+
+@pytest.fixture
+def select(pytester: pytest.Pytester) -> Select:
+    """Names the items of MODULE that pytest selects by marks; of one of them, where a name is given."""
+    path = pytester.makepyfile(MODULE)
+
+    def select(marks: str, name: str = "") -> list[str]:
+        settings = ("-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"))
+        chosen = f"{path}::{name}" if name else str(path)
+        (call,) = pytester.inline_run(*settings, "--collect-only", "-q", "-m", marks, chosen).getcalls(
+            "pytest_collection_finish"
+        )
+        return [item.name for item in call.session.items]
+
+    return select
+
+
+@pytest.fixture
+def selections(select: Select) -> tuple[list[str], list[str]]:
+    return select("not exhaustive and not gpu"), select("exhaustive and not gpu")
+
+
+def of(names: list[str], test: str) -> list[list[str]]:
+    """The parameters of the items of a test."""
+    return [name.removesuffix("]").partition("[")[2].split("-") for name in names if name.partition("[")[0] == test]
+
+
+def test_every_item_is_in_one_selection_and_none_in_both(selections: tuple[list[str], list[str]]) -> None:
+    names = sorted(selections[0] + selections[1])
+    assert len(names) == len(set(names)) == 2 * 12 + 4 + 4 + 2 + 2 + 1
+
+
+def test_of_a_product_every_value_is_taken_on_every_device(selections: tuple[list[str], list[str]]) -> None:
+    taken = of(selections[0], "test_product")
+    assert len(taken) == 2 * 4
+    for device in ("reference", "interpreted"):
+        here = [(dtype, rows, columns) for on, rows, columns, dtype in taken if on == device]
+        assert {dtype for dtype, *_ in here} == {"bf16", "fp16", "fp32"}
+        assert {(rows, columns) for _, rows, columns in here} == set(itertools.product("17", "17"))
+
+
+def test_a_list_is_taken_whole(selections: tuple[list[str], list[str]]) -> None:
+    assert len(of(selections[0], "test_list")) == 4
+    assert of(selections[1], "test_list") == []
+
+
+def test_a_value_that_is_marked_needs_no_sample(selections: tuple[list[str], list[str]]) -> None:
+    assert of(selections[0], "test_marked") == [["1", "bf16"], ["7", "bf16"]]
+
+
+@pytest.mark.parametrize(
+    ("test", "portions"), [("test_portions", ["sample", "rest"]), ("test_searched", ["few", "many"])]
+)
+def test_loops_and_searches_have_an_item_in_each(
+    selections: tuple[list[str], list[str]], test: str, portions: list[str]
+) -> None:
+    assert [of(names, test) for names in selections] == [[[part]] for part in portions]
+
+
+def test_what_is_taken_does_not_depend_on_what_else_is_asked_for(
+    select: Select, selections: tuple[list[str], list[str]]
+) -> None:
+    name = next(name for name in selections[1] if name.startswith("test_product"))
+    assert select("exhaustive", name) == [name]
+    assert select("not exhaustive", name) == []
+
+
+def test_the_sample_of_three_parameters_is_as_long_as_the_longest() -> None:
+    names = ["".join(each) for each in itertools.product("abcdefgh", "123", "xy")]
+    taken = sample([(name, frozenset(name)) for name in names])
+    assert len(taken) == 8
+    assert set("".join(taken)) == set("abcdefgh123xy")
+
+
+def test_portions_are_told_apart_by_what_cases_print_as() -> None:
+    cases = [(first, second) for first in range(30) for second in "abc"]
+    taken, left = (list(Portion(is_sample).of(cases, every=9)) for is_sample in (True, False))
+    assert sorted(taken + left) == cases
+    assert 3 <= len(taken) <= 20
+    assert list(Portion(True).of(reversed(cases), every=9)) == taken[::-1]
+    assert number_of((3, "c")) == 0x88963BFB  # in every process: `hash` of a text is not
+
+
+def test_few_are_a_tenth_of_the_examples() -> None:
+    found: list[int] = []
+
+    def test(number: int) -> None:
+        found.append(number)
+
+    (mark,) = searched(st.integers(), examples=200)(test).pytestmark  # type: ignore[attr-defined]
+    counts = []
+    for search in mark.args[1]:
+        found.clear()
+        search.values[0]()
+        counts.append(len(found))
+    assert counts == [20, 200]
