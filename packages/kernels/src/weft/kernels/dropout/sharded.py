@@ -32,7 +32,9 @@ def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> 
     """
     operand, number = (key, 0) if isinstance(key, Tensor) else (None, key)
     if operand is None and torch.compiler.is_compiling():
-        raise ValueError(f"dropout is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)")
+        raise ValueError(
+            f"dropout is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)"
+        )
     if operand is None:
         check_key(number)
     elif operand.shape != () or operand.dtype != torch.uint64 or operand.device.type != "cpu":

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...backend import can_read
 from ...sharded import apply_many
 from ...sharded.traced import groups_of
 from .. import agreement
@@ -159,7 +160,7 @@ def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, lo
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
             raise ValueError(f"denominator has shape {tuple(denominator.shape)}; give one number")
-        if denominator.device.type == "cpu" and not torch.compiler.is_compiling():
+        if can_read(denominator):
             number = _check_divisor(denominator)
             if denominator.device != logits.device:  # a copy from the host would wait
                 denominator = torch.full((), number, dtype=wide, device=logits.device)
