@@ -37,8 +37,8 @@ def reshard(
     topology, memory_limit: see `plan`.
     Differentiable, twice as well: the gradient is brought to the layout of `dtensor`, Replicate where that is Partial,
     also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
-    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes; where
-    the target's mesh is new to this process group world its groups are made, by all ranks of the world.
+    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes. Where
+    the target's mesh is new to this process group world, its ranks make its groups.
     Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout.
     """
     if torch.compiler.is_dynamo_compiling():

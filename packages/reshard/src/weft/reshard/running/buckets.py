@@ -17,7 +17,7 @@ from ..planning.steps import ReduceScatter, axes_of
 from .blocks import cut_to, taken_apart
 from .collectives import Pending, Running, all_reduce, reduce_scatter
 from .dtensor import layout_of, wrap
-from .groups import group_along, make_groups, process_mesh, this_rank
+from .groups import group_along, process_mesh, this_rank
 from .order import announce
 
 
@@ -76,15 +76,12 @@ class Bucket:
         self.nbytes += grad.dtype.itemsize * math.prod(layout.largest_local_shape(grad.shape))
 
     def start(self) -> None:
-        """Starts the first collective. Communication: groups over several axes are made by all ranks of the world."""
+        """Starts the first collective."""
         grad, _, way = self._first()
         mesh = process_mesh(grad.device_mesh)
         if this_rank() in mesh:
             shapes = [tuple(parameter.shape) for parameter in self._items]
             announce(f"gradients of shapes {shapes}, {grad.dtype}, summed over {way.axes}", mesh.ranks, (mesh,))
-        for axes in way.axes:
-            if len(axes) > 1:
-                make_groups(mesh, axes)
         with torch.no_grad():
             self._pending = Pending(self._run())
 

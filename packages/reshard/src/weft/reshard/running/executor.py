@@ -39,7 +39,7 @@ from ..planning.steps import (
 )
 from .blocks import assembled, cut_to, padded, taken_apart
 from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
-from .groups import axis_group, device_mesh, group_along, group_of, make_groups, this_rank
+from .groups import axis_group, device_mesh, group_along, group_of, this_rank
 from .order import announce
 
 
@@ -56,30 +56,11 @@ def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     return Pending(_run(plan, local, mesh))
 
 
-def prepare(plan: Plan, device_type: str) -> None:
-    """Makes the process groups that the plan needs beyond those of its source's mesh.
-
-    Communication: where a group is new to this process group world, by all ranks of the world, in the same order.
-    """
-    for step, layout in zip(plan.steps, plan.layouts, strict=True):
-        if isinstance(step, Targeted) and step.target.mesh != layout.mesh:
-            device_mesh(step.target.mesh, device_type)
-        match step:
-            case AllGather(apart=()) | ReduceScatter(apart=()) | AllReduce() if len(axes_of(step)) > 1:
-                make_groups(layout.mesh, axes_of(step))
-            case Exchange() | Permute() | ReduceExchange():
-                if step.target.mesh != layout.mesh:
-                    group_of(taking_part(layout, step.target, this_rank()))
-                elif len(axes := exchanging_axes(layout, step.target)) > 1:
-                    make_groups(layout.mesh, axes)
-
-
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     rank = this_rank()
     takes_part = rank in plan.src.mesh or rank in plan.dst.mesh
     if takes_part and any(not isinstance(step, Local) for step in plan.steps):
         announce(plan, plan.ranks, (plan.src.mesh, plan.dst.mesh))
-    prepare(plan, mesh.device_type)
     if not takes_part:
         return local
     for step, layout in zip(plan.steps, plan.layouts, strict=True):

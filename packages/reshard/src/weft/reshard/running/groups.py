@@ -1,4 +1,4 @@
-"""Process meshes made into torch's DeviceMeshes, and back; the one place where process groups are created."""
+"""Process meshes made into torch's DeviceMeshes, and back, with the groups that they communicate over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
-GROUPS = "groups"  # how the name of a group begins that tells its ranks, and those of all that are made with it
+from .rendezvous import PREFIX, make_group
+
+RANKS = "ranks"  # how the name of a group begins that tells its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,6 @@ class _World:
     made: dict[tuple[ProcessMesh, str], DeviceMesh] = field(default_factory=dict)
     known: dict[DeviceMesh, ProcessMesh] = field(default_factory=dict)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    names: dict[dist.ProcessGroup, str] = field(default_factory=dict)  # see `name_of`
     kept: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -36,18 +37,21 @@ _latest: _World | None = None
 def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
     """The DeviceMesh of a process mesh, made once for each process group world and found by content afterwards.
 
-    Communication: the first call for a mesh creates its groups, so every rank of the world must make it, in the same
-    order. Raises RuntimeError without an initialized process group; ValueError for ranks that the world has not.
+    Communication: the first call on a rank of the mesh makes its groups along each axis, in the order of the axes, each as
+    in `group_of`. Ranks outside communicate with nobody.
+    Raises RuntimeError without an initialized process group; ValueError for ranks that the world has not.
     """
     world, key = _world(), (mesh, device_type)
     if key not in world.made:
-        size = dist.get_world_size()
-        if max(mesh.ranks) >= size:
-            raise ValueError(
-                f"{mesh} names rank {max(mesh.ranks)}, but the world has {size} processes (0 to {size - 1})"
-            )
-        ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
-        made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names)
+        _check_in_world(mesh, max(mesh))
+        with unset_fake_temporarily():
+            ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
+            if world.rank in mesh:
+                groups = [group_of(_sorted(mesh.submesh(world.rank, axis))) for axis in mesh.axis_names]
+                made = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axis_names)
+            else:
+                made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False)
+                made._dim_group_names = []  # as torch has it there
         world.made[key] = made
         world.known[made] = mesh
     return world.made[key]
@@ -71,54 +75,35 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, list[int]]:
     """The group of this rank along `axes`, and the position along them, major first, of each of its members.
 
-    torch sorts the ranks of a group; a mesh may list them in any order. Groups over several axes are those that
-    `make_groups` made.
+    torch sorts the ranks of a group; a mesh may list them in any order.
+    Communication: over several axes as in `group_of`; the groups along one are those of the mesh.
     """
-    ranks = process_mesh(mesh).submesh(this_rank(), *axes).ranks
-    group = axis_group(mesh, axes[0]) if len(axes) == 1 else group_of(tuple(sorted(ranks)))
-    position = {rank: i for i, rank in enumerate(ranks)}
+    part = process_mesh(mesh).submesh(this_rank(), *axes)
+    group = axis_group(mesh, axes[0]) if len(axes) == 1 else group_of(_sorted(part))
+    position = {rank: i for i, rank in enumerate(part)}
     return group, [position[rank] for rank in dist.get_process_group_ranks(group)]
 
 
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks`, ascending; made once for each process group world.
+def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """The group of this rank along `axes`, whatever their order. Communication: as in `group_along`."""
+    whole = process_mesh(mesh)
+    wide = [axis for axis in axes if whole.axis_size(axis) > 1] or [axes[0]]
+    return group_along(mesh, wide)[0]
 
-    Communication: the first call makes the group, so every rank of the world must make it, also those that are not in
-    `ranks`, in the same order. (torch can make a group among its members alone, but names it by how many groups each
-    of them has seen, which differs between ranks of overlapping meshes.)
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of `ranks`, ascending, of which this rank is one; made once for each process group world.
+
+    Communication: the first call makes the group, and waits for the other members; see `make_group`. Ranks outside have
+    nothing to do. Raises ValueError for ranks that the world has not.
     """
     world = _world()
     if len(ranks) == dist.get_world_size():
         return world.group
     if ranks not in world.groups:
-        world.groups[ranks] = dist.new_group(list(ranks))
+        _check_in_world(f"a group of {ranks}", ranks[-1])
+        world.groups[ranks] = make_group(ranks)
     return world.groups[ranks]
-
-
-def make_groups(mesh: ProcessMesh, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Makes the groups of all sub-meshes along `axes`, whose ranks are returned. Communication: as in `group_of`."""
-    groups = tuple(tuple(sorted(part.ranks)) for part in mesh.groups(*axes))
-    for ranks in groups:
-        group_of(ranks)
-    return groups
-
-
-def groups_over(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
-    """Groups of this rank that span `axes` one after the other, minor first: a single one, where all ranks of the world are in
-    the mesh and so can make it; otherwise one an axis.
-
-    Communication: as in `group_of`, but ranks outside of the mesh have nothing to make.
-    """
-    whole = process_mesh(mesh)
-    wide = [axis for axis in axes if whole.axis_size(axis) > 1]
-    if len(wide) > 1 and whole.size == dist.get_world_size():
-        with unset_fake_temporarily():
-            made = make_groups(whole, wide)
-        (group, _), names = group_along(mesh, wide), _world().names
-        if group is not _world().group:
-            names[group] = f"{GROUPS} {', '.join(' '.join(map(str, ranks)) for ranks in made)}"
-        return (group,)
-    return tuple(axis_group(mesh, axis) for axis in reversed(axes))
 
 
 def of_this_world() -> dict[Any, Any]:
@@ -127,22 +112,22 @@ def of_this_world() -> dict[Any, Any]:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """What a compiled graph knows of the group: its `group_name`, or what `groups_over` made it of.
+    """What a compiled graph knows of the group: its ranks where it was made here, else its `group_name`.
 
-    torch numbers groups as they are made. A graph may outlive its program, and in the next the number be another group's, or the
-    group not be made yet.
+    torch numbers the others as they are made. A graph may outlive its program, and in the next the group not be made yet.
     """
-    return _world().names.get(group, group.group_name)
+    if group.group_name.startswith(PREFIX):
+        return f"{RANKS} {' '.join(map(str, dist.get_process_group_ranks(group)))}"
+    return group.group_name
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of which that is the `name_of`. Raises RuntimeError for none.
 
-    Communication: as in `group_of`, where `groups_over` would make it.
+    Communication: of a group made here, as in `group_of`.
     """
-    if name.startswith(GROUPS):
-        made = [group_of(tuple(map(int, ranks.split()))) for ranks in name.removeprefix(GROUPS).split(",")]
-        return next(group for group in made if dist.get_rank(group) >= 0)
+    if name.startswith(RANKS):
+        return group_of(tuple(map(int, name.removeprefix(RANKS).split())))
     own: Any = name  # torch 2.13 has a type of its own for names
     return c10d._resolve_process_group(own)
 
@@ -150,6 +135,15 @@ def group_named(name: str) -> dist.ProcessGroup:
 def this_rank() -> int:
     """This process's rank in the world."""
     return _world().rank
+
+
+def _check_in_world(what: object, rank: int) -> None:
+    if rank >= (size := dist.get_world_size()):
+        raise ValueError(f"{what} names rank {rank}, but the world has {size} processes (0 to {size - 1})")
+
+
+def _sorted(mesh: ProcessMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh))
 
 
 def _world() -> _World:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of
-from weft.reshard.running.groups import groups_over
+from weft.reshard.running.groups import group_over
 
 from ...op import Op
 from ...sharded import Shapes, Sharding, independent
@@ -70,8 +70,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
         return {
             "vocab_start": logits.local_slices(shape, rank)[vocab_dim].start,
             "vocab_size": shape[vocab_dim],
-            "gather": Along(groups_over(mesh, vocab_axes)) if vocab_axes else None,
-            "count": Summed(groups_over(mesh, to_count)) if to_count else None,
+            "gather": Along((group_over(mesh, vocab_axes),)) if vocab_axes else None,
+            "count": Summed((group_over(mesh, to_count),)) if to_count else None,
         }
 
     loss_shape = shape[:-1] if options.reduction == "none" else ()

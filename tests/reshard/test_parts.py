@@ -1,0 +1,150 @@
+"""Programs in which each rank works on its own part of the world, with the others late or early by chance."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import count, islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import distribute, reshard, to_global
+from weft.reshard.running.groups import device_mesh, group_of
+from weft.reshard.running.rendezvous import _Members
+
+from tests.support.pool import Pool
+
+CUBE = ProcessMesh.grid(pp=2, dp=2, tp=2)
+RUNS = 50
+
+
+def new_worlds(seconds: float = 60) -> Iterator[None]:
+    """Begins a new world, in which no group is made yet, each time that another is asked for."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    master = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [master.port if master else 0]
+    dist.broadcast_object_list(port, src=0)
+    for number in count():
+        dist.destroy_process_group()
+        store = dist.TCPStore("localhost", port[0], is_master=False, timeout=timedelta(seconds=seconds))
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=ranks)
+        yield
+
+
+def late(chance: random.Random) -> None:
+    """Sleeps now and then, on each rank at other times."""
+    if chance.random() < 0.5:
+        time.sleep(chance.random() * 0.02)
+
+
+def values(mesh: ProcessMesh) -> torch.Tensor:
+    """A tensor that no other mesh has."""
+    return 1000 * torch.tensor(mesh.ranks).sum() + torch.arange(16.0).reshape(8, 2)
+
+
+def part_of_torch(chance: random.Random) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    part = mesh["dp", "tp"]
+    ours = ProcessMesh(part.mesh.tolist(), ("dp", "tp"))
+    whole = values(ours)
+    late(chance)
+    local = whole[Layout(ours, "dp: S(0), tp: S(0)").local_slices(whole.shape, dist.get_rank())]
+    x = DTensor.from_local(local, part, [Shard(0), Shard(0)], run_check=False)
+    assert torch.equal(to_global(x), whole)
+
+
+def parts_of_ours(chance: random.Random) -> None:
+    """Of each axis those with this rank, of which any two share it, one after the other; and the same the other way round."""
+    rank = dist.get_rank()
+    for axis, index in (CUBE.coordinate(rank) or {}).items():
+        for part in (CUBE.select(**{axis: index}), CUBE.select(**{axis: index}).permute(*other(axis))):
+            late(chance)
+            x = distribute(values(part), Layout(part, [Shard(0), Shard(0)]))
+            late(chance)
+            assert torch.equal(to_global(x), values(part))
+
+
+def other(axis: str) -> list[str]:
+    return [name for name in reversed(CUBE.axis_names) if name != axis]
+
+
+def shuffled_parts(chance: random.Random) -> None:
+    """Meshes of any ranks in any order; each rank goes through those that hold it, as all of them come by turns."""
+    drawn = random.Random(dist.get_world_size())
+    for _ in range(6):
+        ranks = drawn.sample(range(8), drawn.choice((2, 3, 4, 6)))
+        shape = (2, len(ranks) // 2) if len(ranks) % 2 == 0 else (len(ranks), 1)
+        mesh = ProcessMesh(torch.tensor(ranks).reshape(shape), ("a", "b"))
+        if dist.get_rank() in mesh:
+            late(chance)
+            x = distribute(values(mesh), Layout(mesh, "b: S(0), a: S(0)"))
+            late(chance)
+            y = reshard(x, placements="a: S(1)")
+            assert torch.equal(to_global(y), values(mesh))
+
+
+def repeated(program: Callable[[random.Random], None]) -> None:
+    chance = random.Random(dist.get_rank())
+    for _ in islice(new_worlds(), RUNS):
+        program(chance)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("program", [part_of_torch, parts_of_ours, shuffled_parts])
+def test_each_rank_gets_the_values_of_its_own_part(pool: Pool, program) -> None:
+    pool.run(repeated, program, ranks=8, timeout=110)
+
+
+def other_groups() -> str:
+    """Rank 0 means to share a group with ranks 1 and 3; rank 1 makes one with rank 2, which does not come; rank 3 makes none."""
+    told = ""
+    for _ in islice(new_worlds(seconds=2), 1):
+        if (rank := dist.get_rank()) < 2:
+            with pytest.raises(RuntimeError) as failed:
+                group_of([(0, 1, 3), (1, 2)][rank])
+            told = str(failed.value)
+        dist.barrier()
+    return told
+
+
+def test_members_that_make_another_group_are_named(pool: Pool) -> None:
+    first, second, *_ = pool.run(other_groups, ranks=4)
+    assert first.startswith(
+        "rank 0 waited 2 s for the others to make a group of ranks 0, 1, 3 on gloo. "
+        "Rank 1 makes one of ranks 1, 2 on gloo. Rank 3 did not come, and makes no other group."
+    )
+    assert second.startswith(
+        "rank 1 waited 2 s for the others to make a group of ranks 1, 2 on gloo. Rank 2 did not come, and makes no other"
+    )
+
+
+def known_otherwise() -> str:
+    """Another member has said that the group of this name has other ranks."""
+    store = dist.HashStore()
+    store.set("name/ranks", "ranks 0, 2 on gloo")
+    with pytest.raises(RuntimeError) as failed:
+        _Members(store, "name", "ranks 0, 1 on gloo", [0, 1], 0).meet("to make")
+    return str(failed.value)
+
+
+def test_members_that_know_other_ranks_do_not_meet(pool: Pool) -> None:
+    told = "rank 0 makes a group of ranks 0, 1 on gloo, which another member makes of ranks 0, 2 on gloo"
+    assert pool.run(known_otherwise, ranks=1)[0].startswith(told)
+
+
+def outside() -> list[int]:
+    """Only the members make their groups; the others go on, and have the mesh all the same."""
+    mesh = device_mesh(ProcessMesh([[1, 2]], ["dp", "tp"]), "cpu")
+    assert mesh.shape == (1, 2)
+    assert mesh["tp"].mesh_dim_names == ("tp",)
+    return dist.get_process_group_ranks(mesh.get_group("tp")) if dist.get_rank() in (1, 2) else []
+
+
+def test_ranks_outside_make_nothing(pool: Pool) -> None:
+    assert pool.run(outside, ranks=4) == [[], [1, 2], [1, 2], []]
