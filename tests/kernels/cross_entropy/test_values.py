@@ -221,3 +221,16 @@ def test_float32_logits_are_read_once_where_the_true_class_is_near_the_largest(i
     with counted_traffic() as seen:
         launch.statistics(logits, torch.full((3,), 7), None, Shard(0, 5000, Options()))
     assert seen.loaded == 3 * (8 + 4 + readings * 4 * 5000)
+
+
+@pytest.mark.parametrize("shift", [-2e4, -690.0, -605.0, -80.0, 0.0, 75.0, 85.0, 590.0, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_does_not_lose_digits_wherever_the_logits_lie(device, dtype, shift):
+    """Also beside rows that lie elsewhere: exp of some needs no maximum subtracted."""
+    logits, target, upstream = make(6, 129, device, dtype, reduction="none")
+    logits[::2] = (logits[::2].double() + shift).to(dtype)
+    logits[0, target[0]] += 30  # a likely class: the sum of the others is small
+    loss, gradient = loss_and_gradient(logits, target, upstream, reduction="none")
+    true_loss, truth = torch_loss_and_gradient(logits.double(), target, upstream.double(), reduction="none")
+    assert float(ulps(gradient, truth).max()) <= 1
+    torch.testing.assert_close(loss.double(), true_loss, rtol=1e-5, atol=1e-12)

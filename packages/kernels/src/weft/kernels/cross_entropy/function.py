@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..backend import is_recorded, use_triton
+from ..backend import is_recorded, on_cpu, use_triton
 from ..op import Tensors
 from . import reference
 from .guess import Once, guess
@@ -52,7 +52,7 @@ def forward(
         wide = torch.promote_types(logits.dtype, torch.float32)
         denominator = counted(weight, target.reshape(-1), options.ignore_index, wide, count)
     guessed = made = None
-    if once is None or gather is not None or not use_triton(logits):
+    if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
     else:
         guessed, made = guess(logits.device), _like(logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,9 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backend import on_cpu
+from . import guess
 from .options import Options
 
-CHUNK = 1 << 20  # logits widened at a time: 4 MiB a temporary in float32, whatever the number of rows
+# Logits widened at a time by each thread: 4 MiB in float64, which stay in the L3. A chunk's numbers per row cost the host some
+# 0.1 ms, whatever its size.
+CHUNK = 1 << 19
+# exp(x) itself needs no maximum to be subtracted where its sum is between these: it does not overflow, and the share of the sum
+# of what underflows is below what the gradient's dtype holds. By the dtype of the logits.
+SUMS = {
+    torch.float64: (1.0, math.exp(600)),
+    torch.float32: (math.exp(-600), math.exp(600)),  # widened to float64
+    torch.bfloat16: (1.0, math.exp(80)),
+    torch.float16: (1.0, math.exp(80)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,13 @@ class Upstream:
     lse: Tensor | None = None
     denominator: Tensor | None = None
 
+    def of(self, rows: slice) -> Upstream:
+        """Those of some rows."""
+        loss, lse = (
+            each if each is None or each.ndim == 0 else each.reshape(-1)[rows] for each in (self.loss, self.lse)
+        )
+        return Upstream(loss, lse, self.denominator)
+
 
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
     """What each row of this shard contributes to the loss: [N, 3 or 4], float32 (float64 for float64 logits).
@@ -62,31 +82,72 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     The target is kept out of the sum because beside exp(0) of a likely class float32 drops the unlikely ones, and
     their sum is 1 - p: the loss and the gradient of the true class.
     """
-    V = logits.shape[-1]
-    classes = target.reshape(-1).long()  # [N]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    nothing = torch.zeros(shard.columns, dtype=dtype, device=logits.device)
+    V, classes = logits.shape[-1], target.reshape(-1).long()  # [N]
+    out = torch.empty(len(classes), shard.columns, dtype=_narrow(logits.dtype), device=logits.device)
+    if V == 0:
+        return _without_ignored(out.copy_(_nothing(out)), classes, shard)
+    x = logits.reshape(-1, V)  # [N, V]
+    for some, space in _chunks(x):
+        out[some] = _without_ignored(
+            _exponentials(x[some], classes[some], weight, shard, space).found, classes[some], shard
+        )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Exponentials:
+    """Of some rows, in `_wide` numbers: exp(logit - base) [n, V], 0 for the target, and what was found on the way.
+
+    base: [n, 1] in float64; 0, or the largest logit but the target's, -inf where there is none.  index: [n, 1], of the target; is_here: whether this
+    shard holds it, None where it holds all classes.  found: the statistics [n, 3 or 4].
+    """
+
+    values: Tensor
+    base: Tensor
+    index: Tensor
+    is_here: Tensor | None
+    found: Tensor
+
+
+def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, space: Tensor) -> Exponentials:
+    """Of logits [n, V], in the memory of `space`."""
+    V, local = x.shape[-1], (classes - shard.start).unsqueeze(1)  # [n, 1]
+    index, is_here = local.clamp(0, V - 1), None if shard.size == V else (local >= 0) & (local < V)
+    z = _count(space[: len(x)].copy_(x), shard)
+    logit = z.gather(1, index)
+    columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
+    if shard.sums:
+        plain = z if weight is None else z * shard.part(weight, V).to(z.dtype)
+        columns.append(plain.sum(-1, keepdim=True))
+    hidden = torch.full_like(logit, -torch.inf) if is_here is None else logit.masked_fill(is_here, -torch.inf)
+    total = z.scatter_(1, index, hidden).exp_().sum(-1, keepdim=True).double()  # [n, 1]
+    base, (low, high) = torch.zeros_like(total), SUMS[x.dtype]
+    fits = (total > low) & (total < high)
+    if not on_cpu(fits) or not bool(fits.all()):
+        z = _count(z.copy_(x), shard).scatter_(1, index, hidden)
+        base = torch.where(fits, base, z.amax(-1, keepdim=True).double())
+        total = z.sub_(_finite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
+    log_total = total.log()
+    lse = (base + log_total).to(_narrow(x.dtype))
+    rest = ((base - lse) + log_total).masked_fill_(total == 0, 0)
+    return Exponentials(z, base, index, is_here, torch.cat([each.to(lse.dtype) for each in (lse, rest, *columns)], 1))
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """The statistics of no class."""
+    nothing = like.new_zeros(like.shape[-1])
     nothing[0].fill_(-torch.inf)
-    out = nothing.repeat(len(classes), 1)
-    if V > 0:
-        x = logits.reshape(-1, V)  # [N, V]
-        for some in _chunks(len(classes), V):
-            z = _counted(x[some].to(_wide(logits.dtype)), shard)
-            if shard.sums:
-                out[some, 3] = z.sum(-1) if weight is None else (z * shard.part(weight, V).to(z.dtype)).sum(-1)
-            local = classes[some] - shard.start
-            is_here = (local >= 0) & (local < V)
-            index = local.clamp(0, V - 1).unsqueeze(1)
-            logit = z.gather(1, index)
-            out[some, 2] = logit.squeeze(1).where(is_here, 0)
-            others = z.scatter(1, index, logit.masked_fill(is_here.unsqueeze(1), -torch.inf))
-            largest = _finite(others.amax(-1, keepdim=True))
-            total = others.sub_(largest).exp_().sum(-1)
-            largest, log_total = largest.squeeze(1).double(), total.double().log()
-            out[some, 0] = largest + log_total
-            out[some, 1] = ((largest - out[some, 0]) + log_total).masked_fill_(total == 0, 0)
-    out[:, 1].masked_fill_((classes < 0) | (classes >= shard.size), torch.nan)
-    return torch.where((classes == shard.options.ignore_index).unsqueeze(1), nothing, out)
+    return nothing
+
+
+def _without_ignored(found: Tensor, classes: Tensor, shard: Shard) -> Tensor:
+    """The statistics, NaN for a target that is no class, and nothing for rows to ignore."""
+    wrong = (classes < 0) | (classes >= shard.size)  # those to ignore mostly among them
+    ignored = classes == shard.options.ignore_index
+    if on_cpu(found) and not bool((wrong | ignored).any()):
+        return found
+    found[:, 1].masked_fill_(wrong, torch.nan)
+    return torch.where(ignored.unsqueeze(1), _nothing(found), found)
 
 
 def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,8 +160,11 @@ def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     The result depends on nothing but the statistics, so ranks that gathered the same numbers get the same bits.
     """
     others, lows, target_logits = statistics.double().unbind(-1)  # [shards, N] each
-    other, target_logit = others.amax(0), target_logits.sum(0)
-    other_sum = ((others - _finite(other)) + lows).exp().sum(0)
+    if len(statistics) == 1:
+        other, target_logit, other_sum = others[0], target_logits[0], lows[0].exp()
+    else:
+        other, target_logit = others.amax(0), target_logits.sum(0)
+        other_sum = ((others - _finite(other)) + lows).exp().sum(0)
     largest = _finite(torch.maximum(other, target_logit))
     other, target_logit = other - largest, target_logit - largest  # one of the two is 0
     log_sum = (other_sum * other.exp() + target_logit.exp()).log()
@@ -161,27 +225,32 @@ def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Up
     largest, log_sum, log_odds = merge(statistics[..., :3])
     classes = target.reshape(-1).long()
     ignored = classes == options.ignore_index
-    grad = torch.zeros_like(log_sum)
-    if upstream.loss is not None:
+    if upstream.loss is None:
+        grad = torch.zeros_like(log_sum)
+    else:
         grad = upstream.loss.to(log_sum.dtype)
         grad = grad if upstream.denominator is None else grad / upstream.denominator
-    grad = torch.where(ignored, 0, grad.reshape(-1))
+        grad = torch.where(ignored, 0, grad.reshape(-1))
     # d loss / d logit of class c = factor * p_c - spread * weight_c, and for the true class - pull more.
-    share = of_target(weight, classes, options.ignore_index, grad.dtype)
-    pull = grad * share * (1 - options.label_smoothing)
-    even = torch.zeros_like(grad)  # what reaches all classes by their probability, besides the pull
-    spread = None
+    pull = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
+    even = spread = None  # even: what reaches all classes by their probability, besides the pull
+    true = None
     if shard.sums:
         spread = grad * (options.label_smoothing / shard.size)
-        even = even + spread * (shard.size if weight is None else weight.to(grad.dtype).sum())
+        even = spread * (shard.size if weight is None else weight.to(grad.dtype).sum())
+        true = -spread if weight is None else -spread * of_target(weight, classes, options.ignore_index, grad.dtype)
+        pull = pull * (1 - options.label_smoothing)
     if options.z_loss:
-        even = even + 2 * options.z_loss * torch.where(ignored, 0, largest + log_sum) * grad
+        of_lse = 2 * options.z_loss * torch.where(ignored, 0, largest + log_sum) * grad
+        even = of_lse if even is None else even + of_lse
     if upstream.lse is not None:
-        even = even + torch.where(ignored, 0, upstream.lse.reshape(-1).to(grad.dtype))
-    true = even * torch.sigmoid(-log_odds) - pull * torch.sigmoid(log_odds)
-    if spread is not None:
-        true = true - spread * share
-    return Rows(largest, log_sum, pull + even, torch.where(ignored, 0, true), spread)
+        of_lse = torch.where(ignored, 0, upstream.lse.reshape(-1).to(grad.dtype))
+        even = of_lse if even is None else even + of_lse
+    pulled = pull * torch.sigmoid(log_odds)
+    if even is not None:
+        pulled = pulled - even * torch.sigmoid(-log_odds)
+    true = -pulled if true is None else true - pulled
+    return Rows(largest, log_sum, pull if even is None else pull + even, torch.where(ignored, 0, true), spread)
 
 
 def gradient(
@@ -192,43 +261,76 @@ def gradient(
     upstream: Upstream,
     shard: Shard,
     out: Tensor,
+    guessed: Tensor | None = None,
 ) -> Tensor:
     """The gradient of this shard's logits, written to `out`, contiguous, which may be `logits`; returned.
 
     The gradient of what a logit counts as, see `Rows`, times the derivative of that. Rows whose factor, spread and true
     are 0 are exactly 0.
+    guessed: the upstream gradient of the loss for which `out` has been made.
     """
-    V, wide = logits.shape[-1], _wide(logits.dtype)
-    if out.numel() == 0:
+    if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
         return out
-    row = rows(statistics, target, weight, upstream, shard)
-    x, dx = logits.reshape(-1, V), out.view(-1, V)  # [N, V] both
-    local = target.reshape(-1).long() - shard.start  # [N]
-    is_here = (local >= 0) & (local < V)
-    dead = (row.factor == 0) & (row.true == 0)
-    if row.spread is not None:
-        dead &= row.spread == 0
-    for some in _chunks(len(local), V):
-        z, slope = _bent(x[some].to(wide), shard)
-        largest, log_sum, factor, true = (
-            each[some, None].to(wide) for each in (row.largest, row.log_sum, row.factor, row.true)
-        )
-        each = (z - largest).sub_(log_sum).exp_().mul_(factor)
-        if row.spread is not None:
-            each -= row.spread[some, None].to(wide) * (1 if weight is None else shard.part(weight, V).to(wide))
-        index = local[some].clamp(0, V - 1).unsqueeze(1)
-        each.scatter_(1, index, torch.where(is_here[some, None], true, each.gather(1, index)))
-        dx[some] = each.mul_(slope).masked_fill_(dead[some, None], 0)
+    classes, x = target.reshape(-1).long(), logits.reshape(-1, logits.shape[-1])
+    dx = out.view(x.shape)  # [N, V] both
+    for some, space in _chunks(x):
+        exponentials = _exponentials(x[some], classes[some], weight, shard, space)
+        _write(exponentials, x[some], classes[some], weight, statistics[:, some], upstream.of(some), shard, dx[some])
     return out
 
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> Tensor:
-    """The statistics [N, 3 or 4] of the one shard that there is; its gradient, from the same numbers, in `out`."""
-    found = statistics(logits, target, weight, shard)
-    gradient(logits, target, weight, found.unsqueeze(0), upstream, shard, out)
-    return found
+    """The statistics [N, 3 or 4] of the one shard that there is; its gradient, from the same exponentials, in `out`.
+
+    Of an upstream gradient of NaN it makes the statistics alone.
+    """
+    nothing_guessed = on_cpu(logits) and upstream.loss is not None and bool(upstream.loss.isnan().all())
+    if out.numel() == 0 or nothing_guessed:
+        return statistics(logits, target, weight, shard)
+    classes, x = target.reshape(-1).long(), logits.reshape(-1, logits.shape[-1])
+    dx, found = out.view(x.shape), []
+    for some, space in _chunks(x):
+        exponentials = _exponentials(x[some], classes[some], weight, shard, space)
+        found.append(_without_ignored(exponentials.found, classes[some], shard))
+        _write(exponentials, x[some], classes[some], weight, found[-1].unsqueeze(0), upstream.of(some), shard, dx[some])
+    return torch.cat(found)
+
+
+def _write(
+    of: Exponentials,
+    x: Tensor,
+    classes: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    upstream: Upstream,
+    shard: Shard,
+    dx: Tensor,
+) -> None:
+    """The gradient of some rows, from their exponentials, whose memory it takes."""
+    row, each = rows(statistics, classes, weight, upstream, shard), of.values
+    scale = row.factor * ((of.base.squeeze(1) - row.largest) - row.log_sum).exp_()
+    slope = _slope(x, each.dtype, shard)  # before dx is written: it may be x
+    each.mul_(scale.to(each.dtype).unsqueeze(1))
+    if row.spread is not None:
+        spread = row.spread.to(each.dtype).unsqueeze(1)
+        each -= spread if weight is None else spread * shard.part(weight, x.shape[-1]).to(each.dtype)
+    true = row.true.to(each.dtype).unsqueeze(1)
+    each.scatter_(1, of.index, true if of.is_here is None else torch.where(of.is_here, true, each.gather(1, of.index)))
+    if slope is not None:
+        each.mul_(slope)
+    dead = (row.factor == 0) & (row.true == 0)
+    if row.spread is not None:
+        dead &= row.spread == 0
+    if not on_cpu(dead) or bool(dead.any()):
+        each.masked_fill_(dead.unsqueeze(1), 0)
+    dx.copy_(each)
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """Of what is returned beside the gradient."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -236,20 +338,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _counted(x: Tensor, shard: Shard) -> Tensor:
+def _count(z: Tensor, shard: Shard) -> Tensor:
+    """What the logits z count as, in their memory."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
-    z = x if scale == 1 else x * scale
-    return z if cap is None else (z / cap).tanh_().mul_(cap)
+    if scale != 1:
+        z.mul_(scale)
+    return z if cap is None else z.div_(cap).tanh_().mul_(cap)
 
 
-def _bent(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor | float]:
-    """What the logits count as, and its derivative."""
-    z = _counted(x, shard)
+def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
+    """The derivative of what the logits count as; None where it is 1."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if cap is None:
-        return z, scale
-    e = (x * (scale / cap)).abs_().mul_(-2).exp_()
-    return z, 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, which as a difference would lose its digits
+        return None if scale == 1 else scale
+    e = (x.to(wide) * (scale / cap)).abs_().mul_(-2).exp_()
+    return 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, which as a difference would lose its digits
 
 
 def _finite(largest: Tensor) -> Tensor:
@@ -257,6 +360,10 @@ def _finite(largest: Tensor) -> Tensor:
     return largest.masked_fill(largest == -torch.inf, 0)
 
 
-def _chunks(N: int, V: int) -> Iterator[slice]:
-    step = max(1, CHUNK // V)
-    return (slice(start, start + step) for start in range(0, N, step))
+def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Equal chunks of the rows of x [N, V], and memory for one of them in `_wide` numbers, for all the same."""
+    N, V = x.shape
+    most = max(1, CHUNK * torch.get_num_threads() // V)
+    step = -(-N // -(-N // most)) if N else 1
+    space = torch.empty(min(step, N), V, dtype=_wide(x.dtype), device=x.device)
+    return ((slice(start, start + step), space) for start in range(0, N, step))
