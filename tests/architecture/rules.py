@@ -71,10 +71,15 @@ def is_within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
+def knows_ranks(path: Path) -> bool:
+    """Whether it is an op's sharded.py, or a file of its folder sharded/: what knows layouts, groups or ranks lies there."""
+    return path.name == "sharded.py" or path.parent.name == "sharded"
+
+
 def forbidden_imports(package: str, imports: set[str], *, sharded: bool) -> set[str]:
     """The imports that run against mesh <- reshard <- kernels <- models.
 
-    sharded: whether the file is a sharded.py: within kernels, only those know of layouts on processes.
+    sharded: whether the file `knows_ranks`: within kernels, no other may.
     """
     allowed = PACKAGES[: PACKAGES.index(package) + 1]
     later = [f"weft.{name}" for name in PACKAGES if name not in allowed]

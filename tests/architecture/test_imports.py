@@ -14,6 +14,7 @@ from tests.architecture.rules import (
     imported,
     imported_modules,
     is_within,
+    knows_ranks,
     module_name,
     private_dtensor_uses,
     redistributions,
@@ -33,7 +34,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(("package", "path"), FILES)
 def test_imports_run_one_way(package: str, path: Path) -> None:
-    assert not forbidden_imports(package, imports_of(path), sharded=path.name == "sharded.py")
+    assert not forbidden_imports(package, imports_of(path), sharded=knows_ranks(path))
 
 
 def imports_within(package: str) -> dict[str, set[str]]:
@@ -120,6 +121,19 @@ def test_imported_modules_are_found(source: str, expected: set[str]) -> None:
 def test_circles_are_caught() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        pytest.param("kernels/norm/sharded.py", True, id="file"),
+        pytest.param("kernels/cross_entropy/sharded/gather.py", True, id="in-a-folder"),
+        pytest.param("kernels/cross_entropy/function.py", False, id="beside-it"),
+        pytest.param("kernels/sharded/norm/function.py", False, id="below-a-folder-in-it"),
+    ],
+)
+def test_what_knows_ranks_is_told_by_its_path(path: str, expected: bool) -> None:
+    assert knows_ranks(Path(path)) == expected
 
 
 @pytest.mark.parametrize(

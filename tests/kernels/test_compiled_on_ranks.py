@@ -17,7 +17,7 @@ from weft.kernels import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from weft.kernels.cross_entropy.gathers import sharded
+from weft.kernels.cross_entropy.sharded import gather
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
 from weft.reshard import distribute, layout_of
@@ -95,13 +95,13 @@ def collectives_of(loss: Callable[..., Any], leaves: list[Tensor]) -> list[int]:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     compiled(*leaves)
     with (
-        patch.object(sharded, "all_gather_single", wraps=sharded.all_gather_single) as gather,
+        patch.object(gather, "all_gather_single", wraps=gather.all_gather_single) as gathered,
         patch.object(dist, "all_reduce", wraps=dist.all_reduce) as total,
     ):
         outputs = compiled(*leaves)
         counts = total.call_count
         outputs.backward()
-    return [gather.call_count, counts]
+    return [gathered.call_count, counts]
 
 
 def collectives_of_the_group(form: str) -> list[int]:

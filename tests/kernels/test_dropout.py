@@ -301,7 +301,7 @@ def test_a_partial_that_is_no_sum_or_average_is_refused(pool: Any) -> None:
 
 def rules_kept() -> int:
     """How many answers of rules a step more adds."""
-    from weft.kernels.sharded import _sharding
+    from weft.kernels.sharded.run import _sharding
 
     x = distribute(torch.ones(4, 4), Layout(FOUR, "tp: S(0)"))
     kernels.dropout(x, 0.1, KEY)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels.cross_entropy import function
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.cross_entropy.sharded import as_denominator
+from weft.kernels.cross_entropy.sharded.loss import as_denominator
 
 DTYPES = [
     pytest.param(torch.bfloat16, id="bf16"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from weft.kernels.cross_entropy import agreement, options
-from weft.kernels.linear_cross_entropy import sharded as linear
+from weft.kernels.linear_cross_entropy.sharded import loss as linear
 
 from tests.kernels.reads import NoReads
 from tests.support.pool import Pool

@@ -12,7 +12,7 @@ from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import function, reference
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.reference import Shard
-from weft.kernels.cross_entropy.sharded import as_denominator
+from weft.kernels.cross_entropy.sharded.loss import as_denominator
 from weft.kernels.traffic import Traffic, counted_traffic
 
 from tests.kernels.cross_entropy.cases import loss_and_gradient, make, shard_by_shard

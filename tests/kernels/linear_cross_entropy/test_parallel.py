@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from weft.kernels.cross_entropy.gathers import sharded
+from weft.kernels.cross_entropy.sharded import gather
 from weft.kernels.linear_cross_entropy.chunks import Product
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
@@ -133,11 +133,11 @@ class Waiting:
 def order_of_work() -> list[str]:
     """GEMMs of logits, gathers started and gathers waited for, in the order in which they happen."""
     seen: list[str] = []
-    gather, logits = sharded.all_gather_single, Product.logits
+    all_gather, logits = gather.all_gather_single, Product.logits
 
     def started(*arguments: Any, **options: Any) -> Waiting:
         seen.append("gather")
-        return Waiting(gather(*arguments, **options), seen)
+        return Waiting(all_gather(*arguments, **options), seen)
 
     def multiplied(product: Product, rows: slice, out: Tensor) -> Tensor:
         seen.append("gemm")
@@ -145,7 +145,7 @@ def order_of_work() -> list[str]:
 
     case, mesh = make((6,), 8), ProcessMesh.grid(tp=2)
     weight = distribute(case.linear_weight.detach(), Layout(mesh, "tp: S(0)")).requires_grad_()
-    with patch.object(sharded, "all_gather_single", started), patch.object(Product, "logits", multiplied):
+    with patch.object(gather, "all_gather_single", started), patch.object(Product, "logits", multiplied):
         linear_cross_entropy(case.input.detach(), weight, case.target, chunk_tokens=2)
     return seen
 

@@ -12,8 +12,8 @@ from torch import Tensor, library
 
 from . import function
 from .agreement import Classes, stand_in
-from .gathers.sharded import Along, attempted
 from .options import SCHEMA, Options, check, form_of
+from .sharded.gather import Along, attempted
 
 Made = tuple[
     Tensor, Tensor, Tensor, Tensor
@@ -142,7 +142,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
-    return backward(grad, grad_lse, *ctx.saved_tensors, *ctx.asked), *(None,) * (3 + len(ctx.asked))
+    undefined = grad is None and grad_lse is None  # autograd's zeros
+    dlogits = None if undefined else backward(grad, grad_lse, *ctx.saved_tensors, *ctx.asked)
+    return dlogits, *(None,) * (3 + len(ctx.asked))
 
 
 forward.register_autograd(_gradients, setup_context=_keep)

@@ -9,6 +9,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from ..backend import can_read
+
 REDUCTIONS = ("mean", "sum", "none")
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TARGET_DTYPES = (torch.int32, torch.int64)
@@ -128,7 +130,7 @@ def check(
     if denominator is not None and options.reduction != "mean":
         raise ValueError(f"a denominator with reduction={options.reduction!r}; only 'mean' divides; leave it None")
     _check_shard(logits.shape[-1], vocab_start, vocab_size)
-    if target.device.type == "cpu":
+    if can_read(target):
         _check_values(target, options.ignore_index, vocab_size)
 
 

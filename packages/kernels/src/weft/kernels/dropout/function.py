@@ -29,7 +29,7 @@ def forward(
     The key is `key` or, without it, `number`; with a name it is derive_key of the two.
     part: which elements of the global tensor x is; all of them without.
     """
-    return _masked(x, key, p, number, name, part), (key,)
+    return _masked(x, key, p, number, name, part), () if key is None else (key,)
 
 
 def backward(
@@ -43,7 +43,7 @@ def backward(
     part: Part | None = None,
 ) -> Tensors:
     """The gradient, dropped and scaled as x was; the key has none."""
-    (key,) = saved
+    key = saved[0] if saved else None
     return (_masked(grad, key, p, number, name, part) if needed[0] else None, None)[: len(needed)]
 
 

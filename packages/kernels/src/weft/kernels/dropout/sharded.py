@@ -31,6 +31,10 @@ def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> 
     Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
     """
     operand, number = (key, 0) if isinstance(key, Tensor) else (None, key)
+    if operand is None and torch.compiler.is_compiling():
+        raise ValueError(
+            f"dropout is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)"
+        )
     if operand is None:
         check_key(number)
     elif operand.shape != () or operand.dtype != torch.uint64 or operand.device.type != "cpu":

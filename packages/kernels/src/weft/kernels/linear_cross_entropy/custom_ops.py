@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, library
 
 from ..cross_entropy.custom_ops import PLACE, Place, place_and_options
-from ..cross_entropy.gathers.sharded import Along
 from ..cross_entropy.options import SCHEMA, Options
+from ..cross_entropy.sharded.gather import Along
 from . import function
 from .agreement import classes_of
 from .checks import checked_sizes
 from .function import in_forward
-from .gathers.sharded import settled_by
 from .gradients import Wanted
+from .sharded.settle import settled_by
 
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 
@@ -155,8 +155,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    arrived = grads[: ctx.outputs]
+    if all(grad is None for grad in arrived):  # autograd's zeros
+        return (None,) * (9 + len(ctx.asked))
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    found = iter(backward(list(grads[: ctx.outputs]), list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
+    found = iter(backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
     dinput, dweight, dbias = (next(found) if need else None for need in needed)
     return dinput, dweight, None, dbias, *(None,) * (5 + len(ctx.asked))
 

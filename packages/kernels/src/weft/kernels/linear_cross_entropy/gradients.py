@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import is_recorded, on_cpu, use_triton
+from ..backend import can_read, is_recorded, on_cpu, use_triton
 from .chunks import Product
 from .sum24 import ADDITIONS, Sum24
 
@@ -101,7 +101,7 @@ def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> 
         return launch.scale(
             part, factor, part.detach() if reused else torch.empty(part.shape, dtype=dtype, device=part.device)
         )
-    if on_cpu(part) and not factor.isfinite():
+    if can_read(factor) and not factor.isfinite():
         factor = torch.where(part == 0, 1, factor)
     if reused:
         return part.detach().mul_(factor)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 
-from ...traced.sharded import Placed, sum_over, to_local
+from ...sharded.traced import Placed, sum_over, to_local
 from .. import custom_ops
 from ..custom_ops import Made, Place, compiled, with_lse
 from ..function import counted
-from ..layouts.sharded import CROSS_ENTROPY, local_denominator
 from ..options import Options
+from .layouts import CROSS_ENTROPY, local_denominator
 
 __all__ = ["compiled", "divided_by", "place_of"]  # the first imported from here, so that its ops take DTensors
 

@@ -16,7 +16,7 @@ from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import group_named, this_rank
 
 from ..op import Op
-from ..sharded import Sharding, laid, on_this_rank, sharding_of
+from .run import Sharding, laid, on_this_rank, sharding_of
 
 try:
     VERSION = version("weft-kernels")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...cross_entropy.agreement import Classes
-from ...cross_entropy.gathers.sharded import attempted, look_once
+from ...cross_entropy.sharded.gather import attempted, look_once
 from ..agreement import Sizes, check_sizes
 
 Found = TypeVar("Found")

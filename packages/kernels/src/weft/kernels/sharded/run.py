@@ -17,7 +17,7 @@ from weft.reshard import Slice, layout_of, plan, reshard
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
-from .op import OPS, Op, Tensors
+from ..op import OPS, Op, Tensors
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -46,34 +46,37 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     options: hashable values.
     Raises LayoutError where the op's rule does not take the layouts.
     """
-    output: Tensor = _run(op, tensors, options)
+    output: Tensor = _run(op, tensors, options)[0]
     return output
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     """`apply` for an op of several outputs."""
-    outputs: tuple[Tensor, ...] = _run(op, tensors, options)
+    outputs: tuple[Tensor, ...] = _run(op, tensors, options)[:-1]
     return outputs
 
 
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    """The outputs and their `anchor`."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         if op.backward is None:
-            return op.forward(*tensors, **options)
+            return op.forward(*tensors, **options), None
         return _Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
-        return _in_graph(op.name, tuple(options.items()), *tensors)
+        return _in_graph(op.name, tuple(options.items()), *tensors), None
     return _on_mesh(op, mesh, tensors, options)
 
 
 def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    """`_run` on DTensors."""
     shapes, sharding = sharding_of(op, tensors, mesh, options)
     local = on_this_rank(sharding, mesh)
     if op.backward is None and local is not None:
         layouts: list[Layout | None] = []
         parts = _ToLocal.apply(op, layouts, shapes, *tensors)  # type: ignore[no-untyped-call]
-        return _FromLocal.apply(sharding, layouts, op.forward(*parts, **options, **local))  # type: ignore[no-untyped-call]
+        output = op.forward(*parts, **options, **local)
+        return _FromLocal.apply(sharding, layouts, output), None  # type: ignore[no-untyped-call]
     return _Sharded.apply(op, options, sharding, shapes, local, *tensors)  # type: ignore[no-untyped-call]
 
 
@@ -84,7 +87,7 @@ def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor 
     Dynamo itself would have to know the layout of each gradient before there is one.
     """
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return _on_mesh(OPS[name], mesh, tensors, dict(options))
+    return _on_mesh(OPS[name], mesh, tensors, dict(options))[0]
 
 
 def sharding_of(
@@ -129,28 +132,43 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
     )
 
 
-def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """A backward that is not differentiated: what it returns raises where that is asked for.
+def anchor(saved: Tensors) -> Tensor | None:
+    """One more output of a function, empty, which it saves last: in backward it leads to the operands, see `first_order`.
 
-    torch's `once_differentiable` lets it pass where the incoming gradient needs no gradient of its own.
+    None where nothing is saved: of the operands the gradients are constants then.
+    """
+    return torch.empty(0) if saved and not torch.compiler.is_compiling() else None
+
+
+def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """A backward that is not differentiated: what it returns raises where that is asked for, of any tensor.
+
+    Its function has an `anchor` as its last output. Autograd visits only what leads to the tensors that it is asked for, so the
+    gradients that are returned lead to the operands, by the anchor, and to the gradients that arrived. torch's
+    `once_differentiable` lets such a question pass, as if the gradients were constants.
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:
+        arrived = grads[:-1]
+        if all(grad is None for grad in arrived):  # they are zeros, and so is what is asked for
+            return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
+            return backward(ctx, *arrived)
         with torch.no_grad():
-            found = backward(ctx, *grads)
-        if torch.compiler.is_compiling():
-            return found
-        anchor = torch.zeros((), requires_grad=True)
-        return tuple(_Last.apply(each, anchor) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
+            found = backward(ctx, *arrived)
+        return found if torch.compiler.is_compiling() else _refusing(found, ctx.saved_tensors[-1], *arrived)
 
     return once
 
 
+def _refusing(found: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
+    """The gradients that a backward found, which lead to `sources`, and raise where they are differentiated."""
+    return tuple(_Last.apply(each, *sources) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
+
+
 class _Last(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
@@ -164,14 +182,15 @@ class _Plain(torch.autograd.Function):
         output, saved = op.forward(*tensors, **options)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
         ctx.set_materialize_grads(not ctx.many)
-        ctx.save_for_backward(*saved)
-        return output
+        last = anchor(saved)
+        ctx.save_for_backward(*saved, last)
+        return (*output, last) if ctx.many else (output, last)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
-        return None, None, *ctx.op.backward(ctx.saved_tensors, grad, ctx.needs_input_grad[2:], **ctx.options)
+        return None, None, *ctx.op.backward(ctx.saved_tensors[:-1], grad, ctx.needs_input_grad[2:], **ctx.options)
 
 
 class _Sharded(torch.autograd.Function):
@@ -190,6 +209,7 @@ class _Sharded(torch.autograd.Function):
         ctx.plain = [not isinstance(tensor, DTensor) for tensor in tensors]
         ctx.op, ctx.sharding = op, sharding
         ctx.overwritten = tensors[0] if op.overwrites(options) else None
+        saved: Tensors = ()
         if local is None:
             ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             like = next(t for t in locals_ if t is not None and t.is_floating_point())
@@ -199,11 +219,13 @@ class _Sharded(torch.autograd.Function):
         else:
             ctx.options = {**options, **local}
             output, saved = op.forward(*locals_, **ctx.options)
-            ctx.save_for_backward(*saved)
+        last = anchor(saved)
+        ctx.save_for_backward(*saved, last)
         ctx.set_materialize_grads(sharding.more is None)
         if sharding.more is None:
-            return wrap(output, sharding.output, sharding.shape)
-        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(output, sharding.outputs, strict=True))
+            return wrap(output, sharding.output, sharding.shape), last
+        lying = zip(output, sharding.outputs, strict=True)
+        return *(wrap(part, layout, shape) for part, (layout, shape) in lying), last
 
     @staticmethod
     @first_order
@@ -217,7 +239,7 @@ class _Sharded(torch.autograd.Function):
         locals_ = tuple(None if grad is None else grad.to_local() for grad in grads)
         if ctx.inside:
             local = locals_[0] if ctx.sharding.more is None else locals_
-            parts = ctx.op.backward(ctx.saved_tensors, local, needed, **ctx.options)
+            parts = ctx.op.backward(ctx.saved_tensors[:-1], local, needed, **ctx.options)
             if ctx.overwritten is not None:
                 torch.autograd.graph.increment_version(ctx.overwritten)  # the local tensor's own is not looked at
         else:
@@ -242,9 +264,10 @@ class _ToLocal(torch.autograd.Function):
         return tuple(None if local is None else local.detach() for local in locals_)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, *parts: Tensor | None) -> Tensors:
-        return None, None, None, *_as_operands(ctx, parts, ctx.layouts)
+        with torch.no_grad():
+            gradients = _as_operands(ctx, parts, ctx.layouts)
+        return None, None, None, *(_refusing(gradients, *parts) if torch.is_grad_enabled() else gradients)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -256,11 +279,12 @@ class _FromLocal(torch.autograd.Function):
         return wrap(output.detach(), sharding.output, sharding.shape)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad: DTensor) -> Tensors:
-        grad = _sliced(grad, ctx.sharding.output)
-        ctx.layouts[:] = ctx.sharding.gradients(layout_of(grad))
-        return None, None, grad.to_local()
+        with torch.no_grad():
+            taken = _sliced(grad, ctx.sharding.output)
+            ctx.layouts[:] = ctx.sharding.gradients(layout_of(taken))
+            part = taken.to_local()
+        return None, None, *(_refusing((part,), grad) if torch.is_grad_enabled() else (part,))
 
 
 def _sliced(grad: DTensor, output: Layout) -> DTensor:

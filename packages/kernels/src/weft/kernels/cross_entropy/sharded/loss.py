@@ -10,16 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..sharded import apply_many
-from ..traced.sharded import groups_of
-from . import agreement
-from .agreement import Classes
-from .custom_ops import Place
-from .gathers.sharded import attempted
-from .guess import Once
-from .layouts.sharded import CROSS_ENTROPY, local_denominator
-from .options import Asked, Options, check, check_contiguous, form_of
-from .traced.sharded import compiled
+from ...backend import can_read
+from ...sharded import apply_many
+from ...sharded.traced import groups_of
+from .. import agreement
+from ..agreement import Classes
+from ..custom_ops import Place
+from ..guess import Once
+from ..options import Asked, Options, check, check_contiguous, form_of
+from .gather import attempted
+from .layouts import CROSS_ENTROPY, local_denominator
+from .traced import compiled
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -159,7 +160,7 @@ def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, lo
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
             raise ValueError(f"denominator has shape {tuple(denominator.shape)}; give one number")
-        if denominator.device.type == "cpu" and not torch.compiler.is_compiling():
+        if can_read(denominator):
             number = _check_divisor(denominator)
             if denominator.device != logits.device:  # a copy from the host would wait
                 denominator = torch.full((), number, dtype=wide, device=logits.device)

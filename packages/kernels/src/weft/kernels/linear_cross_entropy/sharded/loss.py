@@ -9,21 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..cross_entropy import agreement
-from ..cross_entropy.custom_ops import Place
-from ..cross_entropy.gathers.sharded import Along
-from ..cross_entropy.options import Asked, Options, form_of
-from ..cross_entropy.sharded import Reduction, as_denominator
-from ..sharded import apply_many
-from ..traced.sharded import groups_of
-from .agreement import Sizes, classes_of
-from .checks import check_factors, checked_sizes
-from .custom_ops import settle
-from .gathers.sharded import settled_by
-from .gradients import Wanted
-from .inputs.sharded import Gathered, Shared
-from .layouts.sharded import LINEAR_CROSS_ENTROPY
-from .traced.sharded import compiled
+from ...cross_entropy import agreement
+from ...cross_entropy.custom_ops import Place
+from ...cross_entropy.options import Asked, Options, form_of
+from ...cross_entropy.sharded.gather import Along
+from ...cross_entropy.sharded.loss import Reduction, as_denominator
+from ...sharded import apply_many
+from ...sharded.traced import groups_of
+from ..agreement import Sizes, classes_of
+from ..checks import check_factors, checked_sizes
+from ..custom_ops import settle
+from ..gradients import Wanted
+from .input import Gathered, Shared
+from .layouts import LINEAR_CROSS_ENTROPY
+from .settle import settled_by
+from .traced import compiled
 
 
 def linear_cross_entropy(

@@ -15,8 +15,8 @@ from weft.reshard.running.groups import groups_over
 from ...op import Op
 from ...sharded import Shapes, Sharding, independent
 from .. import function
-from ..gathers.sharded import Along, Summed
 from ..options import Options
+from .gather import Along, Summed
 
 
 def local_denominator(denominator: DTensor) -> Tensor:

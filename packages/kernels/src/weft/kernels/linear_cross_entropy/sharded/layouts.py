@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError
 
-from ...cross_entropy.layouts.sharded import CROSS_ENTROPY
 from ...cross_entropy.options import Options
+from ...cross_entropy.sharded.layouts import CROSS_ENTROPY
 from ...matmul.sharded import LINEAR
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding

@@ -1,1 +1,0 @@
-"""How the statistics of all shards of the vocabulary come together."""

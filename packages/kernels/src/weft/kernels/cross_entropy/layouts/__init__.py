@@ -1,1 +1,0 @@
-"""Which layouts cross-entropy takes and gives."""

@@ -1,1 +1,0 @@
-"""cross_entropy where torch.compile traces it."""

@@ -1,1 +1,0 @@
-"""What the ranks of a group gather once, before they gather in chunks."""

@@ -1,1 +1,0 @@
-"""The input of a vocab-parallel product."""

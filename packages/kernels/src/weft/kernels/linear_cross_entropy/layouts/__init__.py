@@ -1,1 +1,0 @@
-"""Which layouts linear cross-entropy takes and gives."""

@@ -1,1 +1,0 @@
-"""linear_cross_entropy where torch.compile traces it."""

@@ -1,0 +1,135 @@
+"""No op has a second derivative, and none that is not zero is passed off as zero: every way to ask for one raises."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft import kernels
+from weft.mesh import Layout
+from weft.reshard import distribute
+
+from tests.kernels.cases import TWO, ints, normal
+from tests.support.pool import Pool
+
+ANGLES = normal(3, 2).float()
+
+
+def of_logits(**options):
+    return (lambda x, target: kernels.cross_entropy(x, target, **options)), (normal(3, 7), ints(7, 3))
+
+
+def of_products(**options):
+    def run(x, weight, bias, target):
+        return kernels.linear_cross_entropy(x, weight, target, linear_bias=bias, chunk_tokens=2, **options)
+
+    return run, (normal(3, 4), normal(7, 4), normal(7), ints(7, 3))
+
+
+# name, function and its tensors; all floating tensors but rope's tables have a gradient
+OPS = {
+    "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
+    "attention": (
+        lambda *tensors: kernels.attention(*tensors, head_dim=4),
+        tuple(normal(1, 3, 8, seed=seed) for seed in range(3)),
+    ),
+    "dropout": (lambda x: kernels.dropout(x, 0.5, 1), (normal(3, 4),)),
+    "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
+    "linear": (kernels.linear, (normal(3, 4), normal(5, 4), normal(5))),
+    "rms_norm": (kernels.rms_norm, (normal(3, 4), normal(4))),
+    "rope": (lambda x: kernels.rope(x, ANGLES.cos(), ANGLES.sin()), (normal(1, 3, 8),)),
+    "swiglu": (kernels.swiglu, (normal(3, 4), normal(3, 4, seed=1))),
+    **{f"cross_entropy-{each}": of_logits(reduction=each) for each in ("none", "mean", "sum")},
+    **{f"linear_cross_entropy-{each}": of_products(reduction=each) for each in ("none", "mean", "sum")},
+}
+CONSTANT = {"add", "dropout"}  # their gradients: the second derivative by their operands is zero, as torch has it
+WITHOUT_GRADIENTS = {"normal", "uniform"}
+BY_GROUP = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # of the same op
+
+
+def test_all_ops_are_here() -> None:
+    assert {name.partition("-")[0] for name in OPS} == set(kernels.__all__) - WITHOUT_GRADIENTS - BY_GROUP
+
+
+def penalty_by_grad(loss: Tensor, leaves: list[Tensor]) -> None:
+    """As in a gradient penalty: also a path that torch can differentiate leads to the leaves."""
+    gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+    torch.autograd.grad(sum((each.square().sum() for each in (*gradients, *leaves)), loss), leaves)
+
+
+def penalty_by_backward(loss: Tensor, leaves: list[Tensor]) -> None:
+    loss.backward(inputs=leaves, create_graph=True)
+    gradients = [leaf.grad for leaf in leaves]
+    sum(gradient.square().sum() for gradient in gradients).backward(inputs=leaves)
+
+
+def everything(loss: Tensor, leaves: list[Tensor]) -> None:
+    gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+    sum(each.square().sum() for each in gradients).backward()
+
+
+def of_one_leaf(loss: Tensor, leaves: list[Tensor]) -> None:
+    (gradient,) = torch.autograd.grad(loss, leaves[:1], create_graph=True)
+    torch.autograd.grad(gradient.sum(), leaves[:1])
+
+
+# torch differentiates attention, and refuses in words of its own.
+REFUSED = r"weft\.kernels have no second derivative|derivative for aten::\w+_backward is not implemented"
+WAYS = (penalty_by_grad, penalty_by_backward, everything, of_one_leaf)
+
+
+def leaves_of(tensors: tuple[Tensor, ...], layout: Layout | None) -> list[Tensor]:
+    copies = [each.clone() if layout is None else distribute(each, layout) for each in tensors]
+    return [each.requires_grad_() if each.is_floating_point() else each for each in copies]
+
+
+def check_refused(name: str, layout: Layout | None) -> None:
+    run, tensors = OPS[name]
+    if name in CONSTANT:
+        leaves = leaves_of(tensors, layout)
+        gradients = torch.autograd.grad(run(*leaves).sum(), leaves, create_graph=True)
+        assert not any(gradient.requires_grad for gradient in gradients)
+        return
+    for way in WAYS:
+        operands = leaves_of(tensors, layout)
+        leaves = [each for each in operands if each.requires_grad]
+        with pytest.raises(RuntimeError, match=REFUSED):
+            way(run(*operands).sum(), leaves)
+
+
+def check_upstream_refused(name: str, layout: Layout | None) -> None:
+    """With respect to the gradient that arrives, in which every backward is linear."""
+    run, tensors = OPS[name]
+    operands = leaves_of(tensors, layout)
+    output = run(*operands)
+    upstream = torch.ones_like(output, requires_grad=True)
+    (gradient,) = torch.autograd.grad(output, operands[:1], upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad(gradient.square().sum(), upstream)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_of_plain_tensors(name):
+    check_refused(name, None)
+    check_upstream_refused(name, None)
+
+
+def on_ranks() -> None:
+    for name in OPS:
+        layout = Layout(TWO)
+        check_refused(name, layout)
+        check_upstream_refused(name, layout)
+
+
+def test_of_dtensors(pool: Pool):
+    pool.run(on_ranks, ranks=2)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_graph_of_the_gradient_that_is_not_used_is_allowed(name):
+    run, tensors = OPS[name]
+    operands = leaves_of(tensors, None)
+    leaves = [each for each in operands if each.requires_grad]
+    gradients = torch.autograd.grad(run(*operands).sum(), leaves, create_graph=True)
+    plain = torch.autograd.grad(run(*operands).sum(), leaves)
+    assert all(map(torch.equal, gradients, plain))
+    assert not any(isinstance(each, DTensor) for each in gradients)
