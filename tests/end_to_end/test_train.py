@@ -218,6 +218,7 @@ def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) 
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     done = weft(
         *("train", "--steps", "50", "--save-every", "1", "--optimizer.lr", "1e30", "--output", "run", *SMALL),

@@ -110,8 +110,8 @@ def test_every_pair(pool, portion, mesh, shape):
 
 
 @pytest.mark.parametrize("op", ["avg", "min", "max", "product"])
-def test_every_reduction(pool, op):
-    results = pool.run(every_pair, FOUR, (6, 3), [Partial(op)], ranks=4)
+def test_every_reduction(pool, portion, op):
+    results = pool.run(every_pair, FOUR, (6, 3), [Partial(op)], portion, ranks=4)
     for same_pair in zip(*results, strict=True):
         parts = {rank: local for rank, (_, _, local) in enumerate(same_pair)}
         assert torch.equal(rebuild(parts, same_pair[0][1], (6, 3)), whole_of((6, 3), torch.float64))
