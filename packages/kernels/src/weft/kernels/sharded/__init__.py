@@ -1,5 +1,6 @@
 """Ops on plain tensors and on DTensors: `apply` runs an `Op`, `Sharding` is what its rule answers."""
 
-from .run import Shapes, Sharding, apply, apply_many, first_order, independent
+from .rules import Shapes, Sharding, independent
+from .run import apply, apply_many
 
-__all__ = ["Shapes", "Sharding", "apply", "apply_many", "first_order", "independent"]
+__all__ = ["Shapes", "Sharding", "apply", "apply_many", "independent"]

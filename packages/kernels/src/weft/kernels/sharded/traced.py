@@ -16,7 +16,7 @@ from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import group_named, this_rank
 
 from ..op import Op
-from .run import Sharding, laid, on_this_rank, sharding_of
+from .calls import Call, laid
 
 try:
     VERSION = version("weft-kernels")
@@ -28,9 +28,8 @@ except PackageNotFoundError:  # its sources, not installed
 class Placed:
     """An op's operands on this rank. options: what the op's rule gives this rank."""
 
-    op: Op
     tensors: Sequence[Tensor | None]
-    sharding: Sharding
+    call: Call
     locals: tuple[Tensor | None, ...]
     options: dict[str, Any]
 
@@ -38,30 +37,28 @@ class Placed:
     def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
         """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-        _, sharding = sharding_of(op, tensors, mesh, options)
-        local = on_this_rank(sharding, mesh)
-        if local is None:
+        call = Call.of(op, tensors, mesh, options)
+        if call.options is None:
             raise LayoutError(
-                f"{op.name} is compiled on rank {this_rank()}, which is not in {sharding.output.mesh}; compile it on the "
-                f"ranks of the mesh alone"
+                f"{op.name} is compiled on rank {this_rank()}, which is not in {call.sharding.output.mesh}; compile it on "
+                f"the ranks of the mesh alone"
             )
-        locals_ = tuple(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return cls(op, tensors, sharding, locals_, local)
+        return cls(tensors, call, tuple(map(to_local, tensors)), call.options)
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The op's outputs, of which there are several."""
-        lying = self.sharding.outputs
+        lying = self.call.sharding.outputs
         return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, lying, strict=True))
 
     def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
         """The layouts of the operands' gradients, where those of the outputs arrive so."""
-        return self.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
+        return self.call.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
 
     def as_operand(self, i: int, gradient: Tensor, layout: Layout | None) -> Tensor:
         """The gradient of operand i, as the operand is. Raises as `laid`."""
         operand = self.tensors[i]
         assert operand is not None and layout is not None, "only what is given has a gradient"
-        return laid(self.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
+        return laid(self.call.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
 
 
 def groups_of(*tensors: Tensor | None) -> list[str] | None:

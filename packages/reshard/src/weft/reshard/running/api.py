@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 
 from ..planning.layouts import cotangent
-from ..planning.plan import plan
+from ..planning.plan import Plan, plan
 from .collectives import Pending
-from .dtensor import as_process_mesh, layout_of, wrap
+from .dtensor import as_process_mesh, kind_of, layout_of, wrap
 from .executor import started
-from .groups import this_rank
+from .groups import of_this_world, this_rank
 from .topology import Topology
 from .traced import traced
 
@@ -76,28 +76,68 @@ def start_reshard(
     """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
-    src = layout_of(dtensor)
-    target = _target(src, mesh, placements)
+    change = _change_of(dtensor, mesh, placements, topology, memory_limit)
     with torch.no_grad():
         local = dtensor.to_local()
-    _check_local(local, src, dtensor.shape)
+        if local.shape != change.part and this_rank() in change.src.mesh:
+            raise _misshapen(local, change.src, dtensor.shape)
+        if not change.plan.steps:
+            pending = Pending.finished(local)
+        else:
+            run = traced if torch.compiler.is_compiling() else started
+            pending = run(change.plan, local, dtensor.device_mesh)
+    return StartedReshard(dtensor, change, pending)
+
+
+class _Change(NamedTuple):
+    """What reshards of one kind of DTensor have in common. part: the shape of this rank's local tensor."""
+
+    src: Layout
+    target: Layout
+    cotangent: Layout
+    plan: Plan
+    part: tuple[int, ...]
+    topology: Topology | None
+    memory_limit: int | None
+
+
+def _change_of(
+    dtensor: DTensor,
+    mesh: ProcessMesh | DeviceMesh | None,
+    placements: Placements | Layout | None,
+    topology: Topology | None,
+    memory_limit: int | None,
+) -> _Change:
+    """Found once for DTensors that lie alike, where the placements are given as a value that is quickly compared."""
+    if torch.compiler.is_compiling() or not isinstance(placements, Layout | str | tuple | None):
+        return _change(dtensor, mesh, placements, topology, memory_limit)
+    kept, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
+    change = kept.get(key)
+    if change is None:
+        change = kept[key] = _change(dtensor, mesh, placements, topology, memory_limit)
+    found: _Change = change
+    return found
+
+
+def _change(
+    dtensor: DTensor,
+    mesh: ProcessMesh | DeviceMesh | None,
+    placements: Placements | Layout | None,
+    topology: Topology | None,
+    memory_limit: int | None,
+) -> _Change:
+    src = layout_of(dtensor)
+    target = _target(src, mesh, placements)
     made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
-    with torch.no_grad():
-        run = traced if torch.compiler.is_compiling() else started
-        pending = run(made, local, dtensor.device_mesh)
-    return StartedReshard(dtensor, target, pending, _Options(topology, memory_limit))
-
-
-class _Options(NamedTuple):
-    topology: Topology | None = None
-    memory_limit: int | None = None
+    part = src.local_shape(dtensor.shape, this_rank())
+    return _Change(src, target, cotangent(src), made, part, topology, memory_limit)
 
 
 class StartedReshard:
     """A reshard under way; made by `start_reshard`."""
 
-    def __init__(self, dtensor: DTensor, target: Layout, pending: Pending, options: _Options) -> None:
-        self._arguments = dtensor, target, pending, options
+    def __init__(self, dtensor: DTensor, change: _Change, pending: Pending) -> None:
+        self._arguments = dtensor, change, pending
 
     def wait(self) -> DTensor:
         """The resharded tensor. Communication: the collectives of the plan after the first."""
@@ -105,15 +145,13 @@ class StartedReshard:
         return result
 
 
-def _check_local(local: Tensor, src: Layout, shape: torch.Size) -> None:
+def _misshapen(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
     """A part of another size would be sent as if it were right, and the ranks that receive it would wait for the rest."""
     rank = this_rank()
-    if rank in src.mesh and tuple(local.shape) != src.local_shape(shape, rank):
-        raise LayoutError(
-            f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it "
-            f"{src.local_shape(shape, rank)}; make the DTensor by distribute(), or give from_local the global shape= and "
-            "stride="
-        )
+    return LayoutError(
+        f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it {src.local_shape(shape, rank)}; "
+        "make the DTensor by distribute(), or give from_local the global shape= and stride="
+    )
 
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
@@ -133,12 +171,13 @@ class _Reshard(torch.autograd.Function):
     """Its dual is itself: layout of the gradient -> layout of the input."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, target: Layout, pending: Pending, options: _Options) -> DTensor:
-        ctx.cotangent, ctx.options = cotangent(layout_of(dtensor)), options
-        return wrap(pending.wait(), target, dtensor.shape)
+    def forward(ctx: Any, dtensor: DTensor, change: _Change, pending: Pending) -> DTensor:
+        ctx.change = change
+        return wrap(pending.wait(), change.target, dtensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
-        if layout_of(grad) != ctx.cotangent:
-            grad = reshard(grad, placements=ctx.cotangent, **ctx.options._asdict())
-        return grad, None, None, None
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+        _, _, wanted, _, _, topology, memory_limit = ctx.change
+        if layout_of(grad) != wanted:
+            grad = reshard(grad, placements=wanted, topology=topology, memory_limit=memory_limit)
+        return grad, None, None

@@ -1,0 +1,139 @@
+"""An op on operands of one kind: found once, and kept as long as the process groups that it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, LayoutError, Replicate, Shard
+from weft.reshard import Slice, layout_of, plan, reshard
+from weft.reshard.running.dtensor import kind_of, wrap
+from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
+
+from ..op import Op
+from .rules import Shapes, Sharding, sharding_of
+
+
+class Flow(NamedTuple):
+    """How gradients go through an op. sliced: what a gradient that arrived is cut to, None for those that are taken as they
+    are. operands: the layout of each operand's gradient, None where it has none."""
+
+    sliced: tuple[Layout | None, ...]
+    operands: tuple[Layout | None, ...]
+
+
+class Call:
+    """An op on operands that lie alike, on this rank.
+
+    options: what the op's rule gives this rank's forward; None outside the mesh.
+    Raises LayoutError where the rule does not take how the operands lie.
+    """
+
+    def __init__(self, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> None:
+        fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
+        layouts = tuple(None if tensor is None else _layout(tensor, mesh) for tensor in tensors)
+        self.op = op
+        self.shapes: Shapes = tuple(None if each is None else tuple(int(n) for n in each.shape) for each in tensors)
+        self.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+        self.is_plain = tuple(not isinstance(tensor, DTensor) for tensor in tensors)
+        self.sharding: Sharding = sharding_of(op, layouts, self.shapes, fixed)
+        rank = this_rank()
+        self.options = self.sharding.local(rank, mesh) if rank in self.sharding.output.mesh else None
+        self._flows: dict[Any, Flow] = {}
+
+    @classmethod
+    def of(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> Call:
+        """The call, made once for operands of these kinds. Raises as the constructor."""
+        if torch.compiler.is_compiling():  # sizes may be symbols
+            return cls(op, tensors, mesh, options)
+        kept = of_this_world()
+        varying = op.varying
+        fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
+        key = (op, *map(_kind, tensors), *fixed)
+        call = kept.get(key)
+        if call is None:
+            call = kept[key] = cls(op, tensors, mesh, options)
+        found: Call = call
+        return found
+
+    def flow(self, grads: Sequence[DTensor | None]) -> Flow:
+        """How these gradients of the outputs go through. Raises LayoutError where the op's rule does not take them."""
+        if torch.compiler.is_compiling():
+            return self._flow(grads)
+        key = tuple(None if grad is None else kind_of(grad) for grad in grads)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = self._flow(grads)
+        return flow
+
+    def _flow(self, grads: Sequence[DTensor | None]) -> Flow:
+        outputs = [layout for layout, _ in self.sharding.outputs]
+        arrived = [None if grad is None else layout_of(grad) for grad in grads]
+        sliced = tuple(
+            None if grad is None or layout is None else _sliced_layout(layout, output, tuple(grad.shape), grad.dtype)
+            for grad, layout, output in zip(grads, arrived, outputs, strict=True)
+        )
+        taken = (cut or layout for cut, layout in zip(sliced, arrived, strict=True))
+        return Flow(sliced, self.sharding.gradients(*taken))
+
+    def as_operands(self, parts: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+        """The gradients of the operands, from this rank's parts of them."""
+        gradients: list[Tensor | None] = []
+        for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
+            if part is None or layout is None or (self.options is None and self.is_plain[i]):
+                gradients.append(None)  # a plain tensor has no empty part
+            else:
+                shape = self.shapes[i]
+                assert shape is not None, "only what is given has a gradient"
+                gradients.append(laid(self.op, part, layout, shape, self.is_plain[i]))
+        return gradients
+
+
+def sliced(grad: DTensor, layout: Layout | None) -> DTensor:
+    """The gradient cut to `layout`, which moves nothing; as it is without one."""
+    return grad if layout is None else reshard(grad, placements=layout)
+
+
+@lru_cache(maxsize=65536)
+def _sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
+    """What an output's gradient is cut to, where all that it takes is to leave something out; else None.
+
+    torch's own ops give the gradient of a sharded tensor whole: that of a mean, for one.
+    """
+    if grad == output or grad.mesh != output.mesh:
+        return None
+    whole = {axis for axis in grad.mesh.axis_names if grad[axis] == Replicate() and isinstance(output[axis], Shard)}
+    wanted = output.replace(**{axis: grad[axis] for axis in grad.mesh.axis_names if axis not in whole})
+    if not whole or any(not isinstance(step, Slice) for step in plan(grad, wanted, shape, dtype).steps):
+        return None
+    return wanted
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    if isinstance(tensor, DTensor):
+        return kind_of(tensor)
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
+    return layout_of(tensor) if isinstance(tensor, DTensor) else _replicated(process_mesh(mesh))
+
+
+_replicated = lru_cache(maxsize=65536)(Layout)
+
+
+def laid(op: Op, gradient: Tensor, layout: Layout, shape: Sequence[int], plain: bool) -> Tensor:
+    """The gradient of an operand, as the operand is. Raises LayoutError for a plain tensor whose gradient is not whole."""
+    if not plain:
+        return wrap(gradient, layout, shape)
+    if set(layout.placements) == {Replicate()}:
+        return gradient
+    raise LayoutError(
+        f"{op.name}: a plain tensor of shape {tuple(shape)} beside DTensors has a gradient that is ({layout}); give it a "
+        f"layout with distribute(), so that its gradient can say so"
+    )

@@ -1,0 +1,121 @@
+"""The autograd functions of ops: on plain tensors; on DTensors; and on DTensors where torch differentiates the op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout
+from weft.reshard.running.dtensor import wrap
+
+from ..op import Op, Tensors
+from .calls import Call, sliced
+from .derivatives import anchor, first_order, refusing
+
+
+class Plain(torch.autograd.Function):
+    """An op on plain tensors: its outputs, and their `anchor`."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
+        output, saved = op.forward(*tensors, **options)
+        ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
+        ctx.set_materialize_grads(not ctx.many)
+        last = anchor(saved)
+        ctx.save_for_backward(*saved, last)
+        return (*output, last) if ctx.many else (output, last)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
+        grad = grads if ctx.many else grads[0]
+        return None, None, *ctx.op.backward(ctx.saved_tensors[:-1], grad, ctx.needs_input_grad[2:], **ctx.options)
+
+
+class Sharded(torch.autograd.Function):
+    """An op on DTensors, one unwrap, the local computation, one wrap: its outputs, and their `anchor`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
+        locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        op, sharding = call.op, call.sharding
+        many = sharding.more is not None
+        ctx.call, ctx.overwritten = call, tensors[0] if op.overwrites(options) else None
+        saved: Tensors = ()
+        if call.options is None:
+            output = _nothing(op, locals_, len(sharding.outputs))
+        else:
+            ctx.options = options = {**options, **call.options} if call.options else options
+            output, saved = op.forward(*locals_, **options)
+        last = anchor(saved)
+        ctx.save_for_backward(*saved, last)
+        if not many:
+            return wrap(output, sharding.output, sharding.shape), last
+        ctx.set_materialize_grads(False)
+        lying = zip(output, sharding.outputs, strict=True)
+        return *(wrap(part, layout, shape) for part, (layout, shape) in lying), last
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
+        call: Call = ctx.call
+        needed = ctx.needs_input_grad[2:]
+        cuts, layouts = call.flow(grads)
+        locals_ = tuple(
+            None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, cuts, strict=True)
+        )
+        if call.options is not None:
+            local = locals_[0] if call.sharding.more is None else locals_
+            parts = call.op.backward(ctx.saved_tensors[:-1], local, needed, **ctx.options)
+            if ctx.overwritten is not None:
+                torch.autograd.graph.increment_version(ctx.overwritten)  # the local tensor's own is not looked at
+        else:
+            like = next(local for local in locals_ if local is not None)
+            dtypes = zip(call.dtypes, needed, strict=True)
+            parts = [like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes]
+        return None, None, *call.as_operands(parts, layouts)
+
+
+class ToLocal(torch.autograd.Function):
+    """The parts of an op that torch differentiates. Its dual is `FromLocal`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, layouts: list[Layout | None], *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """layouts: of the operands' gradients, filled in before backward comes here."""
+        ctx.call, ctx.layouts = call, layouts
+        ctx.set_materialize_grads(False)
+        locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return tuple(None if local is None else local.detach() for local in locals_)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor | None) -> Tensors:
+        with torch.no_grad():
+            gradients = ctx.call.as_operands(parts, ctx.layouts)
+        return None, None, *(refusing(gradients, *parts) if torch.is_grad_enabled() else gradients)
+
+
+class FromLocal(torch.autograd.Function):
+    """The output of an op that torch differentiates. Its dual is `ToLocal`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, layouts: list[Layout | None], output: Tensor) -> DTensor:
+        ctx.call, ctx.layouts = call, layouts
+        return wrap(output.detach(), call.sharding.output, call.sharding.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Tensors:
+        with torch.no_grad():
+            (cut,), ctx.layouts[:] = ctx.call.flow((grad,))
+            part = sliced(grad, cut).to_local()
+        return None, None, *(refusing((part,), grad) if torch.is_grad_enabled() else (part,))
+
+
+def _nothing(op: Op, locals_: list[Tensor | None], outputs: int) -> Any:
+    """The empty outputs of a rank outside the mesh."""
+    like = next(local for local in locals_ if local is not None and local.is_floating_point())
+    empty = tuple(like.new_empty(0, dtype=op.dtype(like.dtype)) for _ in range(outputs))
+    return empty if outputs > 1 else empty[0]
