@@ -14,7 +14,7 @@ from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 from ..planning.layouts import cotangent
 from ..planning.plan import plan
 from .collectives import Pending
-from .dtensor import as_process_mesh, layout_of, wrap
+from .dtensor import as_process_mesh, layout_of, layout_on, wrap
 from .executor import started
 from .groups import this_rank
 from .topology import Topology
@@ -95,6 +95,8 @@ def _check_local(local: Tensor, src: Layout, shape: torch.Size) -> None:
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
     if not isinstance(placements, Layout):
+        if isinstance(mesh, DeviceMesh) and isinstance(placements, list | tuple) and len(placements) == mesh.ndim:
+            return layout_on(mesh, placements)  # in the order of its own axes
         return Layout(src.mesh if mesh is None else as_process_mesh(mesh), () if placements is None else placements)
     if mesh is not None and as_process_mesh(mesh) != placements.mesh:
         raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
@@ -118,4 +120,7 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
         if layout_of(grad) != ctx.cotangent:
             grad = reshard(grad, placements=ctx.cotangent, **ctx.options._asdict())
+        elif this_rank() not in ctx.cotangent.mesh:
+            # One that nobody else holds, so that autograd keeps it: it would copy another, which DTensor cannot do here.
+            grad = wrap(grad.to_local(), ctx.cotangent, grad.shape)
         return grad, None, None, None
