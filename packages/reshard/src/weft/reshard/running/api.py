@@ -14,7 +14,7 @@ from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from .collectives import Pending
-from .dtensor import as_process_mesh, kind_of, layout_of, wrap
+from .dtensor import as_process_mesh, kind_of, layout_of, layout_on, wrap
 from .executor import started
 from .groups import of_this_world, this_rank
 from .topology import Topology
@@ -156,6 +156,8 @@ def _misshapen(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
     if not isinstance(placements, Layout):
+        if isinstance(mesh, DeviceMesh) and isinstance(placements, list | tuple) and len(placements) == mesh.ndim:
+            return layout_on(mesh, placements)  # in the order of its own axes
         return Layout(src.mesh if mesh is None else as_process_mesh(mesh), () if placements is None else placements)
     if mesh is not None and as_process_mesh(mesh) != placements.mesh:
         raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
@@ -180,4 +182,7 @@ class _Reshard(torch.autograd.Function):
         _, _, wanted, _, _, topology, memory_limit = ctx.change
         if layout_of(grad) != wanted:
             grad = reshard(grad, placements=wanted, topology=topology, memory_limit=memory_limit)
+        elif this_rank() not in wanted.mesh:
+            # One that nobody else holds, so that autograd keeps it: it would copy another, which DTensor cannot do here.
+            grad = wrap(grad.to_local(), wanted, grad.shape)
         return grad, None, None

@@ -16,20 +16,28 @@ from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard, as_placement
 
 from ..planning.identities import identity
-from .groups import device_mesh, of_this_world, process_mesh, this_rank
+from .groups import axis_names, device_mesh, of_this_world, process_mesh, this_rank
 
 
 def layout_of(dtensor: DTensor) -> Layout:
     """The layout of a DTensor. Raises LayoutError for placements beyond Shard, Replicate and Partial."""
-    return _layout(dtensor.device_mesh, dtensor.placements)
+    return layout_on(dtensor.device_mesh, dtensor.placements)
+
+
+def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
+    """What `placements` mean on a DeviceMesh: the first of its axes is the major one.
+
+    On one that was made to permute a mesh of ours it is the layout of that mesh, with the axes in that order.
+    """
+    return _layout(process_mesh(mesh), axis_names(mesh), tuple(placements))
 
 
 @lru_cache(maxsize=65536)
-def _layout(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Layout:
-    return Layout(process_mesh(mesh), placements)
+def _layout(mesh: ProcessMesh, names: tuple[str, ...], placements: tuple[Any, ...]) -> Layout:
+    return Layout.in_order(mesh, {name: as_placement(p) for name, p in zip(names, placements, strict=True)})
 
 
 def wrap(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -67,7 +75,7 @@ def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
 def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[TorchPlacement, ...]]:
     """DeviceMesh and placements that say `layout`."""
     mesh, placements = _spelled(layout)
-    return device_mesh(mesh, device_type), placements
+    return device_mesh(mesh, device_type, layout.mesh if mesh != layout.mesh else None), placements
 
 
 @lru_cache(maxsize=65536)

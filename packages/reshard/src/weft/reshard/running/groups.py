@@ -25,7 +25,7 @@ class _World:
 
     group: dist.ProcessGroup
     rank: int  # kept: every op on a DTensor asks for it
-    made: dict[tuple[ProcessMesh, str], DeviceMesh] = field(default_factory=dict)
+    made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = field(default_factory=dict)
     known: dict[DeviceMesh, ProcessMesh] = field(default_factory=dict)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -34,14 +34,16 @@ class _World:
 _latest: _World | None = None
 
 
-def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
+def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | None = None) -> DeviceMesh:
     """The DeviceMesh of a process mesh, made once for each process group world and found by content afterwards.
+
+    permuted: the mesh of which this is a permutation, made to say an order of shards; `process_mesh` then gives that one.
 
     Communication: the first call on a rank of the mesh makes its groups along each axis, in the order of the axes, each as
     in `group_of`. Ranks outside communicate with nobody.
     Raises RuntimeError without an initialized process group; ValueError for ranks that the world has not.
     """
-    world, key = _world(), (mesh, device_type)
+    world, key = _world(), (mesh, device_type, mesh if permuted is None else permuted)
     if key not in world.made:
         _check_in_world(mesh, max(mesh))
         with unset_fake_temporarily():
@@ -52,24 +54,35 @@ def device_mesh(mesh: ProcessMesh, device_type: str) -> DeviceMesh:
             else:
                 made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False)
                 made._dim_group_names = []  # as torch has it there
+        if permuted is not None:
+            # Else it equals that of a mesh whose own axes are in this order, and torch's caches would take one for the other.
+            made._thread_id = int(permuted.digest[:12], 16)
         world.made[key] = made
-        world.known[made] = mesh
+        world.known[made] = mesh if permuted is None else permuted
     return world.made[key]
 
 
 def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The process mesh of a DeviceMesh; axes without names are called axis0, axis1, …"""
+    """The process mesh of a DeviceMesh: where it was made to permute one, that one.
+
+    Axes without names are called axis0, axis1, …
+    """
     world = _world()
     if mesh not in world.known:
         with unset_fake_temporarily():  # its ranks are numbers also where torch.compile traces
-            world.known[mesh] = as_mesh(mesh)
-        world.made.setdefault((world.known[mesh], mesh.device_type), mesh)
+            known = world.known[mesh] = as_mesh(mesh)
+        world.made.setdefault((known, mesh.device_type, known), mesh)
     return world.known[mesh]
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of its axes as `process_mesh` has them, in its own order."""
+    return mesh.mesh_dim_names or process_mesh(mesh).axis_names
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """The process group of this rank along `axis`."""
-    return mesh.get_group(process_mesh(mesh).axis(axis))
+    return mesh.get_group(axis_names(mesh).index(axis))
 
 
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, list[int]]:
