@@ -132,7 +132,9 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     for kind in TRUTHS:
         with pytest.raises(Inaccurate):
             errors("Weft", made(kind), TRUTHS[kind])
-    monkeypatch.setattr(reference, "rows", lambda *given: replace(right(*given), true=0 * right(*given).true))
+    monkeypatch.setattr(
+        reference, "rows", lambda *given: replace(right(*given), target_grad=0 * right(*given).target_grad)
+    )
     for kind in TRUTHS:
         with pytest.raises(Inaccurate):
             errors("Weft", made(kind), TRUTHS[kind])

@@ -150,7 +150,7 @@ def test_anchor_10_no_gradient_lands_before_2_to_the_31(interpreted):
         logits, target, one, one, one, statistics, one, one, one, one, one, out,
         3, V, 3, 0, V, 1, apart, 0, 0, 1, 9, 0, V, -100, 1.0, 1.0, 0.0, 0.0,
         SUM=False, WEIGHTED=False, CAP=False, Z_LOSS=False, GRAD=True, GRAD_LSE=False, DENOMINATOR=False, FUSED=True,
-        MADE=False, RAGGED=False, BLOCK_V=8, STAGES=1,
+        PRECOMPUTED=False, RAGGED=False, BLOCK_V=8, STAGES=1,
     )  # fmt: skip
     _, expected = torch_loss_and_gradient(logits, target, torch.ones(3), reduction="none")
     torch.testing.assert_close(out, expected)

@@ -90,7 +90,7 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     options = shard.options
     with device_of(statistics):
         kernel.losses[(-(-N // ROWS),)](
-            statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight, loss), _whole(weight, loss), loss, lse,
+            statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight, loss), _weight_sum(weight, loss), loss, lse,
             N, R, shard.size, options.ignore_index, float(options.label_smoothing), float(options.z_loss),
             SUM=shard.sums, WEIGHTED=weight is not None, BLOCK_N=ROWS, num_warps=1,
         )  # fmt: skip
@@ -121,9 +121,9 @@ def statistics_and_gradient(
     """
     if logits.numel() == 0:
         return statistics(logits, target, weight, shard)
-    made = torch.empty(1, target.numel(), shard.columns, dtype=torch.float32, device=logits.device)
-    _gradient(logits, target, weight, made, upstream, shard, out, fused=True)
-    return made[0]
+    found = torch.empty(1, target.numel(), shard.columns, dtype=torch.float32, device=logits.device)
+    _gradient(logits, target, weight, found, upstream, shard, out, fused=True)
+    return found[0]
 
 
 def _gradient(
@@ -148,14 +148,14 @@ def _gradient(
     with device_of(logits):
         kernel.gradient[(programs,)](
             x, target.reshape(N).contiguous(), _float32(part, statistics), _float32(weight, statistics),
-            _whole(weight, statistics), statistics, grad, grad_lse, denominator,
+            _weight_sum(weight, statistics), statistics, grad, grad_lse, denominator,
             *((statistics, statistics) if guessed is None else (guessed, guess.arrived(logits.device))), out,
             N, V, T, *x.stride(), V, grad.stride(0), grad_lse.stride(0), len(statistics), statistics.stride(0),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
             float(options.label_smoothing), float(options.z_loss),
             SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, Z_LOSS=options.z_loss > 0,
             GRAD=upstream.loss is not None, GRAD_LSE=upstream.lse is not None,
-            DENOMINATOR=upstream.denominator is not None, FUSED=fused, MADE=guessed is not None,
+            DENOMINATOR=upstream.denominator is not None, FUSED=fused, PRECOMPUTED=guessed is not None,
             RAGGED=_ragged(x, out), BLOCK_V=launch.block_v,
             STAGES=_stages(fused, shard.sums or options.softcap is not None), num_warps=launch.warps,
         )  # fmt: skip
@@ -203,7 +203,8 @@ def _float32(weight: Tensor | None, other: Tensor) -> Tensor:
     return other if weight is None else weight.to(torch.float32).contiguous()
 
 
-def _whole(weight: Tensor | None, other: Tensor) -> Tensor:
+def _weight_sum(weight: Tensor | None, other: Tensor) -> Tensor:
+    """Of all classes, a number; without weights a tensor that the kernels do not read."""
     return other if weight is None else weight.sum(dtype=torch.float64)
 
 
@@ -223,17 +224,17 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
         "GRAD_LSE": 0,
         "DENOMINATOR": 1,
         "FUSED": 0,
-        "MADE": 0,
+        "PRECOMPUTED": 0,
         "RAGGED": 0,
         **switches,
     }
     launch = config(1 << 20, 4 if dtype == "fp32" else 2)
     size = "i32" if on["RAGGED"] else "i32:16"
     logits = {"V": size, "T": "i32", "stride_xb": size, "stride_xt": size, "stride_xv": stride_xv}
-    read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "part_ptr": "*fp32:16"}
+    read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "shard_weight_ptr": "*fp32:16"}
     classes = {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32"}
     bend = {"scale": "fp32", "cap": "fp32"}
-    arriving = ("weight", "whole", "statistics", "grad", "grad_lse", "denominator", "guess", "arrived")
+    arriving = ("weight", "weight_sum", "statistics", "grad", "grad_lse", "denominator", "guess", "arrived")
     strides = {"stride_dn": size, "stride_gn": "i32", "stride_ln": "i32", "R": "i32", "stride_r": "i32"}
     return (
         Variant(
@@ -249,7 +250,7 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
             {
                 **read,
                 **{f"{each}_ptr": "*fp32" for each in arriving},
-                "whole_ptr": "*fp64" if on["WEIGHTED"] else "*fp32",
+                "weight_sum_ptr": "*fp64" if on["WEIGHTED"] else "*fp32",
                 "dx_ptr": f"*{dtype}:16",
                 "N": "i32",
                 **logits,
@@ -263,8 +264,8 @@ def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Varian
 
 
 def _losses(**switches: int) -> Variant:
-    pointers = {f"{each}_ptr": "*fp32:16" for each in ("statistics", "target", "weight", "whole", "loss", "lse")}
-    pointers |= {"weight_ptr": "*fp32", "whole_ptr": "*fp64" if "WEIGHTED" in switches else "*fp32"}
+    pointers = {f"{each}_ptr": "*fp32:16" for each in ("statistics", "target", "weight", "weight_sum", "loss", "lse")}
+    pointers |= {"weight_ptr": "*fp32", "weight_sum_ptr": "*fp64" if "WEIGHTED" in switches else "*fp32"}
     sizes = dict.fromkeys(("N", "R", "vocab_size", "ignore_index"), "i32")
     return Variant(
         "-".join(("cross_entropy.losses/fp32", *map(str.lower, switches))),
@@ -287,7 +288,7 @@ VARIANTS = (
     *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1, GRAD_LSE=1),
     *_variants("fp32", CAP=1),
     *_variants("bf16", GRAD=0, GRAD_LSE=1)[1:],
-    *_variants("bf16", MADE=1)[1:],
+    *_variants("bf16", PRECOMPUTED=1)[1:],
     *_variants("bf16", FUSED=1)[1:],
     *_variants("bf16", FUSED=1, RAGGED=1)[1:],
     *_variants("bf16", FUSED=1, Z_LOSS=1)[1:],

@@ -31,7 +31,7 @@ SUMS = {
 class Shard:
     """The classes `start` to `start + V` of `size`, and what is asked of them.
 
-    A logit x counts as scale * x, and where there is a cap as cap * tanh(scale * x / cap).
+    Logits are scaled first: x becomes scale * x, and with a softcap cap * tanh(scale * x / cap).
     """
 
     start: int
@@ -75,12 +75,14 @@ class Upstream:
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
     """What each row of this shard contributes to the loss: [N, 3 or 4], float32 (float64 for float64 logits).
 
-    The columns: logsumexp over all classes but the target, and what float32 rounds away of it, which are -inf and 0 where
-    there is no class or all are -inf; then the target's logit, 0 if another shard holds it; then, where sums are wanted,
-    the sum of all logits, each times its class's weight where there are weights: [size], of all classes.
-    A row to ignore gives -inf, 0, 0, 0. A target that is no class makes the second NaN.
-    The target is kept out of the sum because beside exp(0) of a likely class float32 drops the unlikely ones, and
-    their sum is 1 - p: the loss and the gradient of the true class.
+    The columns are
+    - lse_hi: the logsumexp over the non-target classes; -inf where there is none, or all their logits are -inf;
+    - lse_lo: what rounding to float32 takes from it; NaN for a target that is no class;
+    - target_logit: 0 if another shard holds it;
+    - logit_sum, where label smoothing asks for it: of all logits, times the weights [size] of the classes where there are any.
+    A row to ignore gives -inf, 0, 0, 0.
+    The target is left out of the logsumexp because the sum of the others is 1 - p, the loss and the gradient of a likely
+    target. Beside exp(0) of such a target float32 would drop it.
     """
     V, classes = logits.shape[-1], target.reshape(-1).long()  # [N]
     out = torch.empty(len(classes), shard.columns, dtype=_narrow(logits.dtype), device=logits.device)
@@ -117,8 +119,8 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
     logit = z.gather(1, index)
     columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
     if shard.sums:
-        plain = z if weight is None else z * shard.part(weight, V).to(z.dtype)
-        columns.append(plain.sum(-1, keepdim=True))
+        logits_summed = z if weight is None else z * shard.part(weight, V).to(z.dtype)
+        columns.append(logits_summed.sum(-1, keepdim=True))
     hidden = torch.full_like(logit, -torch.inf) if is_here is None else logit.masked_fill(is_here, -torch.inf)
     total = z.scatter_(1, index, hidden).exp_().sum(-1, keepdim=True).double()  # [n, 1]
     base, (low, high) = torch.zeros_like(total), SUMS[x.dtype]
@@ -159,12 +161,12 @@ def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     -sigmoid(log_odds), both accurate for p near 1. All in float64: it is little beside the logits.
     The result depends on nothing but the statistics, so ranks that gathered the same numbers get the same bits.
     """
-    others, lows, target_logits = statistics.double().unbind(-1)  # [shards, N] each
+    lse_hi, lse_lo, target_logits = statistics.double().unbind(-1)  # [shards, N] each
     if len(statistics) == 1:
-        other, target_logit, other_sum = others[0], target_logits[0], lows[0].exp()
+        other, target_logit, other_sum = lse_hi[0], target_logits[0], lse_lo[0].exp()
     else:
-        other, target_logit = others.amax(0), target_logits.sum(0)
-        other_sum = ((others - _finite(other)) + lows).exp().sum(0)
+        other, target_logit = lse_hi.amax(0), target_logits.sum(0)
+        other_sum = ((lse_hi - _finite(other)) + lse_lo).exp().sum(0)
     largest = _finite(torch.maximum(other, target_logit))
     other, target_logit = other - largest, target_logit - largest  # one of the two is 0
     log_sum = (other_sum * other.exp() + target_logit.exp()).log()
@@ -180,13 +182,13 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     largest, log_sum, log_odds = merge(statistics[..., :3])
     classes = target.reshape(-1).long()
     ignored = classes == options.ignore_index
-    share = of_target(weight, classes, options.ignore_index, log_sum.dtype)
-    loss = -F.logsigmoid(-log_odds) * share * (1 - options.label_smoothing)
+    target_weight = of_target(weight, classes, options.ignore_index, log_sum.dtype)
+    loss = -F.logsigmoid(-log_odds) * target_weight * (1 - options.label_smoothing)
     if shard.sums:
-        whole = shard.size if weight is None else weight.to(loss.dtype).sum()
+        weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
         # Each over the size before they are subtracted: both grow with it.
-        others = (whole * largest - statistics[..., 3].sum(0)) / shard.size + (whole / shard.size) * log_sum
-        loss = loss + options.label_smoothing * others
+        uniform = (weight_sum * largest - statistics[..., 3].sum(0)) / shard.size + (weight_sum / shard.size) * log_sum
+        loss = loss + options.label_smoothing * uniform  # the loss of a uniform target
     lse = largest + log_sum
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
@@ -207,16 +209,16 @@ def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the gradient of a row is made of, each [N] in float64: factor * softmax - spread * weight, and `true` at the true class.
+    """The scalars of each row's gradient, [N] in float64: softmax_scale * softmax - smoothing * weight, target_grad at the target.
 
-    largest, log_sum: as `merge` gives them. spread: where sums are wanted, otherwise None.
+    largest, log_sum: as `merge` gives them; the lse is their sum. smoothing: None without label smoothing.
     """
 
     largest: Tensor
     log_sum: Tensor
-    factor: Tensor
-    true: Tensor
-    spread: Tensor | None
+    softmax_scale: Tensor
+    target_grad: Tensor
+    smoothing: Tensor | None
 
 
 def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
@@ -231,26 +233,34 @@ def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Up
         grad = upstream.loss.to(log_sum.dtype)
         grad = grad if upstream.denominator is None else grad / upstream.denominator
         grad = torch.where(ignored, 0, grad.reshape(-1))
-    # d loss / d logit of class c = factor * p_c - spread * weight_c, and for the true class - pull more.
-    pull = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
-    even = spread = None  # even: what reaches all classes by their probability, besides the pull
-    true = None
+    # nll_scale * (softmax - one-hot) + lse_scale * softmax - smoothing * weight, where softmax_scale = nll_scale + lse_scale.
+    nll_scale = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
+    lse_scale = smoothing = None  # lse_scale: of z_loss and of the lse
+    target_grad = None
     if shard.sums:
-        spread = grad * (options.label_smoothing / shard.size)
-        even = spread * (shard.size if weight is None else weight.to(grad.dtype).sum())
-        true = -spread if weight is None else -spread * of_target(weight, classes, options.ignore_index, grad.dtype)
-        pull = pull * (1 - options.label_smoothing)
+        smoothing = grad * (options.label_smoothing / shard.size)
+        lse_scale = smoothing * (shard.size if weight is None else weight.to(grad.dtype).sum())
+        target_grad = (
+            -smoothing if weight is None else -smoothing * of_target(weight, classes, options.ignore_index, grad.dtype)
+        )
+        nll_scale = nll_scale * (1 - options.label_smoothing)
     if options.z_loss:
         of_lse = 2 * options.z_loss * torch.where(ignored, 0, largest + log_sum) * grad
-        even = of_lse if even is None else even + of_lse
+        lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
     if upstream.lse is not None:
         of_lse = torch.where(ignored, 0, upstream.lse.reshape(-1).to(grad.dtype))
-        even = of_lse if even is None else even + of_lse
-    pulled = pull * torch.sigmoid(log_odds)
-    if even is not None:
-        pulled = pulled - even * torch.sigmoid(-log_odds)
-    true = -pulled if true is None else true - pulled
-    return Rows(largest, log_sum, pull if even is None else pull + even, torch.where(ignored, 0, true), spread)
+        lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
+    nll_at_target = nll_scale * torch.sigmoid(log_odds)
+    if lse_scale is not None:
+        nll_at_target = nll_at_target - lse_scale * torch.sigmoid(-log_odds)
+    target_grad = -nll_at_target if target_grad is None else target_grad - nll_at_target
+    return Rows(
+        largest,
+        log_sum,
+        nll_scale if lse_scale is None else nll_scale + lse_scale,
+        torch.where(ignored, 0, target_grad),
+        smoothing,
+    )
 
 
 def gradient(
@@ -265,8 +275,8 @@ def gradient(
 ) -> Tensor:
     """The gradient of this shard's logits, written to `out`, contiguous, which may be `logits`; returned.
 
-    The gradient of what a logit counts as, see `Rows`, times the derivative of that. Rows whose factor, spread and true
-    are 0 are exactly 0.
+    The gradient of what a logit counts as, see `Rows`, times the derivative of that. Rows whose softmax_scale,
+    smoothing and target_grad are 0 are exactly 0.
     guessed: the upstream gradient of the loss for which `out` has been made.
     """
     if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
@@ -310,21 +320,25 @@ def _write(
 ) -> None:
     """The gradient of some rows, from their exponentials, whose memory it takes."""
     row, each = rows(statistics, classes, weight, upstream, shard), of.values
-    scale = row.factor * ((of.base.squeeze(1) - row.largest) - row.log_sum).exp_()
+    scale = row.softmax_scale * ((of.base.squeeze(1) - row.largest) - row.log_sum).exp_()
     slope = _slope(x, each.dtype, shard)  # before dx is written: it may be x
     each.mul_(scale.to(each.dtype).unsqueeze(1))
-    if row.spread is not None:
-        spread = row.spread.to(each.dtype).unsqueeze(1)
-        each -= spread if weight is None else spread * shard.part(weight, x.shape[-1]).to(each.dtype)
-    true = row.true.to(each.dtype).unsqueeze(1)
-    each.scatter_(1, of.index, true if of.is_here is None else torch.where(of.is_here, true, each.gather(1, of.index)))
+    if row.smoothing is not None:
+        smoothing = row.smoothing.to(each.dtype).unsqueeze(1)
+        each -= smoothing if weight is None else smoothing * shard.part(weight, x.shape[-1]).to(each.dtype)
+    target_grad = row.target_grad.to(each.dtype).unsqueeze(1)
+    each.scatter_(
+        1,
+        of.index,
+        target_grad if of.is_here is None else torch.where(of.is_here, target_grad, each.gather(1, of.index)),
+    )
     if slope is not None:
         each.mul_(slope)
-    dead = (row.factor == 0) & (row.true == 0)
-    if row.spread is not None:
-        dead &= row.spread == 0
-    if not on_cpu(dead) or bool(dead.any()):
-        each.masked_fill_(dead.unsqueeze(1), 0)
+    is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
+    if row.smoothing is not None:
+        is_zero &= row.smoothing == 0
+    if not on_cpu(is_zero) or bool(is_zero.any()):
+        each.masked_fill_(is_zero.unsqueeze(1), 0)
     dx.copy_(each)
 
 

@@ -53,7 +53,7 @@ def cross_entropy(
     where tokens are sharded, and nothing needs to be counted.
     inplace_backward: the gradient takes the memory of the logits, which must be contiguous and no leaf; whoever saved them
     for another backward, and a second backward, get autograd's error. Without it the gradient of a scalar loss is made in
-    forward where it can be (on a GPU, by one shard of all classes), for the upstream gradient that is to be expected.
+    forward where it can be (by one shard of all classes), for the upstream gradient that is to be expected.
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
     Communication: where the vocabulary is sharded, one all-gather of 12 bytes per token and rank in forward (16 with label
