@@ -67,6 +67,7 @@ class Sharded(torch.autograd.Function):
             None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, cuts, strict=True)
         )
         if call.options is not None:
+            assert call.op.backward is not None, "torch differentiates it elsewhere"
             local = locals_[0] if call.sharding.more is None else locals_
             parts = call.op.backward(ctx.saved_tensors[:-1], local, needed, **ctx.options)
             if ctx.overwritten is not None:
@@ -74,7 +75,7 @@ class Sharded(torch.autograd.Function):
         else:
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(call.dtypes, needed, strict=True)
-            parts = [like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes]
+            parts = tuple(like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes)
         return None, None, *call.as_operands(parts, layouts)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import distribute, layout_of, reshard
 from weft.reshard.running.dtensor import as_process_mesh
+from weft.reshard.running.traced import in_graph
 
 from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
 
@@ -133,7 +133,7 @@ def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> Non
         model.register_forward_hook(_leave("R"))
 
 
-@torch.compiler.allow_in_graph  # what traces Dynamo's graph sees through it: Dynamo itself knows no layouts
+@in_graph
 def _along_tensor_axis(x: DTensor, placement: str) -> DTensor:
     """x with another placement on the tensor axis."""
     return reshard(x, placements=_replaced(layout_of(x), placement))
