@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -117,8 +118,9 @@ class _Entrance:
 
 def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> None:
     modules = dict(model.named_modules())
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for parent, names in column_siblings(styles).items():
-        if len(names) == 1:
+        if len(names) == 1 and places[modules[names[0]]] == 1:
             modules[names[0]].register_forward_pre_hook(_enter)
             continue
         entrance = _Entrance()
