@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from weft import kernels
-from weft.mesh import Layout
+from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
 
 from tests.kernels.cases import FOUR, GRID, ints, normal
@@ -17,51 +16,42 @@ from tests.support.collectives import Collectives
 from tests.support.pool import Pool
 
 TABLES = normal(5, 2), normal(5, 2)
-OPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "linear": (lambda x, w: kernels.linear(x, w), (normal(6, 5, 8), normal(4, 8))),
-    "rms_norm": (lambda x, w: kernels.rms_norm(x, w), (normal(6, 5, 8), normal(8))),
-    "rope": (lambda x: kernels.rope(x, *TABLES), (normal(6, 5, 8),)),
-    "swiglu": (kernels.swiglu, (normal(6, 5, 8), normal(6, 5, 8))),
-    "add": (kernels.add, (normal(6, 5, 8), normal(6, 5, 8))),
-    "attention": (lambda q, k, v: kernels.attention(q, k, v, head_dim=4), (normal(6, 5, 8),) * 3),
-    "dropout": (lambda x: kernels.dropout(x, 0.5, 3), (normal(6, 5, 8),)),
-    "embedding": (lambda w: kernels.embedding(tokens_like(w), w), (normal(11, 8),)),
-    "cross_entropy": (lambda x: kernels.cross_entropy(x, classes_like(x), reduction="none"), (normal(6, 5, 8),)),
+KEY = torch.tensor(3, dtype=torch.uint64)
+TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
+# What runs, given the ids of rows that are sharded, and its operands: those with 6 rows are sharded.
+OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
+    "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),
+    "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), None, (normal(6, 5, 8), normal(8))),
+    "rope": (lambda _, x: kernels.rope(x, *TABLES), None, (normal(6, 5, 8),)),
+    "swiglu": (lambda _, x, y: kernels.swiglu(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
+    "add": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
+    "attention": (lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4), None, (normal(6, 5, 8),) * 3),
+    "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), None, (normal(6, 5, 8),)),
+    "embedding": (kernels.embedding, TOKENS, (normal(11, 8),)),
+    "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids, reduction="none"), CLASSES, (normal(6, 5, 8),)),
     "linear_cross_entropy": (
-        lambda x, w: kernels.linear_cross_entropy(x, w, classes_like(x), reduction="none"),
+        lambda ids, x, w: kernels.linear_cross_entropy(x, w, ids, reduction="none"),
+        CLASSES,
         (normal(6, 5, 8), normal(8, 8)),
     ),
 }
-
-
-def beside(ids: Tensor, like: Tensor) -> Tensor:
-    """Ids whose rows are sharded, beside a DTensor."""
-    return distribute(ids, Layout(like.device_mesh, ROWS)) if isinstance(like, DTensor) else ids
-
-
-def tokens_like(weight: Tensor) -> Tensor:
-    return beside(ints(11, 6, 5), weight)
-
-
-def classes_like(x: Tensor) -> Tensor:
-    return beside(ints(8, 6, 5), x)
-
-
 ROWS = "tp: S(0)"
+
+
+def laid_out(mesh: ProcessMesh, ids: Tensor | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Tensor]]:
+    """Those with 6 rows sharded on them, the others whole."""
+    rows = Layout(mesh, ROWS)
+    laid = [distribute(tensor, rows if tensor.shape[:1] == (6,) else Layout(mesh)) for tensor in tensors]
+    return None if ids is None else distribute(ids, rows), laid
 
 
 def mean_of_the_output(name: str) -> None:
     """torch gives the gradient of a mean whole, and each rank leaves out what is not its own."""
-    run, tensors = OPS[name]
+    run, ids, tensors = OPS[name]
     plain = [tensor.clone().requires_grad_() for tensor in tensors]
-    run(*plain).mean().backward()
-    rows = Layout(FOUR, ROWS)
-    activations = [tensor.shape[:1] == (6,) for tensor in tensors]
-    laid = [
-        distribute(tensor, rows if sharded else Layout(FOUR)).requires_grad_()
-        for tensor, sharded in zip(tensors, activations, strict=True)
-    ]
-    mean = run(*laid).mean()
+    run(ids, *plain).mean().backward()
+    ids, laid = laid_out(FOUR, ids, tensors)
+    mean = run(ids, *(tensor.requires_grad_() for tensor in laid)).mean()
     with Collectives() as seen:
         mean.backward()
     assert seen.kinds == []

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, LayoutError, Placement, ProcessMesh, Replicate
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from weft.mesh import Layout, LayoutError, Partial, Placement, ProcessMesh, Replicate, Shard
+from weft.mesh.placement import as_placement
 
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
@@ -43,26 +46,38 @@ def reshard(
     """
     if torch.compiler.is_dynamo_compiling():
         if mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
-            raise LayoutError(
+            # Dynamo cannot make a LayoutError.
+            raise ValueError(
                 "compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest"
             )
-        return _in_graph(dtensor, _text(placements))
+        return _in_graph(dtensor, *_in_words(placements))
     return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
 
 
 @in_graph
-def _in_graph(dtensor: DTensor, placements: Placements) -> DTensor:
+def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, words: str | tuple[str, ...]) -> DTensor:
     """`reshard` where Dynamo traces."""
-    return start_reshard(dtensor, None, placements).wait()
+    placements = words if isinstance(words, str) else tuple(map(as_placement, words))
+    named = placements if axes is None else dict(zip(axes, placements, strict=True))
+    return start_reshard(dtensor, None, named).wait()  # type: ignore[arg-type]
 
 
-def _text(placements: Placements | None) -> Any:
-    """What Dynamo can put into its graph: text, or a tuple of texts."""
+def _in_words(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
+    """The axes, where placements are named, and the placements: what Dynamo can put into its graph."""
     if placements is None or isinstance(placements, str):
-        return placements or ()
+        return None, placements or ()
     if isinstance(placements, Mapping):
-        return ", ".join([f"{axis}: {placement}" for axis, placement in placements.items()])
-    return tuple([str(placement) for placement in placements])
+        return tuple(placements), tuple([_word(each) for each in placements.values()])
+    return None, tuple([_word(each) for each in placements])
+
+
+def _word(placement: Any) -> str:
+    """`str(placement)`, as Dynamo can trace it; of torch's placements as well."""
+    if isinstance(placement, Shard | TorchShard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Replicate | TorchReplicate):
+        return "R"
+    return f"P({placement.op if isinstance(placement, Partial) else placement.reduce_op})"
 
 
 def start_reshard(
