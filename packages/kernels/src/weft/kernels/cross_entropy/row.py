@@ -71,9 +71,9 @@ def _tanh(u):
 
 
 @triton.jit
-def _counted(x, scale, cap, CAP: tl.constexpr):
-    """The logit after scale and softcap."""
-    if CAP:
+def _counted(x, scale, cap):
+    """The logit after scale and cap."""
+    if cap is not None:
         tanh, _ = _tanh(x * (scale / cap))
         return cap * tanh
     return x * scale
@@ -82,15 +82,15 @@ def _counted(x, scale, cap, CAP: tl.constexpr):
 @triton.jit
 def _read(
     ptr, cols, in_row, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """Some logits after scale and softcap, -inf at the target and outside of the row; and the terms of the sum of logits."""
+    """Some logits after scale and cap, -inf at the target and outside of the row; and the terms of the sum of logits."""
     x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
-    x = _counted(x, scale, cap, CAP)
+    x = _counted(x, scale, cap)
     logit_sum = tl.zeros_like(x)
     if SUM:
         logit_sum = tl.where(in_row, x, 0.0)
-        if WEIGHTED:
+        if shard_weight_ptr is not None:
             logit_sum *= tl.load(shard_weight_ptr + cols, mask=in_row, other=0.0)
     return tl.where(in_row & (cols != target_col), x, -float("inf")), logit_sum
 
@@ -99,7 +99,7 @@ def _read(
 def row_statistics(
     x_ptr, offset, target, shard_weight_ptr,
     V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """lse_hi, lse_lo, target_logit and logit_sum of one row; see `kernel.statistics`."""
@@ -109,18 +109,18 @@ def row_statistics(
     local = target - vocab_start
     is_here = (local >= 0) & (local < classes_read)
     target_logit = tl.load(x_ptr + offset + local * stride_xv, mask=is_here, other=0.0).to(tl.float32)
-    target_logit = tl.where(is_here, _counted(target_logit, scale, cap, CAP), 0.0)
+    target_logit = tl.where(is_here, _counted(target_logit, scale, cap), 0.0)
     target_col = tl.where(is_here, local, -1).to(tl.int32)
 
     if x_ptr.dtype.element_ty == tl.float32:
         largest, sum_exp, logit_sum = _exact_sum(
             x_ptr + offset, classes_read, stride_xv, target_logit, target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP, BLOCK_V, STAGES,
+            SUM, BLOCK_V, STAGES,
         )  # fmt: skip
     else:
         largest, sum_exp, logit_sum = _sum(
             x_ptr, offset, classes_read, V, stride_xv, target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP, RAGGED, BLOCK_V, STAGES,
+            SUM, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
     high, low = plus(largest, tl.log(sum_exp))
     high = tl.where(sum_exp == 0.0, -float("inf"), high)
@@ -134,7 +134,7 @@ def row_statistics(
 @triton.jit
 def _sum(
     x_ptr, offset, classes_read, V, stride_xv, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """The row's maximum, the sum of exp(logit - maximum) and the sum of the logits, by one online pass.
@@ -153,7 +153,7 @@ def _sum(
         at = start + lanes
         x, added = _read(
             aligned_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP,
+            SUM,
         )  # fmt: skip
         logit_sum += added
         delta = x - largest
@@ -166,7 +166,7 @@ def _sum(
         cols, in_row = unaligned_cols(x_ptr, first, count, V)
         x, added = _read(
             x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP,
+            SUM,
         )  # fmt: skip
         row_largest = tl.maximum(row_largest, tl.max(x, 0))
         row_logit_sum += tl.sum(added, 0)
@@ -179,7 +179,7 @@ def _sum(
 @triton.jit
 def _exact_sum(
     x_ptr, classes_read, stride_xv, guess, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    SUM: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A base, the sum of exp(logit - base) in float64, and the sum of the logits; for float32 logits.
 
@@ -200,7 +200,7 @@ def _exact_sum(
             at = start + lanes
             x, added = _read(
                 x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col, shard_weight_ptr, scale, cap,
-                SUM, WEIGHTED, CAP,
+                SUM,
             )  # fmt: skip
             logit_sum += added
             largest = tl.maximum(largest, x)
@@ -230,17 +230,17 @@ def _below(x, base):
 def write(
     x_ptr, dx_ptr, cols, in_row, target_col, shard_weight_ptr,
     base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of some logits of a row: softmax_scale * exp(x - lse), target_grad at the target.
 
-    The lse is base + base_lo. With SUM the label smoothing is subtracted, times the class's weight where WEIGHTED. Each `_lo` is
+    The lse is base + base_lo. With SUM the label smoothing is subtracted, times the class's weight where there are weights. Each `_lo` is
     the low part of a double-float, for float32 logits.
     """
     x = tl.load(x_ptr, mask=in_row, other=-float("inf")).to(tl.float32)
-    counted = _counted(x, scale, cap, CAP)
+    counted = _counted(x, scale, cap)
     weight = 1.0
-    if SUM and WEIGHTED:
+    if SUM and shard_weight_ptr is not None:
         weight = tl.load(shard_weight_ptr + cols, mask=in_row, other=0.0)
     if x_ptr.dtype.element_ty == tl.float32:
         below, low, underflows = _below(counted, base)
@@ -250,7 +250,7 @@ def write(
         half = tl.where(underflows, 0.0, power(k >> 1))  # 2**k itself may be no float32
         dx, dx_rest = dx * half * power(k - (k >> 1)), dx_rest * half * power(k - (k >> 1))
         if SUM:
-            if WEIGHTED:
+            if shard_weight_ptr is not None:
                 smoothing, smoothing_lo = times(weight, 0.0, smoothing, smoothing_lo)
             dx, rounded_off = two_sum(dx, -smoothing)
             dx_rest += rounded_off - smoothing_lo
@@ -261,7 +261,7 @@ def write(
         if SUM:
             dx -= smoothing * weight
     dx = tl.where(cols == target_col, target_grad, dx) * scale
-    if CAP:
+    if cap is not None:
         _, slope = _tanh(x * (scale / cap))
         dx *= slope
     tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
