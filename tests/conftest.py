@@ -1,5 +1,7 @@
 import gc
+import importlib
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,6 +15,14 @@ __all__ = ["pool"]
 # Times are those of a shared machine.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where kernels are tested, they are imported before another test's module imports Triton: see the file that does it."""
+    kernels = Path(__file__).parent / "kernels"
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
+    if any(kernels.is_relative_to(path) or path.is_relative_to(kernels) for path in asked):
+        importlib.import_module("tests.kernels.conftest")
 
 
 @pytest.fixture(params=PORTIONS)

@@ -114,6 +114,7 @@ def test_a_model_compiles_to_one_graph(way: str, config: LlamaConfig) -> None:
     compiles(way, "aot_eager", config, None, False)
 
 
+@pytest.mark.exhaustive  # a minute of the cores each; its sister is the model on one process
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("way", WAYS)

@@ -28,7 +28,10 @@ MODEL = LlamaConfig(
 CONFIG = TrainConfig(
     model=MODEL, steps=8, check=False, data=DataConfig(batch_size=4, sequence_length=8), mesh=MeshConfig(dp=2, tp=2)
 )
-CHECKING = ("weft.kernels.embedding.reference.can_read", "weft.kernels.cross_entropy.options.can_read")
+CHECKING = [
+    f"weft.kernels.{module}.can_read"
+    for module in ("embedding.reference", "cross_entropy.options", "cross_entropy.reference")
+]
 
 
 def trainer(text: str, sequence: bool) -> _Trainer:

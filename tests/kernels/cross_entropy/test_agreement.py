@@ -49,7 +49,7 @@ def one_after_the_other(loss: Callable[..., Tensor], changes: list[Change], stop
     rank, found = dist.get_rank(), []
     with ExitStack() as patches:
         patches.enter_context(patch.object(agreement, "on_gpu", lambda tensor: True))
-        patches.enter_context(patch.object(reference, "on_cpu", lambda tensor: False))
+        patches.enter_context(patch.object(reference, "can_read", lambda tensor: False))
         patches.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         patches.enter_context(patch.object(options, "_check_values", lambda *arguments: None))
         for call, change in enumerate(changes):

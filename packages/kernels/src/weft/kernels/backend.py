@@ -30,7 +30,12 @@ def on_cpu(tensor: Tensor) -> bool:
 
 def can_read(tensor: Tensor) -> bool:
     """Whether the host may look at the tensor's values without waiting for a device: a CPU's, not traced, with data."""
-    return on_cpu(tensor) and not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
+    return on_cpu(tensor) and not torch.compiler.is_compiling() and has_data(tensor)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether there are values, and not a shape alone: what is kept from call to call has some, and goes with such alone."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:

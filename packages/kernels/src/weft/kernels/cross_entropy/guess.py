@@ -39,4 +39,4 @@ def was_right(guessed: Tensor, arrived_now: Tensor | None) -> bool:
     kept, number = arrived(guessed.device), arrived_now.to(torch.float32)
     kept[0] = torch.where(number == kept[1], number, torch.nan)
     kept[1] = number
-    return bool(number == guessed)
+    return bool(arrived_now == guessed)  # exactly: float64 does not fit into what is kept

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import on_cpu
+from ..backend import can_read
 from . import guess
 from .options import Options
 
@@ -125,7 +125,7 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
     total = z.scatter_(1, index, hidden).exp_().sum(-1, keepdim=True).double()  # [n, 1]
     base, (low, high) = torch.zeros_like(total), SUMS[x.dtype]
     fits = (total > low) & (total < high)
-    if not on_cpu(fits) or not bool(fits.all()):
+    if not can_read(fits) or not bool(fits.all()):
         z = _count(z.copy_(x), shard).scatter_(1, index, hidden)
         base = torch.where(fits, base, z.amax(-1, keepdim=True).double())
         total = z.sub_(_finite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
@@ -146,7 +146,7 @@ def _without_ignored(found: Tensor, classes: Tensor, shard: Shard) -> Tensor:
     """The statistics, NaN for a target that is no class, and nothing for rows to ignore."""
     wrong = (classes < 0) | (classes >= shard.size)  # those to ignore mostly among them
     ignored = classes == shard.options.ignore_index
-    if on_cpu(found) and not bool((wrong | ignored).any()):
+    if can_read(found) and not bool((wrong | ignored).any()):
         return found
     found[:, 1].masked_fill_(wrong, torch.nan)
     return torch.where(ignored.unsqueeze(1), _nothing(found), found)
@@ -296,7 +296,7 @@ def statistics_and_gradient(
 
     upstream: of the loss alone, one number. Where it is NaN only the statistics are made.
     """
-    nothing_guessed = on_cpu(logits) and upstream.loss is not None and bool(upstream.loss.isnan().all())
+    nothing_guessed = can_read(logits) and upstream.loss is not None and bool(upstream.loss.isnan().all())
     if out.numel() == 0 or nothing_guessed:
         return statistics(logits, target, weight, shard)
     classes, x = target.reshape(-1).long(), logits.reshape(-1, logits.shape[-1])
@@ -337,7 +337,7 @@ def _write(
     is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
     if row.smoothing is not None:
         is_zero &= row.smoothing == 0
-    if not on_cpu(is_zero) or bool(is_zero.any()):
+    if not can_read(is_zero) or bool(is_zero.any()):
         each.masked_fill_(is_zero.unsqueeze(1), 0)
     dx.copy_(each)
 

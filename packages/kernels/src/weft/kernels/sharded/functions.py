@@ -13,6 +13,7 @@ from weft.reshard.running.dtensor import wrap
 from ..op import Op, Tensors
 from .calls import Call, sliced
 from .derivatives import anchor, first_order, refusing
+from .rules import Sharding
 
 
 class Plain(torch.autograd.Function):
@@ -45,7 +46,7 @@ class Sharded(torch.autograd.Function):
         ctx.call, ctx.overwritten = call, tensors[0] if op.overwrites(options) else None
         saved: Tensors = ()
         if call.options is None:
-            output = _nothing(op, locals_, len(sharding.outputs))
+            output = _nothing(op, locals_, sharding)
         else:
             ctx.options = options = {**options, **call.options} if call.options else options
             output, saved = op.forward(*locals_, **options)
@@ -67,6 +68,7 @@ class Sharded(torch.autograd.Function):
             None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, cuts, strict=True)
         )
         if call.options is not None:
+            assert call.op.backward is not None, "torch differentiates it elsewhere"
             local = locals_[0] if call.sharding.more is None else locals_
             parts = call.op.backward(ctx.saved_tensors[:-1], local, needed, **ctx.options)
             if ctx.overwritten is not None:
@@ -74,7 +76,7 @@ class Sharded(torch.autograd.Function):
         else:
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(call.dtypes, needed, strict=True)
-            parts = [like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes]
+            parts = tuple(like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes)
         return None, None, *call.as_operands(parts, layouts)
 
 
@@ -114,8 +116,8 @@ class FromLocal(torch.autograd.Function):
         return None, None, *(refusing((part,), grad) if torch.is_grad_enabled() else (part,))
 
 
-def _nothing(op: Op, locals_: list[Tensor | None], outputs: int) -> Any:
+def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding) -> Any:
     """The empty outputs of a rank outside the mesh."""
     like = next(local for local in locals_ if local is not None and local.is_floating_point())
-    empty = tuple(like.new_empty(0, dtype=op.dtype(like.dtype)) for _ in range(outputs))
-    return empty if outputs > 1 else empty[0]
+    empty = [like.new_empty(0, dtype=op.dtype(like.dtype)) for _ in sharding.outputs]
+    return empty[0] if sharding.more is None else tuple(empty)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
+from weft.reshard.running.traced import in_graph
 
 from ..op import OPS, Op
 from .calls import Call
@@ -55,11 +56,8 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     return FromLocal.apply(call, layouts, output), None  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> Any:
-    """An op on DTensors where torch.compile traces: a node of Dynamo's graph, which what traces that graph sees through.
-
-    Dynamo itself would have to know the layout of each gradient before there is one.
-    """
+    """An op on DTensors where Dynamo traces."""
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return _on_mesh(OPS[name], mesh, tensors, dict(options))[0]

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from weft import kernels
+from weft.kernels.backend import has_data
 
 from ..initialization import Constant, Initial, Normal
 from ..layers import Dropout, Embedding, Linear, RMSNorm
@@ -42,7 +43,8 @@ class Llama(nn.Module):
                 f"{T} tokens in a sequence, but the model was made for max_seq_len {limit}; give fewer, or raise it"
             )
         length = min(limit, 1 << max(0, T - 1).bit_length())  # a power of two: few lengths, so few tables are kept
-        tables = compute_rotary_tables if torch.compiler.is_compiling() else rotary_tables
+        kept = has_data(tokens) and not torch.compiler.is_compiling()
+        tables = rotary_tables if kept else compute_rotary_tables
         cos, sin = (table[:T] for table in tables(self.config, length, tokens.device))  # [T, D // 2]
         x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
         for layer in self.layers:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import distribute, layout_of, reshard
 from weft.reshard.running.dtensor import as_process_mesh
+from weft.reshard.running.traced import in_graph
 
 from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
 
@@ -117,8 +118,9 @@ class _Entrance:
 
 def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> None:
     modules = dict(model.named_modules())
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for parent, names in column_siblings(styles).items():
-        if len(names) == 1:
+        if len(names) == 1 and places[modules[names[0]]] == 1:
             modules[names[0]].register_forward_pre_hook(_enter)
             continue
         entrance = _Entrance()
@@ -133,7 +135,7 @@ def _hook(model: nn.Module, styles: dict[str, Style], plan: ParallelPlan) -> Non
         model.register_forward_hook(_leave("R"))
 
 
-@torch.compiler.allow_in_graph  # what traces Dynamo's graph sees through it: Dynamo itself knows no layouts
+@in_graph
 def _along_tensor_axis(x: DTensor, placement: str) -> DTensor:
     """x with another placement on the tensor axis."""
     return reshard(x, placements=_replaced(layout_of(x), placement))

@@ -18,7 +18,7 @@ from .dtensor import as_process_mesh, kind_of, layout_of, layout_on, wrap
 from .executor import started
 from .groups import of_this_world, this_rank
 from .topology import Topology
-from .traced import traced
+from .traced import in_graph, traced
 
 Placements = Mapping[str, Placement] | Sequence[Placement] | str
 
@@ -50,13 +50,13 @@ def reshard(
     return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
 
 
-@torch.compiler.allow_in_graph
-def _in_graph(dtensor: DTensor, placements: str) -> DTensor:
-    """A node of Dynamo's graph, which what traces that graph sees through: Dynamo itself knows no layouts."""
+@in_graph
+def _in_graph(dtensor: DTensor, placements: Placements) -> DTensor:
+    """`reshard` where Dynamo traces."""
     return start_reshard(dtensor, None, placements).wait()
 
 
-def _text(placements: Any) -> Any:
+def _text(placements: Placements | None) -> Any:
     """What Dynamo can put into its graph: text, or a tuple of texts."""
     if placements is None or isinstance(placements, str):
         return placements or ()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...backend import can_read
+from ...backend import can_read, has_data
 from ...sharded import apply_many
 from ...sharded.traced import groups_of
 from .. import agreement
@@ -82,7 +82,7 @@ def cross_entropy(
 
 def _once(logits: Tensor, options: Options) -> Once | None:
     """Where forward may make the gradient: in memory of its own, since others may read the logits before backward."""
-    wanted = torch.is_grad_enabled() and logits.requires_grad
+    wanted = torch.is_grad_enabled() and logits.requires_grad and has_data(logits)
     return Once() if wanted and not options.inplace_backward and options.made_ahead(logits.dtype) else None
 
 

@@ -35,7 +35,7 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
     count = 1 + options.return_lse
     outputs, kept = placed.wrapped(made[:count]), made[count:]
     if in_forward(options, input.dtype, tuple(input.dtype if flag else None for flag in wanted)):
-        layouts = placed.sharding.gradients(Layout(placed.sharding.output.mesh))  # what arrives for a number
+        layouts = placed.call.sharding.gradients(Layout(placed.call.sharding.output.mesh))  # what arrives for a number
         kept = [
             placed.as_operand(i, part, layouts[i]) if want else part
             for i, part, want in zip(FACTORS, kept, wanted, strict=True)
