@@ -146,7 +146,7 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
             read = 2 if "sum" in name or "cap" in name else FUSED_STAGES + 1
         wide = {"load 128": (logits + weights) * read}
         if "gradient" in name:
-            of_row = target.startswith("gfx") and fused and "sum" in name  # four statistics of a row, which are 128 bits
+            of_row = target.startswith("gfx") and fused and "sum" in name  # its four statistics, 128 bits
             wide["store 128"] = 2 * logits + of_row  # of the gradient, and of the zeros of ignored rows
         assert {kind: count for kind, count in kinds.items() if kind.endswith("128")} == wide, name
         narrow = {kind: count for kind, count in kinds.items() if not kind.endswith("128")}

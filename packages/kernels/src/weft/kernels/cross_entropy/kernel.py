@@ -271,33 +271,34 @@ def gradient(
 @triton.jit(
     do_not_specialize=["N", "T", "ignore_index", "scale", "cap", "label_smoothing", "z_loss"],
     do_not_specialize_on_alignment=[
-        "weight_sum_ptr", "statistics_ptr", "grad_ptr", "denominator_ptr", "guess_ptr", "arrived_ptr",
+        "weight_sum_ptr", "statistics_ptr", "grad_ptr", "denominator_ptr", "guess_ptr", "history_ptr",
     ],
 )  # fmt: skip
 def gradient_unless_guessed(
     x_ptr, target_ptr, weight_ptr, weight_sum_ptr, statistics_ptr, grad_ptr, denominator_ptr, guess_ptr,
-    arrived_ptr, dx_ptr,
+    history_ptr, dx_ptr,
     N, V, T, stride_xb, stride_xt, stride_xv, stride_dn,
     ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`gradient` of one shard of all classes, for an upstream gradient that is one number.
 
-    dx holds the gradient for the guess. Only where grad is another number is it computed again.
-    arrived [2]: the next guess, and the last grad. Stores this grad as both, but no guess, NaN, where the two grads differ.
+    dx holds the gradient for the guess. It is computed again only where grad is another number.
+    history [2]: the next guess, and the last grad. This grad is stored as both. Where it differs from the last one, the next guess
+    is NaN: none.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
     columns: tl.constexpr = 4 if label_smoothing is not None else 3
-    arriving = tl.load(grad_ptr)
+    loss_grad = tl.load(grad_ptr)
     if tl.program_id(0) == 0:
-        tl.store(arrived_ptr, tl.where(arriving == tl.load(arrived_ptr + 1), arriving, float("nan")))
-        tl.store(arrived_ptr + 1, arriving)
-    rows = tl.where(arriving == tl.load(guess_ptr), 0, N)
-    grad = arriving.to(wide)
+        tl.store(history_ptr, tl.where(loss_grad == tl.load(history_ptr + 1), loss_grad, float("nan")))
+        tl.store(history_ptr + 1, loss_grad)
+    rows_to_write = tl.where(loss_grad == tl.load(guess_ptr), 0, N)
+    grad = loss_grad.to(wide)
     if denominator_ptr is not None:
         grad /= tl.load(denominator_ptr)
     row = tl.program_id(0).to(tl.int64)
-    while row < rows:
+    while row < rows_to_write:
         target = tl.load(target_ptr + row).to(tl.int64)
         largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, 1, 0, wide)
         softmax_scale, target_grad, smoothing = _row_factors(

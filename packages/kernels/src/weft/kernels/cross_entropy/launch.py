@@ -146,7 +146,7 @@ def _gradient_unless_guessed(
     with device_of(logits):
         kernel.gradient_unless_guessed[(min(N, _programs(x, launch, fused=False)),)](
             x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), statistics.contiguous(),
-            _float32(upstream.loss), _float32(upstream.denominator), guessed, guess.arrived(logits.device), out,
+            _float32(upstream.loss), _float32(upstream.denominator), guessed, guess.history(logits.device), out,
             N, V, T, *x.stride(), V,
             options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
@@ -251,7 +251,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     kinds |= dict.fromkeys(("V", "stride_xb", "stride_xt", "stride_dn"), size)
     kinds |= {"stride_xv": "i64" if "strided" in asked else "1", "scale": "fp32"}
     kinds |= {"x_ptr": f"*{dtype}:16", "dx_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
-    kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "arrived_ptr"), "*fp32")
+    kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "history_ptr"), "*fp32")
     if of is kernel.statistics:
         kinds["statistics_ptr"] = "*fp32:16"
     for argument, kind, is_given in (
