@@ -23,7 +23,7 @@ class Plain(torch.autograd.Function):
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
-        ctx.set_materialize_grads(not ctx.many)
+        ctx.set_materialize_grads(False)
         last = anchor(saved)
         ctx.save_for_backward(*saved, last)
         return (*output, last) if ctx.many else (output, last)
@@ -42,7 +42,6 @@ class Sharded(torch.autograd.Function):
     def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         op, sharding = call.op, call.sharding
-        many = sharding.more is not None
         ctx.call, ctx.overwritten = call, tensors[0] if op.overwrites(options) else None
         saved: Tensors = ()
         if call.options is None:
@@ -52,9 +51,9 @@ class Sharded(torch.autograd.Function):
             output, saved = op.forward(*locals_, **options)
         last = anchor(saved)
         ctx.save_for_backward(*saved, last)
-        if not many:
-            return wrap(output, sharding.output, sharding.shape), last
         ctx.set_materialize_grads(False)
+        if sharding.more is None:
+            return wrap(output, sharding.output, sharding.shape), last
         lying = zip(output, sharding.outputs, strict=True)
         return *(wrap(part, layout, shape) for part, (layout, shape) in lying), last
 

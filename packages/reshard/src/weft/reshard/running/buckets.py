@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class Way:
         return axes_of(self.scatter), self.reduced
 
 
-def way_between(src: Layout, dst: Layout, shape: Sequence[int]) -> Way | None:
+@lru_cache(maxsize=65536)
+def way_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Way | None:
     """The way from a gradient's layout to its target; None where it is not made of sums over axes alone."""
     src, dst = without_trivial_axes(src), without_trivial_axes(dst)
     if src.mesh != dst.mesh:

@@ -145,7 +145,7 @@ class GradientSync:
         if layout_of(grad) == target:
             self._accumulate(parameter, grad)
             return
-        way = way_between(layout_of(grad), target, parameter.shape)
+        way = way_between(layout_of(grad), target, tuple(parameter.shape))
         if way is None:
             self._accumulate(parameter, reshard(grad, placements=target))
             return
