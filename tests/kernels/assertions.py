@@ -9,7 +9,7 @@ from unittest.mock import patch
 import triton
 from weft.kernels.aot import Variant, compile_variant, variants
 
-NAMES = ("cross_entropy.statistics/bf16-contiguous", "cross_entropy.gradient/bf16-contiguous-fused")
+NAMES = ("cross_entropy.statistics/bf16-contiguous", "cross_entropy.statistics_and_gradient/bf16-contiguous")
 
 
 def ptx(variant: Variant, debug: bool) -> str:

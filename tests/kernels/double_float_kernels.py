@@ -22,6 +22,6 @@ def exp(a_ptr, b_ptr, high_ptr, low_ptr, N: tl.constexpr):
     """exp(a + b) as high and low."""
     at = tl.arange(0, N)
     high, low, k = double_float.exp(tl.load(a_ptr + at), tl.load(b_ptr + at))
-    half = double_float.power(k >> 1)
-    tl.store(high_ptr + at, high * half * double_float.power(k - (k >> 1)))
-    tl.store(low_ptr + at, low * half * double_float.power(k - (k >> 1)))
+    half = double_float.exp2(k >> 1)
+    tl.store(high_ptr + at, high * half * double_float.exp2(k - (k >> 1)))
+    tl.store(low_ptr + at, low * half * double_float.exp2(k - (k >> 1)))

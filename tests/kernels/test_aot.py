@@ -68,7 +68,10 @@ def differences(kept: Reports, fresh: Reports) -> list[str]:
 @EACH_TARGET
 def test_all_variants_compile(target):
     reports, names = reports_for(target), {variant.name for variant in variants()}
-    assert {name.partition("/")[0] for name in names} >= {"cross_entropy.statistics", "cross_entropy.gradient"}
+    assert {name.partition("/")[0] for name in names} >= {
+        "cross_entropy.statistics", "cross_entropy.gradient", "cross_entropy.gradient_unless_guessed",
+        "cross_entropy.statistics_and_gradient",
+    }  # fmt: skip
     assert reports.keys() == {(name, target) for name in names}
     assert all(report["registers"] > 0 for report in reports.values())
 
@@ -138,11 +141,12 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
         classes = logits * (4 if "/fp32" in name else 8)
         weights = classes * 4 // 16 * ("sum-weighted" in name)
         read = 1
-        if "fused" in name:  # a plain row is read ahead of the loop and in it, and once more
+        fused = "statistics_and_gradient" in name
+        if fused:  # a plain row is read ahead of the loop and in it, and once more
             read = 2 if "sum" in name or "cap" in name else FUSED_STAGES + 1
         wide = {"load 128": (logits + weights) * read}
         if "gradient" in name:
-            of_row = target.startswith("gfx") and "fused-sum" in name  # four statistics of a row, which are 128 bits
+            of_row = target.startswith("gfx") and fused and "sum" in name  # its four statistics, 128 bits
             wide["store 128"] = 2 * logits + of_row  # of the gradient, and of the zeros of ignored rows
         assert {kind: count for kind, count in kinds.items() if kind.endswith("128")} == wide, name
         narrow = {kind: count for kind, count in kinds.items() if not kind.endswith("128")}

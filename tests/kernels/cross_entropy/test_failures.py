@@ -145,12 +145,10 @@ def test_anchor_10_no_gradient_lands_before_2_to_the_31(interpreted):
     logits, target, _ = make(3, V, "cpu")
     memory = torch.empty(2 * apart + 64)
     out = memory.as_strided((3, V), (apart, 1))
-    statistics, one = torch.zeros(1, 3, 3), torch.ones(1)
-    kernel.gradient[(3,)](
-        logits, target, one, one, one, statistics, one, one, one, one, one, out,
-        3, V, 3, 0, V, 1, apart, 0, 0, 1, 9, 0, V, -100, 1.0, 1.0, 0.0, 0.0,
-        SUM=False, WEIGHTED=False, CAP=False, Z_LOSS=False, GRAD=True, GRAD_LSE=False, DENOMINATOR=False, FUSED=True,
-        PRECOMPUTED=False, RAGGED=False, BLOCK_V=8, STAGES=1,
+    weights, denominator, options = (None, None), None, (-100, 1.0, None, None, None)
+    kernel.statistics_and_gradient[(3,)](
+        logits, target, *weights, torch.ones(1), denominator, torch.empty(3, 3), out,
+        3, V, 3, 0, V, 1, apart, *options, RAGGED=False, BLOCK_V=8, STAGES=1,
     )  # fmt: skip
     _, expected = torch_loss_and_gradient(logits, target, torch.ones(3), reduction="none")
     torch.testing.assert_close(out, expected)

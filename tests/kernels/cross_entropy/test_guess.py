@@ -23,9 +23,9 @@ SOME = ({}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0})
 
 @pytest.fixture(autouse=True)
 def nothing_arrived() -> Iterator[None]:
-    guess._ARRIVED.clear()
+    guess._HISTORY.clear()
     yield
-    guess._ARRIVED.clear()
+    guess._HISTORY.clear()
 
 
 def step(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -> Tensor:
@@ -37,7 +37,7 @@ def step(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -> Te
 
 def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -> Tensor:
     """The gradient, made in backward."""
-    with patch.dict(guess._ARRIVED, {logits.device: torch.full((2,), torch.nan, device=logits.device)}):
+    with patch.dict(guess._HISTORY, {logits.device: torch.full((2,), torch.nan, device=logits.device)}):
         return step(logits, target, upstream, **options)
 
 
@@ -130,7 +130,7 @@ def test_where_nothing_can_be_guessed_nothing_is_kept_on_the_device(interpreted,
     logits, target, _ = make(4, 31, "cpu", torch.bfloat16)
     outputs = cross_entropy(logits.requires_grad_(), target, **options)
     sum(each.sum() for each in (outputs if isinstance(outputs, tuple) else [outputs])).backward()
-    assert guess._ARRIVED == {}
+    assert guess._HISTORY == {}
 
 
 def test_the_guess_is_float32_whatever_torchs_default():

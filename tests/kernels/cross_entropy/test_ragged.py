@@ -19,8 +19,11 @@ LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 24, 31, 8191, BLOCK + 1, BLOCK + 9]
 
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "options"])
 @pytest.mark.parametrize("V", LENGTHS)
-def test_both_kernels_are_torchs_path(interpreted, V, options):
-    """Nine rows, of which one begins at each place of a word; the gradient lands in its row and nowhere else."""
+def test_the_kernels_are_torchs_path(interpreted, V, options):
+    """Nine rows, of which one begins at each place of a word; the gradient lands in its row and nowhere else.
+
+    One number as the upstream gradient of all rows gives the same bits by one kernel as by two.
+    """
     options = given(options, V, "cpu")
     weight = options.pop("weight", None)
     logits, target, upstream = make(9, V, "cpu", torch.bfloat16, "none")
@@ -34,10 +37,12 @@ def test_both_kernels_are_torchs_path(interpreted, V, options):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     launch.gradient(logits, target, weight, found.unsqueeze(0), arrived, shard, out)
     _close(out, reference.gradient(logits, target, weight, found.unsqueeze(0), arrived, shard, torch.empty_like(out)))
-    made = out.clone()
+
+    number = Upstream(torch.tensor(0.7))
+    by_two_kernels = launch.gradient(logits, target, weight, found.unsqueeze(0), number, shard, out).clone()
     out.fill_(5)
-    assert torch.equal(launch.statistics_and_gradient(logits, target, weight, arrived, shard, out), found)
-    assert torch.equal(out, made)
+    assert torch.equal(launch.statistics_and_gradient(logits, target, weight, number, shard, out), found)
+    assert torch.equal(out, by_two_kernels)
     assert (memory[:32] == 7).all()
     assert (memory[32 + 9 * V :] == 7).all()
 

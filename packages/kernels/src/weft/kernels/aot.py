@@ -38,7 +38,7 @@ class Variant:
     """A kernel with the types of its arguments, as one launch would specialize it.
 
     arguments: name -> a Triton type ("*bf16", "i32"), with ":16" where the value is a multiple of 16, or a number
-        that the launch compiles in, such as a stride of "1".
+        that the launch compiles in, such as a stride of "1", or "None" for an argument that is not given.
     """
 
     name: str
@@ -96,10 +96,13 @@ def compile_variant(variant: Variant, target: str) -> Report:
 
     if not isinstance(variant.kernel, triton.JITFunction):
         raise ValueError(f"{variant.name} was imported to be interpreted; unset TRITON_INTERPRET to compile it")
-    signature, constexprs, attributes = {}, dict(variant.constexprs), {}
+    signature, attributes = {}, {}
+    constexprs: dict[str, int | None] = dict(variant.constexprs)
     for position, (name, kind) in enumerate(variant.arguments.items()):
         kind, _, multiple = kind.partition(":")
-        if kind.lstrip("-").isdigit():
+        if kind == "None":
+            constexprs[name], kind = None, "constexpr"
+        elif kind.lstrip("-").isdigit():
             constexprs[name], kind = int(kind), "constexpr"
         signature[name] = kind
         if multiple:

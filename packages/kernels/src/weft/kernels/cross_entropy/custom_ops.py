@@ -1,4 +1,4 @@
-"""cross_entropy as custom ops of torch, with shapes for what is traced: what torch.compile puts in its graph, whole."""
+"""cross_entropy as custom ops of torch: one node of torch.compile's graph, with a fake implementation for its shapes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
 class Place(NamedTuple):
-    """Which shard of the vocabulary it is, as arguments of a custom op.
+    """A shard of the vocabulary, as arguments of a custom op.
 
-    groups: those that gather, by name, minor first.  checked: whether the one group also compares what its ranks hold.
-    Of DTensors their layouts tell, and what stands for the groups is for the compiler alone: see `groups_of`.
+    groups: the names of those that gather, minor first.  checked: whether the one group also checks that its ranks' classes fit.
+    For DTensors the layouts say all this, and `groups` only identifies the graph: see `groups_of`.
     """
 
     vocab_start: int = 0
@@ -51,7 +51,7 @@ def compiled(
     options: Options,
     place: Place,
 ) -> tuple[Tensor, ...]:
-    """Loss and lse. The gradient is out of place whatever was asked: the compiler decides on memory."""
+    """Loss and lse. inplace_backward is ignored: the compiler decides on memory."""
     loss, lse, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
     return loss, lse
 
@@ -71,8 +71,8 @@ def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: 
     counted, statistics = saved[3:5]
     assert statistics is not None, "forward saves them"
     if counted is None or denominator is not None:
-        counted = statistics.new_empty(0)  # an output may be no input
-    return loss, lse, counted, statistics.contiguous()  # checked, they are cut from what was gathered
+        counted = statistics.new_empty(0)  # an output of a custom op may not be one of its inputs
+    return loss, lse, counted, statistics.contiguous()  # a slice, where the gather is `Checked`
 
 
 def _gather(

@@ -1,8 +1,8 @@
 """Numbers as the unevaluated sum of two float32, the second small beside the first.
 
-The passes over float32 logits compute so: float32 alone cannot give a gradient within a unit in its last place, and many
-chips have next to no float64 units. Of Dekker (1971) and Knuth (The Art of Computer Programming 2, 4.2.2); products are of so
-few bits that they are exact, so it does not matter whether a compiler fuses them with an addition.
+The passes over float32 logits compute in these numbers. Float32 alone cannot give a gradient within a unit in its last place, and
+many chips have next to no float64 units. The sums are those of Dekker (1971) and Knuth (The Art of Computer Programming 2, 4.2.2).
+Factors have so few bits that their products are exact. So the result is the same whether or not a compiler fuses multiply and add.
 """
 
 import triton
@@ -13,49 +13,52 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(0.693359375)
 LN2_MIDDLE = tl.constexpr(-0.0002121962606906891)
 LN2_LOW = tl.constexpr(1.8206359985041462e-09)
-NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an integer, in its low bits
-NEAREST_BITS = tl.constexpr(0x4B400000)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: x + ROUND has the integer nearest to x in its low bits
+ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def two_sum(a, b):
-    """a + b, exactly."""
-    high = a + b
-    of_b = high - a
-    return high, (a - (high - of_b)) + (b - of_b)
+    """a + b exactly: the rounded sum and its rounding error."""
+    total = a + b
+    b_added = total - a
+    return total, (a - (total - b_added)) + (b - b_added)
 
 
 @triton.jit
 def head(a):
-    """The first 12 bits of a float32; the rest has as many."""
+    """The upper 12 bits of a float32's significand. Its tail, a - head(a), has 12 bits too."""
     return (a.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def times(high, low, first, rest):
-    """high + low times a number that is given as its `head` and a rest."""
-    front = head(high)
-    low += high - front
-    return front * first, (front * rest + low * first) + low * rest
+def times(hi, lo, factor_head, factor_tail):
+    """(hi + lo) * (factor_head + factor_tail), where factor_head is a `head`."""
+    hi_head = head(hi)
+    tail = lo + (hi - hi_head)
+    return hi_head * factor_head, (hi_head * factor_tail + tail * factor_head) + tail * factor_tail
 
 
 @triton.jit
-def exp(high, low):
-    """exp(high + low) / 2**k as two float32, and k; within 2**-26 of itself. high: -110 to 88; low: small beside 1."""
-    marked = high * LOG2_E + NEAREST
-    k = marked.to(tl.int32, bitcast=True) - NEAREST_BITS
-    turns = marked - NEAREST
-    middle = turns * LN2_MIDDLE
-    reduced = high - turns * LN2_HIGH
-    r = reduced - middle  # |r| <= log(2) / 2
-    low += ((reduced - r) - middle) - turns * LN2_LOW
+def exp(hi, lo):
+    """exp(hi + lo) / 2**k as two float32, and k; the relative error is below 2**-26. hi: -110 to 88. lo: small beside 1.
+
+    Range reduction by Cody and Waite: hi + lo = k * log(2) + r + r_lo. Then exp(r) is its Taylor series.
+    """
+    rounded = hi * LOG2_E + ROUND
+    k = rounded.to(tl.int32, bitcast=True) - ROUND_BITS
+    k_float = rounded - ROUND
+    k_middle = k_float * LN2_MIDDLE
+    reduced = hi - k_float * LN2_HIGH
+    r = reduced - k_middle  # |r| <= log(2) / 2
+    r_lo = lo + (((reduced - r) - k_middle) - k_float * LN2_LOW)
     series = 1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0 + r * (1.0 / 5040.0 + r * (1.0 / 40320.0))))
-    curve = r * r * (0.5 + r * (1.0 / 6.0 + r * series))
-    line = 1.0 + r
-    return line, ((r - (line - 1.0)) + curve) + low * (line + curve), k
+    from_r_squared = r * r * (0.5 + r * (1.0 / 6.0 + r * series))
+    one_plus_r = 1.0 + r
+    return one_plus_r, ((r - (one_plus_r - 1.0)) + from_r_squared) + r_lo * (one_plus_r + from_r_squared), k
 
 
 @triton.jit
-def power(k):
+def exp2(k):
     """2**k, for k from -126 to 127."""
     return ((k + 127) << 23).to(tl.float32, bitcast=True)

@@ -16,9 +16,9 @@ from .guess import Once, guess
 from .options import Options, check, check_contiguous, form_of
 from .reference import Shard, Upstream, of_target
 
-# Starts to gather this shard's statistics [N, 3 or 4]; what it returns waits for those of all shards, [shards, N, 3 or 4].
+# Starts the all-gather of this shard's statistics [N, 3 or 4]. What it returns waits for it: [shards, N, 3 or 4].
 Gather = Callable[[Tensor], Callable[[], Tensor]]
-Count = Callable[[Tensor], Tensor]  # sums over all tokens what is the sum over these; it may take the memory
+Count = Callable[[Tensor], Tensor]  # the all-reduce, perhaps in place, of a sum over this rank's tokens
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
     denominator: a scalar, what "mean" divides by in place of the weights of the tokens that are not ignored.
     gather: see `Gather`. count: see `Count`; for "mean" without a denominator. There is no other communication.
-    once: where the gradient may be made here, for the first backward.
+    once: given where forward may make the gradient for the first backward.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
@@ -50,21 +50,21 @@ def forward(
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(logits)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        denominator = counted(weight, target.reshape(-1), options.ignore_index, wide, count)
-    guessed = made = None
+        denominator = mean_denominator(weight, target.reshape(-1), options.ignore_index, wide, count)
+    guessed = dlogits = None
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
     else:
-        guessed, made = guess(logits.device), _like(logits)
+        guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)
-        statistics = passes.statistics_and_gradient(logits, target, weight, upstream, shard, made)
+        statistics = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
     gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 or 4]
     loss, lse = passes.losses(gathered, target, weight, shard)
     if options.reduction != "none":
         loss = loss.sum()
     if denominator is not None:
         loss = loss / denominator
-    saved = (logits, target, weight, denominator, gathered, guessed, made)
+    saved = (logits, target, weight, denominator, gathered, guessed, dlogits)
     return ((loss, lse) if options.return_lse else (loss,)), saved
 
 
@@ -86,33 +86,35 @@ def backward(
     """
     if not needed[0]:
         return None, None, None, None
-    logits, target, weight, denominator, gathered, guessed, made = saved
+    logits, target, weight, denominator, gathered, guessed, from_forward = saved
     assert logits is not None and target is not None and gathered is not None, "forward saves them"
     if vocab_size is None:
         vocab_size = vocab_start + logits.shape[-1]
     shard = Shard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if len(grads) > 1 else None, denominator)
     rest = (logits, target, weight, gathered, upstream, shard)
-    if made is not None and guessed is not None and once is not None and not once.given:
+    if from_forward is not None and guessed is not None and once is not None and not once.given:
         once.given = True
-        # Whoever is given it may write there, and what was saved is not looked at again: .data has a version of its own.
-        dlogits = passes_on(logits).gradient(*rest, made.data, guessed)
-        if is_recorded(logits):  # played again without its forward, this makes it anew: others have written there
+        # .data has a version of its own: the caller may write to the gradient, and autograd does not check what was saved.
+        dlogits = passes_on(logits).gradient(*rest, from_forward.data, guessed)
+        if is_recorded(
+            logits
+        ):  # a CUDA graph of backward alone, replayed, makes it again: the caller may have written to it
             guessed.data.fill_(math.nan)
         return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
     if options.inplace_backward:
-        torch.autograd.graph.increment_version(logits)  # whoever saved them is told, and a second backward
+        torch.autograd.graph.increment_version(logits)  # autograd raises where they were saved for another backward
         dlogits = dlogits.detach()
     return dlogits, None, None, None
 
 
-def counted(
+def mean_denominator(
     weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype, count: Count | None
 ) -> Tensor:
-    """The weights of all tokens that are not ignored: their number, where there are none."""
-    here = of_target(weight, classes, ignore_index, dtype).sum()
-    return here if count is None else count(here)
+    """The denominator of a mean: the sum of the weights of all tokens that are not ignored; without weights their number."""
+    total = of_target(weight, classes, ignore_index, dtype).sum()
+    return total if count is None else count(total)
 
 
 def _like(logits: Tensor) -> Tensor:

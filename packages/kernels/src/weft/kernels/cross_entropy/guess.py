@@ -1,7 +1,7 @@
-"""What gradient of a scalar loss is going to arrive, so that forward makes that of the logits while it reads them.
+"""A guess of the upstream gradient of a scalar loss, with which forward can make the gradient of the logits while it reads them.
 
-It is 1, or what arrived the last two times; where the last two differ there is no guess. A device keeps this for itself, and
-no host waits for it. A guess changes which kernel does the work, and never a number.
+The guess is 1, or what arrived the last two times. Where the last two differ there is no guess. It is kept on the device, and no
+host waits for it. A guess changes which kernel makes the gradient, and never its bits.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ARRIVED: dict[torch.device, Tensor] = {}
+_HISTORY: dict[torch.device, Tensor] = {}
 
 
 class Once:
-    """Of one forward: whether the gradient that it made has been given away; a second backward makes one of its own."""
+    """Whether the gradient that one forward made has been given to a backward. A second backward makes its own."""
 
     __slots__ = ("given",)
 
@@ -21,22 +21,25 @@ class Once:
         self.given = False
 
 
-def arrived(device: torch.device) -> Tensor:
-    """Of the device [2], float32: the guess, NaN where there is none, and what arrived last; for `kernel.gradient` to keep."""
-    if device not in _ARRIVED:
-        _ARRIVED[device] = torch.ones(2, dtype=torch.float32, device=device)
-    return _ARRIVED[device]
+def history(device: torch.device) -> Tensor:
+    """[2], float32, on the device: the next guess, NaN where there is none, and the last upstream gradient.
+
+    `kernel.gradient_unless_guessed` writes it.
+    """
+    if device not in _HISTORY:
+        _HISTORY[device] = torch.ones(2, dtype=torch.float32, device=device)
+    return _HISTORY[device]
 
 
 def guess(device: torch.device) -> Tensor:
-    """The guess as it is now, a number."""
-    return arrived(device)[0].clone()
+    """The guess as it is now, a scalar."""
+    return history(device)[0].clone()
 
 
-def was_right(guessed: Tensor, arrived_now: Tensor | None) -> bool:
-    """On a CPU: whether what arrives is what was guessed; and the next guess: what arrives, if it did the last time too."""
-    assert arrived_now is not None, "the loss is the only output"
-    kept, number = arrived(guessed.device), arrived_now.to(torch.float32)
+def was_right(guessed: Tensor, grad: Tensor | None) -> bool:
+    """On a CPU: whether the upstream gradient is the guessed one. Keeps it as the next guess if the last was the same."""
+    assert grad is not None, "the loss is the only output"
+    kept, number = history(guessed.device), grad.to(torch.float32)
     kept[0] = torch.where(number == kept[1], number, torch.nan)
     kept[1] = number
-    return bool(arrived_now == guessed)  # exactly: float64 does not fit into what is kept
+    return bool(grad == guessed)  # exactly: float64 does not fit into what is kept

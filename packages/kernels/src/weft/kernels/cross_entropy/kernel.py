@@ -1,11 +1,13 @@
 """The passes over the logits, `statistics` (2 bytes a bf16 logit) and `gradient` (4), and `losses` between them.
 
-With one shard, and an upstream gradient that is known or guessed, `gradient` computes the statistics itself: FUSED.
-The kernels know no torch and no ranks.
+Where one shard has all classes, `statistics_and_gradient` is both passes in one kernel, for an upstream gradient that is known or
+guessed. `gradient_unless_guessed` is the backward of a guess. The kernels know no torch and no ranks.
+
+An option that a call does not ask for is None: a weight_ptr, cap, label_smoothing or z_loss. Triton compiles a kernel without it.
 
 Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read where it lies.
 Offsets are 64-bit: rows times stride, and classes times the stride of transposed logits, both pass 2**31.
-Logits are scaled first: x becomes scale * x, or with a CAP cap * tanh(scale * x / cap).
+Logits are scaled first: x becomes scale * x, or with a cap, cap * tanh(scale * x / cap).
 RAGGED rows are contiguous but not 16-byte aligned. Their whole 16-byte words are loaded and stored as such. The columns before
 and after these, fewer than two words of a row, are loaded and stored apart.
 
@@ -34,19 +36,18 @@ def statistics(
     x_ptr, target_ptr, shard_weight_ptr, statistics_ptr,
     V, T, stride_xb, stride_xt, stride_xv,
     vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Of each row: lse_hi and lse_lo, the target's logit, and with SUM the sum of all logits.
 
-    The logsumexp leaves the target out. Where classes are WEIGHTED, the sum is of weight * logit; shard_weight: of this shard's
-    classes. The target's logit is 0 where this shard does not hold it. An ignored row is not read: -inf, 0, 0, 0.
+    The logsumexp leaves the target out. With a shard_weight, of this shard's classes, the sum is of weight * logit. The target's logit is 0 where this shard does not hold it. An ignored row is not read: -inf, 0, 0, 0.
     A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot raise.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     lse_hi, lse_lo, target_logit, logit_sum = row_statistics(
         x_ptr, row_offset(row, T, stride_xb, stride_xt), target, shard_weight_ptr,
-        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V, 1,
+        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, RAGGED, BLOCK_V, 1,
     )  # fmt: skip
     _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
 
@@ -61,21 +62,29 @@ def _log1p(y):
 @triton.jit
 def _merged(statistics_ptr, mask, R, stride_r, wide: tl.constexpr):
     """`_odds` of rows from the statistics of R shards, computed in the type `wide`."""
-    lse_hi = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)
-    sum_exp = tl.exp(
-        tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide)
-    )  # of exp(logit - lse_hi), over the non-target classes
+    lse_hi = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)  # the running max over the shards
+    lse_lo = tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide)
     target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0).to(wide)
+    sum_exp = tl.exp(lse_lo)  # of exp(logit - lse_hi), over the non-target classes
     for _ in range(1, R):
         statistics_ptr += stride_r
-        shard_lse = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)
-        both = tl.maximum(lse_hi, shard_lse)
-        base = tl.where(both == -float("inf"), 0.0, both)
-        there_sum_exp = tl.exp(tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide))
-        sum_exp = sum_exp * tl.exp(lse_hi - base) + there_sum_exp * tl.exp(shard_lse - base)
+        shard_hi = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)
+        new_hi = tl.maximum(lse_hi, shard_hi)
+        base = tl.where(new_hi == -float("inf"), 0.0, new_hi)
+        shard_sum_exp = tl.exp(tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide))
+        sum_exp = sum_exp * tl.exp(lse_hi - base) + shard_sum_exp * tl.exp(shard_hi - base)
         target_logit += tl.load(statistics_ptr + 2, mask=mask, other=0.0).to(wide)
-        lse_hi = both
+        lse_hi = new_hi
     return _odds(lse_hi, sum_exp, target_logit)
+
+
+@triton.jit
+def _weight_sum(weight_sum_ptr, vocab_size, wide: tl.constexpr):
+    """The sum of the weights of all classes, which are 1 each where there are none."""
+    if weight_sum_ptr is not None:
+        return tl.load(weight_sum_ptr).to(wide)
+    else:
+        return tl.cast(vocab_size, wide)
 
 
 @triton.jit
@@ -96,12 +105,13 @@ def _odds(lse_hi, sum_exp, target_logit):
 def losses(
     statistics_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr,
     N, R, vocab_size, ignore_index, label_smoothing, z_loss,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 4] of R shards; both 0 at a row to ignore.
 
-    weight: of all classes.  whole: their sum.
+    weight: of all classes.  weight_sum: their sum.
     """
+    SUM: tl.constexpr = label_smoothing is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < N
     columns: tl.constexpr = 4 if SUM else 3
@@ -111,152 +121,237 @@ def losses(
     target = tl.load(target_ptr + rows, mask=is_row, other=ignore_index).to(tl.int64)
     ignored = target == ignore_index
 
-    loss = (tl.where(log_odds > 0.0, log_odds, 0.0) + _log1p(tl.exp(-tl.abs(log_odds)))) * (1.0 - label_smoothing)
-    if WEIGHTED:
+    loss = tl.where(log_odds > 0.0, log_odds, 0.0) + _log1p(tl.exp(-tl.abs(log_odds)))
+    if weight_ptr is not None:
         loss *= tl.load(weight_ptr + target, mask=is_row & (target >= 0) & (target < vocab_size), other=0.0)
     if SUM:
-        weight_sum = tl.load(weight_sum_ptr).to(tl.float32) if WEIGHTED else vocab_size.to(tl.float32)
+        weight_sum = _weight_sum(weight_sum_ptr, vocab_size, tl.float32)
         logit_sum = tl.load(statistics_ptr + 3, mask=is_row, other=0.0)
         for shard in range(1, R):
             logit_sum += tl.load(statistics_ptr + shard * stride_r + 3, mask=is_row, other=0.0)
         # Each over vocab_size before they are subtracted: both grow with it.
-        loss += label_smoothing * (
+        loss = loss * (1.0 - label_smoothing) + label_smoothing * (
             (weight_sum * largest - logit_sum) / vocab_size + (weight_sum / vocab_size) * log_sum
         )
     lse = largest + log_sum
-    loss += z_loss * lse * lse
+    if z_loss is not None:
+        loss += z_loss * lse * lse
     tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=is_row)
     tl.store(lse_ptr + rows, tl.where(ignored, 0.0, lse), mask=is_row)
 
 
 @triton.jit
-def _rows_to_recompute(N, grad_ptr, guess_ptr, arrived_ptr):
-    """N, or 0 where the upstream gradient is the guessed one. Stores the next guess: this gradient, if the last was the same."""
-    grad = tl.load(grad_ptr)
-    if tl.program_id(0) == 0:
-        tl.store(arrived_ptr, tl.where(grad == tl.load(arrived_ptr + 1), grad, float("nan")))
-        tl.store(arrived_ptr + 1, grad)
-    return tl.where(grad == tl.load(guess_ptr), 0, N)
+def _row_factors(
+    target, weight_ptr, weight_sum_ptr, grad, grad_lse, largest, log_sum, log_odds,
+    vocab_size, ignore_index, label_smoothing, z_loss,
+    wide: tl.constexpr,
+):  # fmt: skip
+    """softmax_scale, target_grad and smoothing of a row; see `reference.rows`. All 0 at a row to ignore.
+
+    grad: the upstream gradient of the row's loss, over the denominator.  grad_lse: that of its lse.
+    """
+    ignored = target == ignore_index
+    target_weight = 1.0
+    if weight_ptr is not None:
+        target_weight = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
+    grad = tl.where(ignored, 0.0, grad)
+    nll_scale = grad * target_weight
+    lse_scale = tl.where(ignored, 0.0, grad_lse)  # multiplies the softmax alone: the gradient of the lse
+    smoothing = 0.0
+    if label_smoothing is not None:
+        smoothing = grad * label_smoothing / vocab_size
+        nll_scale -= nll_scale * label_smoothing
+        lse_scale += smoothing * _weight_sum(weight_sum_ptr, vocab_size, wide)
+    if z_loss is not None:
+        lse_scale += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
+    target_grad = (
+        lse_scale / (1.0 + tl.exp(log_odds)) - nll_scale / (1.0 + tl.exp(-log_odds)) - smoothing * target_weight
+    )
+    return nll_scale + lse_scale, tl.where(ignored, 0.0, target_grad), smoothing
+
+
+@triton.jit
+def _write_row(
+    x_ptr, offset, target, shard_weight_ptr, dx_ptr, dx_offset, largest, log_sum, softmax_scale, target_grad, smoothing,
+    V, stride_xv, vocab_start, scale, cap,
+    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Stores a row's gradient, from its factors.
+
+    A row whose factors are all 0 is not read: its gradient is exactly 0, whatever its logits.
+    """
+    is_zero = (softmax_scale == 0.0) & (target_grad == 0.0) & (smoothing == 0.0)
+    base, base_lo, softmax_scale_lo, smoothing_lo = largest, log_sum, 0.0, 0.0
+    if x_ptr.dtype.element_ty == tl.float32:
+        base, base_lo = plus(largest.to(tl.float32), log_sum)
+        softmax_scale, softmax_scale_lo = split(softmax_scale)
+        target_grad = target_grad.to(tl.float32)
+        if SUM:
+            smoothing, smoothing_lo = split(smoothing)
+    first, count = aligned_span(x_ptr, offset, V, RAGGED)
+    x_aligned_ptr = aligned(x_ptr, offset, first, RAGGED)
+    dx_aligned_ptr = aligned(dx_ptr, dx_offset, first, RAGGED)
+    lanes = tl.arange(0, BLOCK_V)
+
+    if is_zero:
+        for start in range(0, count, BLOCK_V):
+            at = start + lanes
+            tl.store(dx_aligned_ptr + at, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=at < count)
+        if RAGGED:
+            cols, in_row = unaligned_cols(x_ptr, first, count, V)
+            tl.store(dx_ptr + dx_offset + cols, cols.to(dx_ptr.dtype.element_ty) * 0, mask=in_row)
+    else:
+        local = target - vocab_start
+        target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
+        for start in range(0, count, BLOCK_V):
+            at = start + lanes
+            write(
+                x_aligned_ptr + at.to(tl.int64) * stride_xv, dx_aligned_ptr + at, first + at, at < count,
+                target_col, shard_weight_ptr,
+                base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
+                SUM,
+            )  # fmt: skip
+        if RAGGED:
+            cols, in_row = unaligned_cols(x_ptr, first, count, V)
+            write(
+                x_ptr + offset + cols, dx_ptr + dx_offset + cols, cols, in_row,
+                target_col, shard_weight_ptr,
+                base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
+                SUM,
+            )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "N", "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
+        "T", "stride_gn", "stride_ln", "R", "stride_r", "vocab_start", "vocab_size", "ignore_index",
         "scale", "cap", "label_smoothing", "z_loss",
     ],
     do_not_specialize_on_alignment=[
-        "weight_ptr", "weight_sum_ptr", "statistics_ptr", "grad_ptr", "grad_lse_ptr", "denominator_ptr", "guess_ptr", "arrived_ptr",
+        "weight_ptr", "weight_sum_ptr", "statistics_ptr", "grad_ptr", "grad_lse_ptr", "denominator_ptr",
     ],
 )  # fmt: skip
 def gradient(
     x_ptr, target_ptr, shard_weight_ptr, weight_ptr, weight_sum_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr,
-    guess_ptr, arrived_ptr, dx_ptr,
-    N, V, T, stride_xb, stride_xt, stride_xv, stride_dn, stride_gn, stride_ln, R, stride_r,
+    dx_ptr,
+    V, T, stride_xb, stride_xt, stride_xv, stride_gn, stride_ln, stride_dn, R, stride_r,
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr,
-    GRAD: tl.constexpr, GRAD_LSE: tl.constexpr, DENOMINATOR: tl.constexpr, FUSED: tl.constexpr, PRECOMPUTED: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits of each row: softmax_scale * softmax, target_grad at the target; with SUM less the label
-    smoothing, times each class's weight. Then times the derivative of scale and softcap. See `reference.rows`.
+    """The gradient of the logits of each row: softmax_scale * softmax, target_grad at the target. With label smoothing, less
+    `smoothing` times each class's weight. Then times the derivative of scale and cap. See `reference.rows`.
 
-    shard_weight, weight: the weights of this shard's classes, and of all. weight_sum: the sum of all.
-    grad, grad_lse: the upstream gradients of this row's loss and lse. grad is divided by the denominator where there is one.
-
-    FUSED computes and stores the statistics of the one shard that there is, instead of loading them. With few programs a row is
-    still in the L2 when it is read again: 4 bytes of device memory a bf16 logit. The first pass loads STAGES - 1 blocks ahead.
-    A grad of NaN means that there is no guess: only the statistics are computed.
-    PRECOMPUTED: dx holds what FUSED stored for the guess. It is computed again only where the grad, one number, differs.
-
-    A row whose softmax_scale, smoothing and target_grad are 0 is not read: its gradient is exactly 0, whatever its logits. The
-    rows of dx are contiguous, and may be those of x. Without scale and softcap the gradient of float32 logits is within a unit
+    shard_weight, weight: the weights of this shard's classes, and of all.  weight_sum: the sum of all.
+    grad, grad_lse: the upstream gradients of each row's loss and lse, with strides.  denominator: a number that divides grad.
+    The rows of dx are contiguous, and may be those of x. Without scale and cap the gradient of float32 logits is within a unit
     in the last place.
     """
-    exact: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    wide: tl.constexpr = tl.float64 if exact else tl.float32  # of what a row needs once
-    if PRECOMPUTED:
-        N = _rows_to_recompute(N, grad_ptr, guess_ptr, arrived_ptr)
+    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32  # of what a row needs once
+    columns: tl.constexpr = 4 if label_smoothing is not None else 3
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r, wide)
+    grad, grad_lse = 0.0, 0.0
+    if grad_ptr is not None:
+        grad = tl.load(grad_ptr + row * stride_gn).to(wide)
+        if denominator_ptr is not None:
+            grad /= tl.load(denominator_ptr)
+    if grad_lse_ptr is not None:
+        grad_lse = tl.load(grad_lse_ptr + row * stride_ln).to(wide)
+    softmax_scale, target_grad, smoothing = _row_factors(
+        target, weight_ptr, weight_sum_ptr, grad, grad_lse, largest, log_sum, log_odds,
+        vocab_size, ignore_index, label_smoothing, z_loss, wide,
+    )  # fmt: skip
+    _write_row(
+        x_ptr, row_offset(row, T, stride_xb, stride_xt), target, shard_weight_ptr, dx_ptr, row * stride_dn,
+        largest, log_sum, softmax_scale, target_grad, smoothing,
+        V, stride_xv, vocab_start, scale, cap, label_smoothing is not None, RAGGED, BLOCK_V,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["N", "T", "ignore_index", "scale", "cap", "label_smoothing", "z_loss"],
+    do_not_specialize_on_alignment=[
+        "weight_sum_ptr", "statistics_ptr", "grad_ptr", "denominator_ptr", "guess_ptr", "history_ptr",
+    ],
+)  # fmt: skip
+def gradient_unless_guessed(
+    x_ptr, target_ptr, weight_ptr, weight_sum_ptr, statistics_ptr, grad_ptr, denominator_ptr, guess_ptr,
+    history_ptr, dx_ptr,
+    N, V, T, stride_xb, stride_xt, stride_xv, stride_dn,
+    ignore_index, scale, cap, label_smoothing, z_loss,
+    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`gradient` of one shard of all classes, for an upstream gradient that is one number.
+
+    dx holds the gradient for the guess. It is computed again only where grad is another number.
+    history [2]: the next guess, and the last grad. This grad is stored as both. Where it differs from the last one, the next guess
+    is NaN: none.
+    """
+    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
+    columns: tl.constexpr = 4 if label_smoothing is not None else 3
+    loss_grad = tl.load(grad_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(history_ptr, tl.where(loss_grad == tl.load(history_ptr + 1), loss_grad, float("nan")))
+        tl.store(history_ptr + 1, loss_grad)
+    rows_to_write = tl.where(loss_grad == tl.load(guess_ptr), 0, N)
+    grad = loss_grad.to(wide)
+    if denominator_ptr is not None:
+        grad /= tl.load(denominator_ptr)
+    row = tl.program_id(0).to(tl.int64)
+    while row < rows_to_write:
+        target = tl.load(target_ptr + row).to(tl.int64)
+        largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, 1, 0, wide)
+        softmax_scale, target_grad, smoothing = _row_factors(
+            target, weight_ptr, weight_sum_ptr, grad, 0.0, largest, log_sum, log_odds,
+            V, ignore_index, label_smoothing, z_loss, wide,
+        )  # fmt: skip
+        _write_row(
+            x_ptr, row_offset(row, T, stride_xb, stride_xt), target, weight_ptr, dx_ptr, row * stride_dn,
+            largest, log_sum, softmax_scale, target_grad, smoothing,
+            V, stride_xv, 0, scale, cap, label_smoothing is not None, RAGGED, BLOCK_V,
+        )  # fmt: skip
+        row += tl.num_programs(0)
+
+
+@triton.jit(
+    do_not_specialize=["N", "T", "ignore_index", "scale", "cap", "label_smoothing", "z_loss"],
+    do_not_specialize_on_alignment=["weight_sum_ptr", "grad_ptr", "denominator_ptr", "statistics_ptr"],
+)
+def statistics_and_gradient(
+    x_ptr, target_ptr, weight_ptr, weight_sum_ptr, grad_ptr, denominator_ptr, statistics_ptr, dx_ptr,
+    N, V, T, stride_xb, stride_xt, stride_xv, stride_dn,
+    ignore_index, scale, cap, label_smoothing, z_loss,
+    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`statistics` and `gradient` of one shard of all classes, for an upstream gradient that is one number.
+
+    With few programs a row is still in the L2 when it is read again: 4 bytes of device memory a bf16 logit. The first pass loads
+    STAGES - 1 blocks ahead. A grad of NaN means that there is no guess: only the statistics are computed.
+    """
+    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
+    SUM: tl.constexpr = label_smoothing is not None
+    grad = tl.load(grad_ptr).to(wide)
+    has_grad = grad == grad
+    if denominator_ptr is not None:
+        grad /= tl.load(denominator_ptr)
     row = tl.program_id(0).to(tl.int64)
     while row < N:
         offset = row_offset(row, T, stride_xb, stride_xt)
         target = tl.load(target_ptr + row).to(tl.int64)
-        ignored = target == ignore_index
-        if FUSED:
-            lse_hi, lse_lo, target_logit, logit_sum = row_statistics(
-                x_ptr, offset, target, shard_weight_ptr,
-                V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, WEIGHTED, CAP, RAGGED, BLOCK_V,
-                STAGES,
-            )  # fmt: skip
-            _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
+        lse_hi, lse_lo, target_logit, logit_sum = row_statistics(
+            x_ptr, offset, target, weight_ptr,
+            V, stride_xv, 0, V, ignore_index, scale, cap, SUM, RAGGED, BLOCK_V, STAGES,
+        )  # fmt: skip
+        _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
+        if has_grad:
             largest, log_sum, log_odds = _odds(lse_hi.to(wide), tl.exp(lse_lo.to(wide)), target_logit.to(wide))
-        else:
-            columns: tl.constexpr = 4 if SUM else 3
-            largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r, wide)
-
-        target_weight = 1.0
-        if WEIGHTED:
-            target_weight = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
-        grad = 0.0
-        has_grad = True
-        if GRAD:
-            grad = tl.load(grad_ptr + row * stride_gn).to(wide)
-            if FUSED:
-                has_grad = grad == grad
-            if DENOMINATOR:
-                grad /= tl.load(denominator_ptr)
-        grad = tl.where(ignored, 0.0, grad)
-        nll_scale = grad * target_weight
-        lse_scale = 0.0  # multiplies the softmax alone: the gradient of the lse
-        smoothing = 0.0
-        if SUM:
-            weight_sum = tl.load(weight_sum_ptr).to(wide) if WEIGHTED else vocab_size.to(wide)
-            smoothing = grad * label_smoothing / vocab_size
-            nll_scale -= nll_scale * label_smoothing
-            lse_scale += smoothing * weight_sum
-        if Z_LOSS:
-            lse_scale += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
-        if GRAD_LSE:
-            lse_scale += tl.where(ignored, 0.0, tl.load(grad_lse_ptr + row * stride_ln))
-        softmax_scale = nll_scale + lse_scale
-        target_grad = (
-            lse_scale / (1.0 + tl.exp(log_odds)) - nll_scale / (1.0 + tl.exp(-log_odds)) - smoothing * target_weight
-        )
-        target_grad = tl.where(ignored, 0.0, target_grad)
-        is_zero = (softmax_scale == 0.0) & (target_grad == 0.0) & (smoothing == 0.0)
-        base, base_lo, softmax_scale_lo, smoothing_lo = largest, log_sum, 0.0, 0.0
-        if exact:
-            base, base_lo = plus(largest.to(tl.float32), log_sum)
-            softmax_scale, softmax_scale_lo = split(softmax_scale)
-            target_grad = target_grad.to(tl.float32)
-            if SUM:
-                smoothing, smoothing_lo = split(smoothing)
-        first, count = aligned_span(x_ptr, offset, V, RAGGED)
-        x_aligned_ptr = aligned(x_ptr, offset, first, RAGGED)
-        dx_aligned_ptr = aligned(dx_ptr, row * stride_dn, first, RAGGED)
-        lanes = tl.arange(0, BLOCK_V)
-
-        if is_zero:
-            for start in range(0, count, BLOCK_V):
-                at = start + lanes
-                tl.store(dx_aligned_ptr + at, tl.zeros([BLOCK_V], dx_ptr.dtype.element_ty), mask=at < count)
-            if RAGGED:
-                cols, in_row = unaligned_cols(x_ptr, first, count, V)
-                tl.store(dx_ptr + row * stride_dn + cols, cols.to(dx_ptr.dtype.element_ty) * 0, mask=in_row)
-        elif has_grad:
-            local = target - vocab_start
-            target_col = tl.where((local >= 0) & (local < V), local, -1).to(tl.int32)
-            for start in range(0, count, BLOCK_V):
-                at = start + lanes
-                write(
-                    x_aligned_ptr + at.to(tl.int64) * stride_xv, dx_aligned_ptr + at, first + at, at < count,
-                    target_col, shard_weight_ptr, base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
-                    SUM, WEIGHTED, CAP,
-                )  # fmt: skip
-            if RAGGED:
-                cols, in_row = unaligned_cols(x_ptr, first, count, V)
-                write(
-                    x_ptr + offset + cols, dx_ptr + row * stride_dn + cols, cols, in_row,
-                    target_col, shard_weight_ptr, base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
-                    SUM, WEIGHTED, CAP,
-                )  # fmt: skip
+            softmax_scale, target_grad, smoothing = _row_factors(
+                target, weight_ptr, weight_sum_ptr, grad, 0.0, largest, log_sum, log_odds,
+                V, ignore_index, label_smoothing, z_loss, wide,
+            )  # fmt: skip
+            _write_row(
+                x_ptr, offset, target, weight_ptr, dx_ptr, row * stride_dn,
+                largest, log_sum, softmax_scale, target_grad, smoothing,
+                V, stride_xv, 0, scale, cap, SUM, RAGGED, BLOCK_V,
+            )  # fmt: skip
         row += tl.num_programs(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..aot import Variant
 from ..backend import device_of
 from . import guess, kernel
+from .options import Options
 from .reference import Shard, Upstream
 
 
@@ -69,14 +71,12 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     if N == 0:
         return out
     launch, options = config(V, x.itemsize), shard.options
-    part = None if weight is None else shard.part(weight, V)
     with device_of(logits):
         kernel.statistics[(N,)](
-            x, target.reshape(N).contiguous(), _float32(part, out), out,
+            x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), out,
             V, T, *x.stride(),
-            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
-            SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, RAGGED=_ragged(x),
-            BLOCK_V=launch.block_v, num_warps=launch.warps,
+            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
+            SUM=shard.sums, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
@@ -90,9 +90,9 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     options = shard.options
     with device_of(statistics):
         kernel.losses[(-(-N // ROWS),)](
-            statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight, loss), _weight_sum(weight, loss), loss, lse,
-            N, R, shard.size, options.ignore_index, float(options.label_smoothing), float(options.z_loss),
-            SUM=shard.sums, WEIGHTED=weight is not None, BLOCK_N=ROWS, num_warps=1,
+            statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), loss, lse,
+            N, R, shard.size, options.ignore_index, _or_none(options.label_smoothing), _or_none(options.z_loss),
+            BLOCK_N=ROWS, num_warps=1,
         )  # fmt: skip
     return loss, lse
 
@@ -108,8 +108,50 @@ def gradient(
     guessed: Tensor | None = None,
 ) -> Tensor:
     """See `reference.gradient`. guessed: the upstream gradient of the loss for which `out` has been made."""
-    if out.numel():
-        _gradient(logits, target, weight, statistics.contiguous(), upstream, shard, out, guessed)
+    if out.numel() == 0:
+        return out
+    if guessed is not None:
+        return _gradient_unless_guessed(logits, target, weight, statistics, upstream, shard, out, guessed)
+    x, N = as_batches(logits), target.numel()  # [B, T, V]
+    _, T, V = x.shape
+    options, launch, statistics = shard.options, config(V, x.itemsize), statistics.contiguous()
+    (grad, stride_gn), (grad_lse, stride_ln) = (_rows(each, N) for each in (upstream.loss, upstream.lse))
+    with device_of(logits):
+        kernel.gradient[(N,)](
+            x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), _float32(weight),
+            _weight_sum(weight, shard), statistics, grad, grad_lse, _float32(upstream.denominator), out,
+            V, T, *x.stride(), stride_gn, stride_ln, V, len(statistics), statistics.stride(0),
+            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
+            _or_none(options.label_smoothing), _or_none(options.z_loss),
+            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
+        )  # fmt: skip
+    return out
+
+
+def _gradient_unless_guessed(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    upstream: Upstream,
+    shard: Shard,
+    out: Tensor,
+    guessed: Tensor,
+) -> Tensor:
+    """`gradient` of one shard of all classes, where `out` may hold it already."""
+    assert upstream.loss is not None and upstream.loss.numel() == 1, "the loss is one number, and the only output"
+    x, N = as_batches(logits), target.numel()  # [B, T, V]
+    _, T, V = x.shape
+    options, launch = shard.options, config(V, x.itemsize)
+    with device_of(logits):
+        kernel.gradient_unless_guessed[(min(N, _programs(x, launch, fused=False)),)](
+            x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), statistics.contiguous(),
+            _float32(upstream.loss), _float32(upstream.denominator), guessed, guess.history(logits.device), out,
+            N, V, T, *x.stride(), V,
+            options.ignore_index, options.logit_scale, options.softcap,
+            _or_none(options.label_smoothing), _or_none(options.z_loss),
+            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
+        )  # fmt: skip
     return out
 
 
@@ -121,44 +163,21 @@ def statistics_and_gradient(
     """
     if logits.numel() == 0:
         return statistics(logits, target, weight, shard)
-    found = torch.empty(1, target.numel(), shard.columns, dtype=torch.float32, device=logits.device)
-    _gradient(logits, target, weight, found, upstream, shard, out, fused=True)
-    return found[0]
-
-
-def _gradient(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    upstream: Upstream,
-    shard: Shard,
-    out: Tensor,
-    guessed: Tensor | None = None,
-    fused: bool = False,
-) -> None:
-    x = as_batches(logits)  # [B, T, V]
+    assert upstream.loss is not None and upstream.loss.numel() == 1, "it is known, or guessed, for a loss of one number"
+    x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
-    N, options = target.numel(), shard.options
-    grad, grad_lse = (_rows(each, N, statistics) for each in (upstream.loss, upstream.lse))
-    denominator = statistics if upstream.denominator is None else upstream.denominator.to(torch.float32)
-    part = None if weight is None else shard.part(weight, V)
-    launch = config(V, x.itemsize)
-    programs = N if guessed is None and not fused else min(N, _programs(x, launch, fused))
+    options, launch = shard.options, config(V, x.itemsize)
+    found = torch.empty(N, shard.columns, dtype=torch.float32, device=logits.device)
     with device_of(logits):
-        kernel.gradient[(programs,)](
-            x, target.reshape(N).contiguous(), _float32(part, statistics), _float32(weight, statistics),
-            _weight_sum(weight, statistics), statistics, grad, grad_lse, denominator,
-            *((statistics, statistics) if guessed is None else (guessed, guess.arrived(logits.device))), out,
-            N, V, T, *x.stride(), V, grad.stride(0), grad_lse.stride(0), len(statistics), statistics.stride(0),
-            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap or 1.0,
-            float(options.label_smoothing), float(options.z_loss),
-            SUM=shard.sums, WEIGHTED=weight is not None, CAP=options.softcap is not None, Z_LOSS=options.z_loss > 0,
-            GRAD=upstream.loss is not None, GRAD_LSE=upstream.lse is not None,
-            DENOMINATOR=upstream.denominator is not None, FUSED=fused, PRECOMPUTED=guessed is not None,
-            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v,
-            STAGES=_stages(fused, shard.sums or options.softcap is not None), num_warps=launch.warps,
+        kernel.statistics_and_gradient[(min(N, _programs(x, launch, fused=True)),)](
+            x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard),
+            _float32(upstream.loss), _float32(upstream.denominator), found, out,
+            N, V, T, *x.stride(), V,
+            options.ignore_index, options.logit_scale, options.softcap,
+            _or_none(options.label_smoothing), _or_none(options.z_loss),
+            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(options), num_warps=launch.warps,
         )  # fmt: skip
+    return found
 
 
 def _ragged(*tensors: Tensor) -> bool:
@@ -171,9 +190,9 @@ def _ragged(*tensors: Tensor) -> bool:
     return contiguous and tensors[0].shape[-1] % 16 > 0 and tensors[0].itemsize == 2
 
 
-def _stages(fused: bool, more: bool) -> int:
-    """more: than a plain logsumexp is computed."""
-    return FUSED_STAGES if fused and not more else 1
+def _stages(options: Options) -> int:
+    """Of the first pass of `statistics_and_gradient`: one where more than a plain logsumexp is computed."""
+    return 1 if options.label_smoothing or options.softcap is not None else FUSED_STAGES
 
 
 def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
@@ -191,113 +210,122 @@ def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
     return device.multi_processor_count * at_once
 
 
-def _rows(grad: Tensor | None, N: int, other: Tensor) -> Tensor:
-    """One number a row, of any stride; without any, a tensor that the kernels do not read."""
+def _rows(grad: Tensor | None, N: int) -> tuple[Tensor | None, int]:
+    """A gradient of one number, or of one a row, and its stride."""
     if grad is None:
-        return other
-    return grad.to(torch.float32).reshape(-1).expand(N)
+        return None, 0
+    grad = grad.to(torch.float32).reshape(-1).expand(N)
+    return grad, grad.stride(0)
 
 
-def _float32(weight: Tensor | None, other: Tensor) -> Tensor:
-    """The weights as the kernels read them; without any, a tensor that they do not read."""
-    return other if weight is None else weight.to(torch.float32).contiguous()
+def _part(weight: Tensor | None, shard: Shard, V: int) -> Tensor | None:
+    return None if weight is None else shard.part(weight, V)
 
 
-def _weight_sum(weight: Tensor | None, other: Tensor) -> Tensor:
-    """Of all classes, a number; without weights a tensor that the kernels do not read."""
-    return other if weight is None else weight.sum(dtype=torch.float64)
+def _float32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
 
 
-def _variants(dtype: str, stride_xv: str = "1", **switches: int) -> tuple[Variant, ...]:
-    """The kernels for long rows of `dtype`, 16-byte aligned unless RAGGED; stride_xv is "1" where classes are contiguous.
+def _weight_sum(weight: Tensor | None, shard: Shard) -> Tensor | None:
+    """Of all classes, a number in float64."""
+    return None if weight is None or not shard.sums else weight.sum(dtype=torch.float64)
 
-    switches: the constexprs that are not as usual.
+
+def _or_none(factor: float) -> float | None:
+    """An option's factor; None where it is 0 and the option costs nothing."""
+    return float(factor) if factor else None
+
+
+def _variant(of: Any, dtype: str, *asked: str) -> Variant:
+    """A kernel for long rows of `dtype`, contiguous and 16-byte aligned.
+
+    asked: "strided" or "ragged" for other rows; options; "no_grad" and "grad_lse" for what arrives.
     """
-    switched = (name.lower() if on else f"no_{name.lower()}" for name, on in switches.items())
-    name = "-".join((dtype, "contiguous" if stride_xv == "1" else "strided", *switched))
-    on = {
-        "SUM": 0,
-        "WEIGHTED": 0,
-        "CAP": 0,
-        "Z_LOSS": 0,
-        "GRAD": 1,
-        "GRAD_LSE": 0,
-        "DENOMINATOR": 1,
-        "FUSED": 0,
-        "PRECOMPUTED": 0,
-        "RAGGED": 0,
-        **switches,
-    }
+    name = "-".join(
+        (dtype, "strided" if "strided" in asked else "contiguous", *(each for each in asked if each != "strided"))
+    )
     launch = config(1 << 20, 4 if dtype == "fp32" else 2)
-    size = "i32" if on["RAGGED"] else "i32:16"
-    logits = {"V": size, "T": "i32", "stride_xb": size, "stride_xt": size, "stride_xv": stride_xv}
-    read = {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16", "shard_weight_ptr": "*fp32:16"}
-    classes = {"vocab_start": "i32", "vocab_size": "i32", "ignore_index": "i32"}
-    bend = {"scale": "fp32", "cap": "fp32"}
-    arriving = ("weight", "weight_sum", "statistics", "grad", "grad_lse", "denominator", "guess", "arrived")
-    strides = {"stride_dn": size, "stride_gn": "i32", "stride_ln": "i32", "R": "i32", "stride_r": "i32"}
-    return (
-        Variant(
-            f"cross_entropy.statistics/{name}",
-            kernel.statistics,
-            {**read, "statistics_ptr": "*fp32:16", **logits, **classes, **bend},
-            {each: on[each] for each in ("SUM", "WEIGHTED", "CAP", "RAGGED")} | {"BLOCK_V": launch.block_v},
-            launch.warps,
-        ),
-        Variant(
-            f"cross_entropy.gradient/{name}",
-            kernel.gradient,
-            {
-                **read,
-                **{f"{each}_ptr": "*fp32" for each in arriving},
-                "weight_sum_ptr": "*fp64" if on["WEIGHTED"] else "*fp32",
-                "dx_ptr": f"*{dtype}:16",
-                "N": "i32",
-                **logits,
-                **strides,
-            }
-            | {**classes, **bend, "label_smoothing": "fp32", "z_loss": "fp32"},
-            {**on, "BLOCK_V": launch.block_v, "STAGES": _stages(on["FUSED"] > 0, on["SUM"] + on["CAP"] > 0)},
-            launch.warps,
-        ),
+    size = "i32" if "ragged" in asked else "i32:16"  # of a row
+    kinds = dict.fromkeys(("N", "T", "R", "stride_gn", "stride_ln", "stride_r"), "i32")
+    kinds |= dict.fromkeys(("vocab_start", "vocab_size", "ignore_index"), "i32")
+    kinds |= dict.fromkeys(("V", "stride_xb", "stride_xt", "stride_dn"), size)
+    kinds |= {"stride_xv": "i64" if "strided" in asked else "1", "scale": "fp32"}
+    kinds |= {"x_ptr": f"*{dtype}:16", "dx_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
+    kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "history_ptr"), "*fp32")
+    if of is kernel.statistics:
+        kinds["statistics_ptr"] = "*fp32:16"
+    for argument, kind, is_given in (
+        ("cap", "fp32", "cap" in asked),
+        ("label_smoothing", "fp32", "sum" in asked),
+        ("z_loss", "fp32", "z_loss" in asked),
+        ("shard_weight_ptr", "*fp32:16", "weighted" in asked),
+        ("weight_ptr", "*fp32" if of is kernel.gradient else "*fp32:16", "weighted" in asked),
+        ("weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
+        ("grad_ptr", "*fp32", "no_grad" not in asked),
+        ("grad_lse_ptr", "*fp32", "grad_lse" in asked),
+    ):
+        kinds[argument] = kind if is_given else "None"
+    constexprs = {"SUM": int("sum" in asked), "RAGGED": int("ragged" in asked), "BLOCK_V": launch.block_v}
+    constexprs["STAGES"] = 1 if "sum" in asked or "cap" in asked else FUSED_STAGES
+    return Variant(
+        f"cross_entropy.{of.__name__}/{name}",
+        of,
+        {each: kinds[each] for each in of.arg_names if each in kinds},
+        {each: constexprs[each] for each in of.arg_names if each in constexprs},
+        launch.warps,
     )
 
 
-def _losses(**switches: int) -> Variant:
-    pointers = {f"{each}_ptr": "*fp32:16" for each in ("statistics", "target", "weight", "weight_sum", "loss", "lse")}
-    pointers |= {"weight_ptr": "*fp32", "weight_sum_ptr": "*fp64" if "WEIGHTED" in switches else "*fp32"}
-    sizes = dict.fromkeys(("N", "R", "vocab_size", "ignore_index"), "i32")
+def _losses(*asked: str) -> Variant:
+    weighted, smoothed = "weighted" in asked, "sum" in asked
     return Variant(
-        "-".join(("cross_entropy.losses/fp32", *map(str.lower, switches))),
+        "-".join(("cross_entropy.losses/fp32", *asked)),
         kernel.losses,
-        {**pointers, "target_ptr": "*i64:16", **sizes, "label_smoothing": "fp32", "z_loss": "fp32"},
-        {"SUM": 0, "WEIGHTED": 0, **switches, "BLOCK_N": ROWS},
+        {
+            "statistics_ptr": "*fp32:16",
+            "target_ptr": "*i64:16",
+            "weight_ptr": "*fp32" if weighted else "None",
+            "weight_sum_ptr": "*fp64" if weighted and smoothed else "None",
+            "loss_ptr": "*fp32:16",
+            "lse_ptr": "*fp32:16",
+            **dict.fromkeys(("N", "R", "vocab_size", "ignore_index"), "i32"),
+            "label_smoothing": "fp32" if smoothed else "None",
+            "z_loss": "None",
+        },
+        {"BLOCK_N": ROWS},
         warps=1,
     )
 
 
+_ROWS: tuple[tuple[str, ...], ...] = (
+    ("bf16",),
+    ("fp16",),
+    ("fp32",),
+    ("bf16", "strided"),
+    ("bf16", "ragged"),
+    ("bf16", "sum"),
+    ("bf16", "sum", "weighted"),
+    ("bf16", "cap"),
+    ("bf16", "sum", "weighted", "cap", "z_loss", "grad_lse"),
+    ("fp32", "cap"),
+)
+_FUSED: tuple[tuple[str, ...], ...] = (
+    ("bf16",),
+    ("bf16", "ragged"),
+    ("bf16", "z_loss"),
+    ("bf16", "weighted"),
+    ("bf16", "sum"),
+    ("bf16", "sum", "weighted", "cap", "z_loss"),
+    ("fp32",),
+    ("fp32", "z_loss"),
+    ("fp32", "sum", "weighted", "z_loss"),
+)
 VARIANTS = (
-    *_variants("bf16"),
-    *_variants("fp16"),
-    *_variants("fp32"),
-    *_variants("bf16", stride_xv="i64"),
-    *_variants("bf16", RAGGED=1),
-    *_variants("bf16", SUM=1),
-    *_variants("bf16", SUM=1, WEIGHTED=1),
-    *_variants("bf16", CAP=1),
-    *_variants("bf16", SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1, GRAD_LSE=1),
-    *_variants("fp32", CAP=1),
-    *_variants("bf16", GRAD=0, GRAD_LSE=1)[1:],
-    *_variants("bf16", PRECOMPUTED=1)[1:],
-    *_variants("bf16", FUSED=1)[1:],
-    *_variants("bf16", FUSED=1, RAGGED=1)[1:],
-    *_variants("bf16", FUSED=1, Z_LOSS=1)[1:],
-    *_variants("bf16", FUSED=1, WEIGHTED=1)[1:],
-    *_variants("bf16", FUSED=1, SUM=1)[1:],
-    *_variants("fp32", FUSED=1)[1:],
-    *_variants("fp32", FUSED=1, Z_LOSS=1)[1:],
-    *_variants("fp32", FUSED=1, SUM=1, WEIGHTED=1, Z_LOSS=1)[1:],
-    *_variants("bf16", FUSED=1, SUM=1, WEIGHTED=1, CAP=1, Z_LOSS=1)[1:],
+    *(_variant(kernel.statistics, *row) for row in _ROWS),
+    *(_variant(kernel.gradient, *row) for row in _ROWS),
+    _variant(kernel.gradient, "bf16", "no_grad", "grad_lse"),
+    _variant(kernel.gradient_unless_guessed, "bf16"),
+    *(_variant(kernel.statistics_and_gradient, *row) for row in _FUSED),
     _losses(),
-    _losses(SUM=1, WEIGHTED=1),
+    _losses("sum", "weighted"),
 )

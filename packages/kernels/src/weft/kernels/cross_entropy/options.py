@@ -1,4 +1,4 @@
-"""What a caller may ask of cross-entropy, as a value, and what cannot be asked."""
+"""The options of cross-entropy as a value, and the checks of options and tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Asked(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """See `weft.kernels.cross_entropy`. ValueError for a value that means nothing."""
+    """See `weft.kernels.cross_entropy`. Raises ValueError for a value out of range."""
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -57,9 +57,10 @@ class Options:
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
 
     def made_ahead(self, dtype: torch.dtype) -> bool:
-        """Whether gradients of logits of that dtype can be made before the one of the loss arrives.
+        """Whether the gradient of logits of that dtype can be made before the upstream gradient arrives.
 
-        It must be one number; and float16, whose range is why losses are scaled, would lose the gradient of an unscaled loss.
+        The upstream gradient must be one number. In float16 the gradient of an unscaled loss would underflow: that is why
+        losses are scaled.
         """
         return self.reduction != "none" and not self.return_lse and dtype != torch.float16
 
@@ -73,13 +74,13 @@ class Options:
         return cls(**{part.split()[1]: value for part, value in zip(SCHEMA.split(", "), values, strict=True)})
 
 
-# What a custom op is asked for; inplace_backward is not, since whoever traces it decides on memory.
+# Of a custom op. inplace_backward is not among them, since torch.compile decides on memory.
 SCHEMA = "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, bool return_lse"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of logits before there are any."""
+    """The shape, dtype and device of logits, which need not exist yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,8 +102,8 @@ def check(
 ) -> None:
     """Raises ValueError for tensors that cross-entropy cannot take.
 
-    Target values are checked on the CPU only: elsewhere reading them would make the host wait for the device, and a target
-    that is no class gives a loss of NaN instead.
+    Target values are checked on the CPU only: elsewhere the host would have to wait for the device. There a target that is no
+    class gives a loss of NaN.
     """
     if not logits.shape or logits.dtype not in LOGITS_DTYPES:
         raise ValueError(
@@ -135,7 +136,7 @@ def check(
 
 
 def check_contiguous(logits: Tensor, options: Options) -> None:
-    """Raises ValueError for a gradient in memory that has gaps, or that is shared."""
+    """Raises ValueError for inplace_backward where the memory of the logits has gaps, or is shared by several of them."""
     if options.inplace_backward and not logits.is_contiguous():
         raise ValueError(
             f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory is "

@@ -292,9 +292,9 @@ def gradient(
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> Tensor:
-    """The statistics [N, 3 or 4] of the one shard that there is; its gradient, from the same exponentials, in `out`.
+    """The statistics [N, 3 or 4] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
 
-    Of an upstream gradient of NaN it makes the statistics alone.
+    upstream: of the loss alone, one number. Where it is NaN only the statistics are made.
     """
     nothing_guessed = can_read(logits) and upstream.loss is not None and bool(upstream.loss.isnan().all())
     if out.numel() == 0 or nothing_guessed:

@@ -3,28 +3,30 @@
 import triton
 import triton.language as tl
 
-from .double_float import exp, head, power, times, two_sum
+from .double_float import exp, exp2, head, times, two_sum
 
 # The lowest finite float32, as the running maximum before any logit. With -inf there, -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 UNDERFLOW = tl.constexpr(-110.0)  # exp of it is 0 in float32
-NEAR = tl.constexpr(60.0)  # of a base to the largest logit: sums of exp(logit - base) neither overflow nor lose digits
-SMALL = tl.constexpr(0.2)  # below it tanh is its series: of (1 - e) / (1 + e) the difference would lose digits there
+NEAR = tl.constexpr(
+    60.0
+)  # from the base to the max: so near, sums of exp(logit - base) neither overflow nor lose digits
+SMALL = tl.constexpr(0.2)  # below it tanh is its Taylor series: the difference in (1 - e) / (1 + e) would lose digits
 
 
 @triton.jit
 def plus(a, b):
     """a + b as two float32: the sum rounded to nearest, and the rounding error. a: float32. b: float32 or float64."""
-    front = b.to(tl.float32)
-    high, low = two_sum(a, front)
-    return high, low + (b - front).to(tl.float32)
+    b_hi = b.to(tl.float32)
+    hi, lo = two_sum(a, b_hi)
+    return hi, lo + (b - b_hi).to(tl.float32)
 
 
 @triton.jit
 def split(x):
-    """A float64 as two float32: a `head`, and the rest. Of an infinite number the rest is 0."""
-    first = head(x.to(tl.float32))
-    return first, tl.where(x == first, 0.0, x - first).to(tl.float32)
+    """A float64 as two float32: a `head` and its tail, which is 0 where x is infinite."""
+    x_head = head(x.to(tl.float32))
+    return x_head, tl.where(x == x_head, 0.0, x - x_head).to(tl.float32)
 
 
 @triton.jit
@@ -71,9 +73,9 @@ def _tanh(u):
 
 
 @triton.jit
-def _counted(x, scale, cap, CAP: tl.constexpr):
-    """The logit after scale and softcap."""
-    if CAP:
+def _scaled(x, scale, cap):
+    """The logit after scale and cap."""
+    if cap is not None:
         tanh, _ = _tanh(x * (scale / cap))
         return cap * tanh
     return x * scale
@@ -82,15 +84,15 @@ def _counted(x, scale, cap, CAP: tl.constexpr):
 @triton.jit
 def _read(
     ptr, cols, in_row, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """Some logits after scale and softcap, -inf at the target and outside of the row; and the terms of the sum of logits."""
+    """Some logits after scale and cap, -inf at the target and outside of the row; and the terms of the sum of logits."""
     x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
-    x = _counted(x, scale, cap, CAP)
+    x = _scaled(x, scale, cap)
     logit_sum = tl.zeros_like(x)
     if SUM:
         logit_sum = tl.where(in_row, x, 0.0)
-        if WEIGHTED:
+        if shard_weight_ptr is not None:
             logit_sum *= tl.load(shard_weight_ptr + cols, mask=in_row, other=0.0)
     return tl.where(in_row & (cols != target_col), x, -float("inf")), logit_sum
 
@@ -99,7 +101,7 @@ def _read(
 def row_statistics(
     x_ptr, offset, target, shard_weight_ptr,
     V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """lse_hi, lse_lo, target_logit and logit_sum of one row; see `kernel.statistics`."""
@@ -109,39 +111,39 @@ def row_statistics(
     local = target - vocab_start
     is_here = (local >= 0) & (local < classes_read)
     target_logit = tl.load(x_ptr + offset + local * stride_xv, mask=is_here, other=0.0).to(tl.float32)
-    target_logit = tl.where(is_here, _counted(target_logit, scale, cap, CAP), 0.0)
+    target_logit = tl.where(is_here, _scaled(target_logit, scale, cap), 0.0)
     target_col = tl.where(is_here, local, -1).to(tl.int32)
 
     if x_ptr.dtype.element_ty == tl.float32:
-        largest, sum_exp, logit_sum = _exact_sum(
+        base, sum_exp, logit_sum = _exact_sum(
             x_ptr + offset, classes_read, stride_xv, target_logit, target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP, BLOCK_V, STAGES,
+            SUM, BLOCK_V, STAGES,
         )  # fmt: skip
     else:
-        largest, sum_exp, logit_sum = _sum(
+        base, sum_exp, logit_sum = _sum(
             x_ptr, offset, classes_read, V, stride_xv, target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP, RAGGED, BLOCK_V, STAGES,
+            SUM, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
-    high, low = plus(largest, tl.log(sum_exp))
-    high = tl.where(sum_exp == 0.0, -float("inf"), high)
-    low = tl.where(sum_exp == 0.0, 0.0, low)
+    lse_hi, lse_lo = plus(base, tl.log(sum_exp))
+    lse_hi = tl.where(sum_exp == 0.0, -float("inf"), lse_hi)
+    lse_lo = tl.where(sum_exp == 0.0, 0.0, lse_lo)
     is_class = (target >= 0) & (target < vocab_size)
     tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
-    low = tl.where(ignored | is_class, low, float("nan"))
-    return high, low, target_logit, logit_sum
+    lse_lo = tl.where(ignored | is_class, lse_lo, float("nan"))
+    return lse_hi, lse_lo, target_logit, logit_sum
 
 
 @triton.jit
 def _sum(
     x_ptr, offset, classes_read, V, stride_xv, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The row's maximum, the sum of exp(logit - maximum) and the sum of the logits, by one online pass.
+    """The row's max, the sum of exp(logit - max) and the sum of the logits, by one online pass.
 
-    The sum of exponentials is 0 where all logits are -inf. Each lane keeps a running maximum and sum of its own. They are
-    reduced once, after the loop, so the loop has no barrier. Of exp(old - new) and exp(x - new) one is always exp(0), so a
-    logit costs one exponential.
+    The sum of exponentials is 0 where all logits are -inf. Each lane has a running max and sum of its own. They are reduced
+    once, after the loop, so the loop has no barrier. Of exp(old - new) and exp(x - new) one is always exp(0), so a logit costs
+    one exponential.
     """
     lanes = tl.arange(0, BLOCK_V)
     largest = tl.full([BLOCK_V], LOWEST, tl.float32)
@@ -153,7 +155,7 @@ def _sum(
         at = start + lanes
         x, added = _read(
             aligned_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP,
+            SUM,
         )  # fmt: skip
         logit_sum += added
         delta = x - largest
@@ -166,7 +168,7 @@ def _sum(
         cols, in_row = unaligned_cols(x_ptr, first, count, V)
         x, added = _read(
             x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, shard_weight_ptr, scale, cap,
-            SUM, WEIGHTED, CAP,
+            SUM,
         )  # fmt: skip
         row_largest = tl.maximum(row_largest, tl.max(x, 0))
         row_logit_sum += tl.sum(added, 0)
@@ -178,17 +180,16 @@ def _sum(
 
 @triton.jit
 def _exact_sum(
-    x_ptr, classes_read, stride_xv, guess, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, classes_read, stride_xv, target_logit, target_col, shard_weight_ptr, scale, cap,
+    SUM: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A base, the sum of exp(logit - base) in float64, and the sum of the logits; for float32 logits.
 
-    The sum of exponentials is 0 where all logits are -inf. guess: the base that is tried first, the target's logit: that of a
-    likely class is near the maximum. Where the row's maximum is not NEAR it, the row is read a second time with the maximum
-    as the base.
+    The sum of exponentials is 0 where all logits are -inf. The first base is target_logit: that of a likely class is near the
+    max. Where the row's max is not NEAR it, the row is read a second time with the max as the base.
     """
     lanes = tl.arange(0, BLOCK_V)
-    base = tl.where(guess == -float("inf"), 0.0, guess)
+    base = tl.where(target_logit == -float("inf"), 0.0, target_logit)
     row_sum_exp, row_logit_sum = base.to(tl.float64), base  # of the types that they will have
     tries = 0
     while tries < 2:
@@ -200,15 +201,15 @@ def _exact_sum(
             at = start + lanes
             x, added = _read(
                 x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col, shard_weight_ptr, scale, cap,
-                SUM, WEIGHTED, CAP,
+                SUM,
             )  # fmt: skip
             logit_sum += added
             largest = tl.maximum(largest, x)
-            below, low, underflows = _below(x, base)
-            high, low, k = exp(below, low)
-            two_to_k = tl.where(underflows, 0.0, power(tl.maximum(k, -126)))
-            sum_exp, rounded_off = two_sum(sum_exp, high * two_to_k)
-            sum_exp_lo += rounded_off + low * two_to_k
+            delta, delta_lo, underflows = _minus(x, base)
+            exp_hi, exp_lo, k = exp(delta, delta_lo)
+            two_to_k = tl.where(underflows, 0.0, exp2(tl.maximum(k, -126)))
+            sum_exp, rounded_off = two_sum(sum_exp, exp_hi * two_to_k)
+            sum_exp_lo += rounded_off + exp_lo * two_to_k
         row_largest = tl.max(largest, 0)
         row_sum_exp = tl.sum(sum_exp.to(tl.float64) + sum_exp_lo.to(tl.float64), 0)
         row_logit_sum = tl.sum(logit_sum, 0)
@@ -219,49 +220,50 @@ def _exact_sum(
 
 
 @triton.jit
-def _below(x, base):
-    """x - base as two float32, and whether exp of it underflows to 0. `double_float.exp` must not be asked then."""
+def _minus(x, base):
+    """x - base as two float32, and whether exp of it underflows to 0. Then they are 0, which `double_float.exp` can take."""
     underflows = x - base < UNDERFLOW
-    high, low = two_sum(tl.where(underflows, base, x), -base)
-    return high, low, underflows
+    delta, delta_lo = two_sum(tl.where(underflows, base, x), -base)
+    return delta, delta_lo, underflows
 
 
 @triton.jit
 def write(
     x_ptr, dx_ptr, cols, in_row, target_col, shard_weight_ptr,
     base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
-    SUM: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of some logits of a row: softmax_scale * exp(x - lse), target_grad at the target.
 
-    The lse is base + base_lo. With SUM the label smoothing is subtracted, times the class's weight where WEIGHTED. Each `_lo` is
+    The lse is base + base_lo. With SUM the label smoothing is subtracted, times the class's weight where there are weights. Each `_lo` is
     the low part of a double-float, for float32 logits.
     """
     x = tl.load(x_ptr, mask=in_row, other=-float("inf")).to(tl.float32)
-    counted = _counted(x, scale, cap, CAP)
+    scaled = _scaled(x, scale, cap)
     weight = 1.0
-    if SUM and WEIGHTED:
+    if SUM and shard_weight_ptr is not None:
         weight = tl.load(shard_weight_ptr + cols, mask=in_row, other=0.0)
     if x_ptr.dtype.element_ty == tl.float32:
-        below, low, underflows = _below(counted, base)
-        both = below + (low - base_lo)  # of logits beyond 2**24 base_low is not small
-        dx, dx_rest, k = exp(both, (low - base_lo) - (both - below))
-        dx, dx_rest = times(dx, dx_rest, softmax_scale, softmax_scale_lo)
-        half = tl.where(underflows, 0.0, power(k >> 1))  # 2**k itself may be no float32
-        dx, dx_rest = dx * half * power(k - (k >> 1)), dx_rest * half * power(k - (k >> 1))
+        delta, delta_lo, underflows = _minus(scaled, base)
+        delta_lo -= base_lo
+        exponent = delta + delta_lo  # of logits beyond 2**24 base_lo is not small
+        dx, dx_lo, k = exp(exponent, delta_lo - (exponent - delta))
+        dx, dx_lo = times(dx, dx_lo, softmax_scale, softmax_scale_lo)
+        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k itself may be no float32
+        dx, dx_lo = dx * half * exp2(k - (k >> 1)), dx_lo * half * exp2(k - (k >> 1))
         if SUM:
-            if WEIGHTED:
+            if shard_weight_ptr is not None:
                 smoothing, smoothing_lo = times(weight, 0.0, smoothing, smoothing_lo)
             dx, rounded_off = two_sum(dx, -smoothing)
-            dx_rest += rounded_off - smoothing_lo
-        dx += dx_rest
+            dx_lo += rounded_off - smoothing_lo
+        dx += dx_lo
     else:
-        # Not x - (base + base_low): that sum rounds at the size of the logits, not at that of the difference.
-        dx = softmax_scale * tl.exp((counted - base) - base_lo)
+        # Not x - (base + base_lo): that sum rounds at the size of the logits, not at that of the difference.
+        dx = softmax_scale * tl.exp((scaled - base) - base_lo)
         if SUM:
             dx -= smoothing * weight
     dx = tl.where(cols == target_col, target_grad, dx) * scale
-    if CAP:
+    if cap is not None:
         _, slope = _tanh(x * (scale / cap))
         dx *= slope
     tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=in_row)

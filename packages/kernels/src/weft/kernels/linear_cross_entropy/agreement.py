@@ -1,4 +1,4 @@
-"""What the ranks of a group must agree on before they gather in chunks."""
+"""The sizes that must be the same on all ranks of a group before they gather a chunk at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .gradients import Wanted
 
 
 class Sizes(NamedTuple):
-    """What decides how much is gathered how often, and must be the same on every rank."""
+    """They decide how many bytes are gathered, and how often.
+
+    token_bytes: of one token's statistics.
+    """
 
     tokens: int = 0
     chunk: int = 0
@@ -23,7 +26,7 @@ class Sizes(NamedTuple):
 
 
 def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> Classes:
-    """Those that a rank's weight holds, whatever is given for one."""
+    """The classes of a rank's weight, which need not be a valid one."""
     return Classes(vocab_start, linear_weight.shape[0] if linear_weight.ndim else 0, vocab_size)
 
 
@@ -41,9 +44,9 @@ def sizes_of(
     return Sizes(target.numel(), chunks[0].stop if chunks else 0, (4 if options.label_smoothing else 3) * wide.itemsize)
 
 
-def check_sizes(ranks: Sequence[int], told: list[list[float]]) -> None:
-    """Raises ValueError where the ranks' sizes differ; told: of each rank."""
-    tokens, chunks, token_bytes = (values_on_ranks(ranks, column) for column in zip(*told, strict=True))
+def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
+    """Raises ValueError where the ranks' sizes differ. sizes: [ranks, 3]."""
+    tokens, chunks, token_bytes = (values_on_ranks(ranks, column) for column in zip(*sizes, strict=True))
     if len(tokens) > 1:
         raise ValueError(
             f"the ranks have different numbers of tokens: {', '.join(tokens)}; give every rank of the group the same target"

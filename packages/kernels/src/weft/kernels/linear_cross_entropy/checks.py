@@ -1,4 +1,4 @@
-"""What linear cross-entropy cannot take; the rest is told by cross-entropy's own checks."""
+"""The checks of linear cross-entropy's own arguments; cross-entropy checks the others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def checked_sizes(
     ranks: int,
     sequence_parallel: bool,
 ) -> Sizes:
-    """What a rank of the group tells the others. Raises ValueError for what it cannot take."""
+    """The sizes that this rank gathers. Raises ValueError for arguments that do not fit."""
     check_part(input, target, rank, ranks, sequence_parallel)
     form = form_of(input)
     check_factors(replace(form, shape=(*target.shape, *input.shape[-1:])), linear_weight, linear_bias, chunk_tokens)

@@ -1,4 +1,4 @@
-"""How many tokens are taken at a time, and the sweep over them: logits by a GEMM, and their statistics."""
+"""The chunks of the tokens, and the sweep over them: each chunk's logits by a GEMM, and their statistics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..backend import on_cpu
 from ..cross_entropy.function import Gather, passes_on
 from ..cross_entropy.reference import Shard, Upstream
 
-# What may be held above inputs and gradients: the logits of the chunks that are held at once, and the lower bits of a sum over
-# chunks in 24 bits. (A float32 sum that is not the gradient itself is not counted: chunks would get too small.) A chunk costs a
-# pass over that sum, 6 bytes an element in 24 bits and 8 in float32, which its three GEMMs of 2 * tokens flop an element must
-# outweigh: at 4.3 TB/s and 780 TFLOP/s, an H200's, it is 9% of them in 24 bits at 2048 tokens, and 6% in float32 at 4096,
-# where nothing hides it.
+# The limit of what is held above inputs and gradients: the logits of the chunks that are held at once, and the lower bits of a sum
+# in 24 bits. A float32 sum that is not the gradient itself is not counted: chunks would get too small.
+# Each chunk costs a pass over the sum: 6 bytes an element in 24 bits, 8 in float32. Its three GEMMs, 2 * tokens flop an element each,
+# must outweigh that. At an H200's 4.3 TB/s and 780 TFLOP/s the pass takes 9% of their time in 24 bits at 2048 tokens, and 6% in
+# float32 at 4096, if nothing overlaps it.
 HELD_BYTES = 1 << 30
 HELD_BYTES_ON_CPU = 1 << 26
 TILE = 128  # rows of a GEMM
@@ -50,10 +50,10 @@ class Product:
 def chunks_of(
     tokens: int, chunk_tokens: int | None, classes: int, held: int, like: Tensor, sum_bytes: int
 ) -> list[slice]:
-    """Equal chunks of the tokens, the last one shorter; without chunk_tokens as few as HELD_BYTES allow.
+    """Equal chunks of the tokens, the last one shorter. Without chunk_tokens as few as HELD_BYTES allow.
 
-    classes: of one rank's share, the same number on every rank.  held: how many chunks' logits are held at once.
-    sum_bytes: what a sum over several chunks holds beside them; it leaves them half at least.
+    classes: of an even shard, the same number on every rank.  held: how many chunks' logits are held at once.
+    sum_bytes: held for a sum over several chunks. The logits get at least half of HELD_BYTES.
     """
     if chunk_tokens is None:
         nbytes = HELD_BYTES_ON_CPU if on_cpu(like) else HELD_BYTES
@@ -67,7 +67,7 @@ def chunks_of(
 
 
 def whole_tiles(rows: int) -> int:
-    """No more rows than these, in whole tiles of a GEMM where there is one; at least a row."""
+    """rows rounded down to whole tiles of a GEMM; fewer rows than a tile as they are, at least one."""
     return max(1, rows // TILE * TILE or rows)
 
 
@@ -81,8 +81,8 @@ def sweep(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Each chunk's rows, its logits, and the statistics [shards, n, 3 or 4] of all shards.
 
-    upstream: where it is given, the gradient has replaced the logits.
-    While a chunk's statistics are gathered the next chunk's logits are computed, in memory of their own.
+    upstream: if given, the gradient has replaced the logits.
+    While a chunk's statistics are gathered, the next chunk's logits are computed, in memory of their own.
     """
     passes = passes_on(product.x)
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy as custom ops of torch, with shapes for what is traced: what torch.compile puts in its graph, whole."""
+"""linear_cross_entropy as custom ops of torch: one node of torch.compile's graph, with a fake implementation for its shapes."""
 
 from __future__ import annotations
 

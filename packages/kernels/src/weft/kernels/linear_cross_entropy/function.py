@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import Count, Gather, counted, passes_on
+from ..cross_entropy.function import Count, Gather, mean_denominator, passes_on
 from ..cross_entropy.options import Form, Options, check
 from ..cross_entropy.reference import Shard, Upstream
 from ..op import Tensors
@@ -54,7 +54,7 @@ def forward(
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(input.dtype, torch.float32)
-        denominator = counted(weight, product.classes, options.ignore_index, wide, count)
+        denominator = mean_denominator(weight, product.classes, options.ignore_index, wide, count)
     upstream = sums = None
     if in_forward(options, input.dtype, wanted):
         upstream, sums = Upstream(torch.ones((), device=input.device), None, denominator), Sums(product, wanted, chunks)

@@ -1,4 +1,4 @@
-"""The gradients of a chunked product: each chunk's are added where they belong, those of weight and bias in float32, or nearly."""
+"""The gradients of a chunked product: sums over the chunks, those of weight and bias in float32 or in 24 bits."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
 def is_last_use(saved: Tensor) -> bool:
     """Whether the backward that runs is the last to see what was saved for it.
 
-    autograd frees that afterwards, unless it was told to keep the graph; torch's compiler asks it the same before it reuses such
-    memory, and a torch that does not tell is taken to keep it. In a CUDA graph the backward may be played again.
+    autograd frees what was saved after backward, unless it keeps the graph. Torch's compiler asks autograd the same before it
+    reuses such memory. A torch without that function is taken to keep the graph. A CUDA graph may replay the backward.
     """
     keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps() and not is_recorded(saved)
@@ -87,9 +87,9 @@ def is_last_use(saved: Tensor) -> bool:
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     """part * factor in `dtype`, multiplied in the wider of part's dtype and float32, not in bfloat16.
 
-    A factor that is no number leaves zeros alone, so that tokens to ignore keep theirs.
-    in_place: in part's memory where that has the dtype; on a GPU a factor of 1 then costs no pass, and no host waits to learn
-    of it.
+    Zeros stay zeros where the factor is NaN or infinite: those of tokens to ignore.
+    in_place: in the memory of part where that has the dtype. On a GPU a factor of 1 then costs no pass over it, and no host
+    waits for the factor.
     """
     if in_place:
         torch.autograd.graph.increment_version(part)  # a second backward is told

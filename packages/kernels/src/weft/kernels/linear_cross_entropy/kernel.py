@@ -1,20 +1,20 @@
-"""Two passes over a gradient: it is multiplied by a number that lies on the device, or a product is added to it."""
+"""Two passes over a gradient: multiply it by a scalar on the device, or add a product to it."""
 
 import triton
 import triton.language as tl
 
-NAN = tl.constexpr(0x7FC00000)  # one that rounding does not carry over
+NAN = tl.constexpr(0x7FC00000)  # the canonical NaN: rounding others up may overflow their bits
 
 
 @triton.jit(do_not_specialize_on_alignment=["factor_ptr"])
 def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * factor in float32, 0 where x is, over N contiguous elements; IN_PLACE out is x, left alone where factor is 1."""
+    """out = x * factor in float32, 0 where x is, over N contiguous elements; IN_PLACE out is x, and not read where factor is 1."""
     factor = tl.load(factor_ptr)
     if (factor != 1.0) | (not IN_PLACE):
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0).to(tl.int64) * BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + at, mask=at < N).to(tl.float32)
-            scaled = tl.where(x == 0.0, x, x * factor)  # a factor that is no number would make one of it
+            scaled = tl.where(x == 0.0, x, x * factor)  # 0 * NaN would be NaN
             tl.store(out_ptr + at, scaled.to(out_ptr.dtype.element_ty), mask=at < N)
 
 

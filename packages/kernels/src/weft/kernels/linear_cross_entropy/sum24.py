@@ -1,8 +1,8 @@
 """A sum of products that will be rounded to bfloat16, kept in 24 bits until it is whole.
 
-Those are the upper bits of a float32: 16 in the memory of the result, and 8 beside it, where a float32 needs 16 more. To keep
-them rounds each partial sum by 2**-16 of it at the most. After ADDITIONS that all err the same way that is a quarter of what
-bfloat16 rounds of the largest partial sum, and far less where they do not.
+They are the upper 24 bits of a float32: 16 in the memory of the result, and 8 beside it, where a float32 needs 16 beside it. Each
+partial sum is rounded by at most 2**-16 of it. If ADDITIONS roundings all err the same way, they are a quarter of what bfloat16
+rounds of the largest partial sum. If not, they are far less.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .chunks import whole_tiles
 ADDITIONS = 64  # at the most: beyond, the sum is to be a float32
 PRODUCT_BYTES = 1 << 25  # of a block of the product in float32, which is added while the L2 still holds it
 PRODUCT_BYTES_ON_CPU = 1 << 21
-NAN = 0x7FC00000  # one that rounding does not carry over
+NAN = 0x7FC00000  # the canonical NaN: rounding others up may overflow their bits
 
 
 class Sum24:

@@ -1,4 +1,7 @@
-"""Gathers of the shards' statistics and sums of tokens over process groups; a group form's also tell what is wrong with a rank."""
+"""All-gathers of the shards' statistics, and all-reduces of sums over tokens, on process groups.
+
+In the form for process groups the all-gather also says which rank has failed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """groups: they span some axes of a mesh, one after the other, minor first."""
+    """groups: one for each axis of a mesh, or for several axes, minor first."""
 
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -30,7 +33,7 @@ class _Over:
 
 
 class Along(_Over):
-    """Gathers over the axes that shard the vocabulary: one all-gather for each group."""
+    """Gathers over the axes that shard the vocabulary: an all-gather for each group."""
 
     @classmethod
     def named(cls, names: Sequence[str] | None) -> Along | None:
@@ -48,7 +51,7 @@ class Along(_Over):
 
 
 class Summed(_Over):
-    """Sums over the axes that shard the tokens: one all-reduce for each group."""
+    """Sums over the axes that shard the tokens: an all-reduce for each group."""
 
     def __call__(self, part: Tensor) -> Tensor:
         for group in self.groups:
@@ -58,10 +61,11 @@ class Summed(_Over):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Gathers over one group; with the statistics goes what each rank holds, and whether it can go on.
+    """Gathers over one group, and with the statistics the classes of each rank, and whether it has failed.
 
-    What has `failed` here is raised once the others know; ValueError where another rank has failed or the ranks' classes do
-    not fit; see `look_once`. Where it did not look, NaN is gathered then.
+    An error that has `failed` this rank is raised after the gather, when the other ranks know of it. Raises ValueError where
+    another rank has failed, or where the ranks' classes do not fit together. Where `check_once` does not check that, the
+    gathered statistics are NaN instead.
     """
 
     group: dist.ProcessGroup
@@ -72,23 +76,26 @@ class Checked:
         return Pending(self._running(statistics)).wait
 
     def _running(self, statistics: Tensor) -> Running:
-        place = self.held.told(statistics) if self.failed is None else agreement.failure(statistics)
-        everyone = yield from _along(self.group, torch.cat((statistics, place)).unsqueeze(0))  # [ranks, N + 2, C]
+        rows = self.held.as_rows(statistics) if self.failed is None else agreement.failure_rows(statistics)
+        gathered = yield from _along(self.group, torch.cat((statistics, rows)).unsqueeze(0))  # [ranks, N + 2, C]
         if self.failed is not None:
             raise self.failed
-        gathered, places = everyone[:, :-2], everyone[:, -2:, :3]
+        gathered, classes = gathered[:, :-2], gathered[:, -2:, :3]
         ranks, vocab_size = dist.get_process_group_ranks(self.group), self.held.vocab_size
-        look_once((self.group, self.held), places, lambda: agreement.check_places(ranks, places.tolist(), vocab_size))
-        if not agreement.on_gpu(places):
+        check_once(
+            (self.group, self.held), classes, lambda: agreement.check_shards(ranks, classes.tolist(), vocab_size)
+        )
+        if not agreement.on_gpu(classes):
             return gathered
-        return torch.where(agreement.fit(places, vocab_size), gathered, torch.nan)
+        return torch.where(agreement.shards_fit(classes, vocab_size), gathered, torch.nan)
 
 
 def attempted(
     attempt: Callable[[], Found], group: dist.ProcessGroup, held: Classes, stand_in: Callable[[], Tensor]
 ) -> tuple[Found, Checked]:
-    """What `attempt` returns, and the gather that goes on with it. What it raises, of any kind, is gathered beside
-    `stand_in`, so that the other ranks learn of it, and raised then.
+    """What `attempt` returns, and the gather to use.
+
+    If it raises, this rank gathers `stand_in` and its failure, so that the other ranks do not wait for it. Then it raises.
     """
     try:
         return attempt(), Checked(group, held)
@@ -97,12 +104,15 @@ def attempted(
         raise
 
 
-def look_once(met: Hashable, told: Tensor, check: Callable[[], None]) -> None:
-    """Checks what the ranks told: on a CPU always; on a GPU when it is first met and no graph is captured, for the host waits."""
-    if agreement.on_gpu(told) and (met in of_this_world() or torch.cuda.is_current_stream_capturing()):
+def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
+    """Checks what was gathered: on a CPU always, on a GPU once for each key.
+
+    On a GPU the host waits for the device to check, so it does not while a CUDA graph is captured.
+    """
+    if agreement.on_gpu(gathered) and (key in of_this_world() or torch.cuda.is_current_stream_capturing()):
         return
     check()
-    of_this_world()[met] = True
+    of_this_world()[key] = True
 
 
 def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
@@ -110,6 +120,6 @@ def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
     size = dist.get_world_size(group)
     if size == 1:
         return part
-    everyone = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    yield all_gather_single(everyone, part.contiguous(), group, async_op=True)
-    return everyone
+    gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
+    yield all_gather_single(gathered, part.contiguous(), group, async_op=True)
+    return gathered

@@ -1,4 +1,4 @@
-"""Cross-entropy as an op on layouts: what the logits, the target and the losses lie like, and who gathers."""
+"""Cross-entropy as an op on layouts: those of its operands and of its outputs, and the groups that gather."""
 
 from __future__ import annotations
 

@@ -12,11 +12,15 @@ from torch.distributed.tensor import DTensor
 from ...sharded.traced import Placed, sum_over, to_local
 from .. import custom_ops
 from ..custom_ops import Made, Place, compiled, with_lse
-from ..function import counted
+from ..function import mean_denominator
 from ..options import Options
 from .layouts import CROSS_ENTROPY, local_denominator
 
-__all__ = ["compiled", "divided_by", "place_of"]  # the first imported from here, so that its ops take DTensors
+__all__ = [
+    "compiled",
+    "divided_by",
+    "place_of",
+]  # `compiled` is imported from here, where its ops are registered for DTensors
 
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Made:
@@ -47,9 +51,9 @@ def divided_by(
     placed: Placed,
     options: Options,
 ) -> Tensor | None:
-    """What "mean" divides by: what was given, or the global count; None where the local op counts all tokens that there are.
+    """The denominator of "mean": the given one, or the global one; None where this rank has all tokens.
 
-    target, weight: this rank's.
+    target, weight: the local tensors.
     """
     if denominator is not None:
         return local_denominator(denominator) if isinstance(denominator, DTensor) else denominator
@@ -58,11 +62,13 @@ def divided_by(
         return None
     assert target is not None, "it is given"
     wide = torch.promote_types(dtype, torch.float32)
-    return counted(weight, target.reshape(-1), options.ignore_index, wide, partial(sum_over, names=count.names))
+    return mean_denominator(
+        weight, target.reshape(-1), options.ignore_index, wide, partial(sum_over, names=count.names)
+    )
 
 
 def place_of(placed: Placed) -> Place:
-    """From what the rule gives a rank."""
+    """The shard that the op's rule gives this rank."""
     gather = placed.options["gather"]
     return Place(
         placed.options["vocab_start"],

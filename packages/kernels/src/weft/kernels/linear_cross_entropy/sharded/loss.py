@@ -48,18 +48,17 @@ def linear_cross_entropy(
 
     input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int32 or int64. The rest as of `cross_entropy`, also
     what is returned; as `torch.nn.functional.linear_cross_entropy`.
-    chunk_tokens: how many tokens are taken at a time; without it as many as fit in 1 GiB (64 MiB on a CPU) beside the 8 bits
-    below, in half of it at least, the vocabulary counted as shared evenly. The same on every rank, as is the dtype of the
-    weight's gradient.
-    inplace_backward: the gradients that forward made are given away, not copied, also where backward may run again: where the
-    graph is kept (retain_graph), and another backward then gets autograd's error, and in a CUDA graph, which must then be
-    played whole. Elsewhere they are given away unasked; under torch.compile never.
-    The gradients of weight and bias have the dtype their `grad_dtype` names, as torch has it for leaves: float32 is the
-    sum as it was made. Under torch.compile they are rounded to the weight's dtype first.
-    Memory above inputs and gradients: the logits of a chunk, two chunks' where they are vocab-parallel; with more than one
-    chunk also what keeps the number of chunks from changing the error of the weight's gradient: in bfloat16 8 bits an element
-    beside it, of more than 64 chunks and in float16 its sum in float32; and where they are not given away, the gradients that
-    forward made beside those returned.
+    chunk_tokens: the tokens of a chunk. Without it a chunk's logits and the 8 bits below fit in 1 GiB (64 MiB on a CPU), of
+    which the logits get half at least; the vocabulary is counted as sharded evenly. chunk_tokens and the dtype of the weight's
+    gradient are the same on every rank.
+    inplace_backward: backward returns the gradients that forward made without a copy, also where it may run again: where the
+    graph is kept (retain_graph), and in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be
+    replayed whole. Elsewhere backward copies nothing in any case; under torch.compile it always copies.
+    The gradients of weight and bias have the dtype of their `grad_dtype`, which torch has for leaves. In float32 the weight's
+    is the sum itself. Under torch.compile they are rounded to the weight's dtype first.
+    Memory above inputs and gradients: the logits of a chunk, of two chunks where vocab-parallel. With more than one chunk also
+    the lower bits of the sum that is the weight's gradient: 8 bits an element in bfloat16; a sum in float32 for more than 64
+    chunks and in float16. Where backward copies, also the gradients that forward made.
     Work: three GEMMs, 6 N H V flop; four for "none", with return_lse and in float16, where backward computes the logits
     again. Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
@@ -118,8 +117,8 @@ def vocab_parallel_linear_cross_entropy(
     torch.compile(fullgraph=True) takes it; what is wrong with the options alone is then raised where it is traced.
     Raises ValueError as `linear_cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks'
     classes are not each of the vocabulary once, or their tokens, chunks or bytes a token differ. On a GPU that is compared when
-    a group and sizes are first met, and the host waits for no device afterwards: a rank that cannot go on later raises alone,
-    and at once; the others cannot learn of it, and wait for its next gather until the launcher or the group's timeout ends them.
+    a group and sizes are first met, and the host waits for no device afterwards. A rank that fails later raises alone, at once.
+    The others cannot learn of it: they wait in their next gather until the launcher or the group's timeout ends them.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
@@ -161,13 +160,13 @@ def vocab_parallel_linear_cross_entropy(
         options=asked, wanted=wanted, chunk_tokens=chunk_tokens,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
-    if agreement.on_gpu(input):  # elsewhere the host has looked
+    if agreement.on_gpu(input):  # elsewhere the host has checked
         loss = loss + settled
     return (loss, *lse) if asked.return_lse else loss
 
 
 def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, settled: Tensor) -> Tensor:
-    """The input of all tokens, whose gradient every rank adds to."""
+    """The input of all tokens. Its gradient is Partial(sum) over the group."""
     whole: Tensor
     if sequence_parallel:
         whole = Gathered.apply(input, target.shape[0], group, settled)  # type: ignore[no-untyped-call]
@@ -177,7 +176,7 @@ def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, s
 
 
 def _wanted(*tensors: Tensor | None) -> Wanted:
-    """Of each the dtype its gradient shall have; None where none is needed."""
+    """The dtype of each gradient; None where none is required."""
     if not torch.is_grad_enabled():
         return (None,) * len(tensors)
     return tuple(None if tensor is None or not tensor.requires_grad else _grad_dtype(tensor) for tensor in tensors)

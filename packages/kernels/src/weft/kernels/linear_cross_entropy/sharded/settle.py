@@ -1,4 +1,4 @@
-"""The one gather in which the ranks of a group agree, before they gather in chunks."""
+"""One all-gather of the ranks' sizes and failures, before they gather a chunk at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...cross_entropy.agreement import Classes
-from ...cross_entropy.sharded.gather import attempted, look_once
+from ...cross_entropy.sharded.gather import attempted, check_once
 from ..agreement import Sizes, check_sizes
 
 Found = TypeVar("Found")
@@ -19,16 +19,18 @@ Found = TypeVar("Found")
 def settled_by(
     attempt: Callable[[], tuple[Found, Sizes]], group: dist.ProcessGroup, held: Classes, device: torch.device
 ) -> tuple[Found, Tensor]:
-    """What `attempt` found, and 0 where the ranks agree, otherwise NaN: by one gather of 36 bytes whatever is wrong with a
-    rank. Raises as `attempted`, and ValueError where the sizes differ; see `look_once`.
+    """What `attempt` returns, and a scalar: 0 where the ranks agree, otherwise NaN.
+
+    Communication: one all-gather of 36 bytes, also where a rank has failed. Raises as `attempted`, and ValueError where the
+    sizes differ; see `check_once`.
     """
     (found, sizes), gather = attempted(attempt, group, held, lambda: _row(Sizes(), device))
-    told = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
+    gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
     ranks = dist.get_process_group_ranks(group)
-    look_once((group, held, sizes), told, lambda: check_sizes(ranks, told.tolist()))
-    return found, torch.where((told == told[0]).all(), told.new_zeros(()), torch.nan)
+    check_once((group, held, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
+    return found, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
 
 
 def _row(sizes: Sizes, device: torch.device) -> Tensor:
-    """[1, 3], made by no copy from the host."""
+    """[1, 3], without a copy from the host, which would wait."""
     return torch.cat([torch.full((1,), size, dtype=torch.float32, device=device) for size in sizes]).unsqueeze(0)
