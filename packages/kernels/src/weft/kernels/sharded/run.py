@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
-from weft.reshard.running.traced import in_graph
+from weft.reshard.running.dynamo import in_graph
 
 from ..op import OPS, Op
 from .calls import Call

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import distribute, layout_of, reshard
 from weft.reshard.running.dtensor import as_process_mesh
-from weft.reshard.running.traced import in_graph
+from weft.reshard.running.dynamo import in_graph
 
 from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
 

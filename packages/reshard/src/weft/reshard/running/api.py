@@ -18,10 +18,11 @@ from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from .collectives import Pending
 from .dtensor import as_process_mesh, kind_of, layout_of, layout_on, wrap
+from .dynamo import in_graph
 from .executor import started
 from .groups import of_this_world, this_rank
 from .topology import Topology
-from .traced import in_graph, traced
+from .traced import traced
 
 Placements = Mapping[str, Placement] | Sequence[Placement] | str
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
+from . import dynamo
 from .rendezvous import PREFIX, make_group
 
 RANKS = "ranks"  # how the name of a group begins that tells its ranks
@@ -168,5 +169,6 @@ def _world() -> _World:
             "or start the program with torchrun"
         )
     if _latest is None or _latest.group is not group:
+        dynamo.allow()
         _latest = _World(group, dist.get_rank())
     return _latest

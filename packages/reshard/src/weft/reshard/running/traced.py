@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, library
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,18 +15,6 @@ from ..planning.steps import Local
 from .collectives import Pending
 from .executor import execute, started
 from .groups import device_mesh, this_rank
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def in_graph(function: Function) -> Function:
-    """A decorator: where Dynamo traces, a call is a node of its graph, which what traces that graph sees through.
-
-    Dynamo itself knows no layouts, and would have to know the layout of each gradient before there is one. The function is
-    given tensors, numbers, text and tuples of them.
-    """
-    taken: Function = torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return taken
 
 
 def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
