@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import cross_entropy
-from weft.models import Llama, LlamaConfig, initialize, save_pretrained
+from weft.models import Llama, LlamaConfig, initialize
 
 from benchmarks.conftest import Tell
 from benchmarks.timing import Host, in_turn
@@ -31,6 +31,8 @@ def test_llama_beside_transformers(
     config: LlamaConfig, batch: int, length: int, rounds: int, tmp_path: Path, tell: Tell
 ) -> None:
     transformers = pytest.importorskip("transformers")
+    from weft.models import save_pretrained  # needs safetensors, which a bare machine may not have
+
     model = Llama(config)
     initialize(model, seed=0)
     save_pretrained(model, tmp_path / "model")

@@ -105,7 +105,7 @@ class _Steps:
 
     def show(self, metrics: Metrics) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=str(metrics))
+            self._bar.update(self._task, completed=metrics.step, description=str(metrics))
         elif metrics.step in (1, self._config.steps) or metrics.step % self._config.log_every == 0:
             width = len(str(self._config.steps))
             self._report.line(f"step {metrics.step:{width}}/{self._config.steps}  {metrics}")
