@@ -18,7 +18,9 @@ from weft.reshard import distribute, reshard, to_global
 from weft.reshard.running.groups import device_mesh, group_of
 from weft.reshard.running.rendezvous import _Members
 
+from tests.support.limits import PATIENCE
 from tests.support.pool import Pool
+from tests.support.sample import Portion
 
 CUBE = ProcessMesh.grid(pp=2, dp=2, tp=2)
 RUNS = 50
@@ -89,16 +91,15 @@ def shuffled_parts(chance: random.Random) -> None:
             assert torch.equal(to_global(y), values(mesh))
 
 
-def repeated(program: Callable[[random.Random], None]) -> None:
-    chance = random.Random(dist.get_rank())
-    for _ in islice(new_worlds(), RUNS):
-        program(chance)
+def repeated(program: Callable[[random.Random], None], runs: list[int]) -> None:
+    for run, _ in zip(runs, new_worlds(), strict=False):
+        program(random.Random(8 * run + dist.get_rank()))
         dist.barrier()
 
 
 @pytest.mark.parametrize("program", [part_of_torch, parts_of_ours, shuffled_parts])
-def test_each_rank_gets_the_values_of_its_own_part(pool: Pool, program) -> None:
-    pool.run(repeated, program, ranks=8, timeout=110)
+def test_each_rank_gets_the_values_of_its_own_part(pool: Pool, portion: Portion, program) -> None:
+    pool.run(repeated, program, list(portion.of(range(RUNS), every=8)), ranks=8, timeout=PATIENCE)
 
 
 def other_groups() -> str:
