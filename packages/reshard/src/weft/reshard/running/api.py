@@ -43,7 +43,8 @@ def reshard(
     also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
     Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes. Where
     the target's mesh is new to this process group world, its ranks make its groups.
-    Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout.
+    Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout;
+    ValueError in compiled code for a mesh, a Layout, a topology or a memory_limit: there it takes placements alone.
     """
     if torch.compiler.is_dynamo_compiling():
         if mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
@@ -59,8 +60,8 @@ def reshard(
 def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, words: str | tuple[str, ...]) -> DTensor:
     """`reshard` where Dynamo traces."""
     placements = words if isinstance(words, str) else tuple(map(as_placement, words))
-    named = placements if axes is None else dict(zip(axes, placements, strict=True))
-    return start_reshard(dtensor, None, named).wait()  # type: ignore[arg-type]
+    named: Any = placements if axes is None else dict(zip(axes, placements, strict=True))
+    return start_reshard(dtensor, None, named).wait()
 
 
 def _in_words(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
