@@ -22,7 +22,7 @@ TIME_LIMIT = (
     "--timeout=900"  # seconds of a test; it ends one that hangs, and none that many programs beside it slow down
 )
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
-TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", *PICTURE_TOOLS)
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", "accelerate", *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
@@ -113,19 +113,19 @@ def dashboard(session: nox.Session) -> None:
 @nox.session
 def train(session: nox.Session) -> None:
     """Trains a model; arguments go to `weft train`, paths count from where you stand."""
-    _replace_by(session, _weft(session), "-m", "weft.models.cli", "train", *session.posargs)
+    _give_way(session, "train")
 
 
 @nox.session
 def generate(session: nox.Session) -> None:
     """Lets a trained model go on with a text; arguments go to `weft generate`."""
-    _replace_by(session, _weft(session), "-m", "weft.models.cli", "generate", *session.posargs)
+    _give_way(session, "generate")
 
 
 @nox.session
 def layout(session: nox.Session) -> None:
     """Draws a layout, or plans a change of one; arguments go to `weft layout`."""
-    _replace_by(session, _weft(session), "-m", "weft.models.cli", "layout", *session.posargs)
+    _give_way(session, "layout")
 
 
 @nox.session
@@ -181,10 +181,22 @@ def wheels(session: nox.Session) -> None:
         shutil.rmtree(bare, ignore_errors=True)
 
 
-def _weft(session: nox.Session) -> str:
-    """The python that has the four packages (editable), torch and the test tools."""
+def _packages(session: nox.Session) -> str:
+    """The python that has the four packages (editable) and what they need: torch, first of all."""
     editable = [argument for name in PACKAGES for argument in ("-e", f"./packages/{name}")]
-    return _environment(session, "weft", ["torch", "hatchling", "editables", *TEST_TOOLS, *DOCS_TOOLS], editable)
+    return _environment(session, "weft", ["torch", "hatchling", "editables"], editable)
+
+
+def _weft(session: nox.Session) -> str:
+    """The python of `_packages`, with the tools for tests and documentation: torch is there once, for all."""
+    python = _packages(session)
+    home = ROOT / ".nox" / "weft"
+    stamp, wanted = home / "tools", _digest((home / "installed").read_text(), *TEST_TOOLS, *DOCS_TOOLS)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        session.log("Adding the tools for tests and documentation: about 100 MB to download.")
+        session.run(*_install(python), *TEST_TOOLS, *DOCS_TOOLS)
+        stamp.write_text(wanted)
+    return python
 
 
 def _environment(session: nox.Session, name: str, requirements: list[str], editable: list[str] | None = None) -> str:
@@ -192,23 +204,33 @@ def _environment(session: nox.Session, name: str, requirements: list[str], edita
     home = ROOT / ".nox" / name
     python, stamp = home / "bin" / "python", home / "installed"
     files = [CONSTRAINTS, *sorted(ROOT.glob("packages/*/pyproject.toml"))] if editable else [CONSTRAINTS]
-    wanted = [sys.version, str(ROOT), *requirements, *(editable or []), *(file.read_text() for file in files)]
-    digest = hashlib.sha256("\0".join(wanted).encode()).hexdigest()
-    if python.exists() and stamp.exists() and stamp.read_text() == digest:
+    texts = [file.read_text() for file in files]
+    wanted = _digest(sys.version, str(ROOT), *requirements, *(editable or []), *texts)
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return str(python)
     if not python.exists() or not stamp.exists():  # new, or interrupted half-way
         session.run(sys.executable, "-m", "venv", "--clear", str(home))
     stamp.unlink(missing_ok=True)
-    pip = (str(python), "-m", "pip", "--disable-pip-version-check")
-    quiet = () if sys.stdout.isatty() else ("-q",)
     if "torch" in requirements:
-        _say_size(session, pip)
-    install = (*pip, "install", *quiet, *LAZILY, "-c", str(CONSTRAINTS))
-    session.run(*install, *requirements)
+        _say_size(session, (str(python), "-m", "pip", "--disable-pip-version-check"))
+    session.run(*_install(str(python)), *requirements)
     if editable:
-        session.run(*install, "--no-build-isolation", *editable)
-    stamp.write_text(digest)
+        session.run(*_install(str(python)), "--no-build-isolation", *editable)
+    stamp.write_text(wanted)
     return str(python)
+
+
+def _install(python: str) -> tuple[str, ...]:
+    """The command that installs what is put after it."""
+    quiet = () if sys.stdout.isatty() else ("-q",)
+    return (
+        *(python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *LAZILY),
+        *("-c", str(CONSTRAINTS)),
+    )
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
@@ -218,29 +240,29 @@ def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
     if answer.returncode:
         session.error(f"pip cannot install torch:\n{answer.stderr}")
     names = [package["metadata"]["name"] for package in json.loads(answer.stdout)["install"]]
-    # The sizes are those of all wheels that constraints.txt picks for .nox/weft on x86-64, Python 3.11.
+    # The sizes are those of all wheels that constraints.txt picks for `_packages` on x86-64, Python 3.11.
     if any(name.startswith("nvidia-") for name in names):
         session.log("Installing torch with CUDA: about 2.8 GB to download, unless pip has it cached.")
         if not shutil.which("nvidia-smi"):
             session.log("There is no NVIDIA driver here: PyTorch's CPU wheel would do, at a fifth of the size.")
     else:
-        session.log("Installing torch for CPU: about 450 MB to download, unless pip has it cached; 2 GB on disk.")
+        session.log("Installing torch for CPU: about 420 MB to download, unless pip has it cached; 1.7 GB on disk.")
 
 
 def _pytest(session: nox.Session, *arguments: str) -> None:
     session.run(_weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
-def _replace_by(session: nox.Session, *command: str) -> None:
-    """Runs `command` where the user stands, with the user's terminal; where it fails, nox ends with its exit status."""
-    session.log(" ".join(["weft", *command[3:]]))
-    with subprocess.Popen(command, cwd=session.invoked_from, env={**os.environ, "WEFT_PROGRAM": "./run"}) as process:
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        while True:
-            try:
-                status = process.wait()
-                break
-            except KeyboardInterrupt:  # Ctrl-C went to the command, too: wait for its own end
-                continue
-    if status:
-        raise SystemExit(status if status > 0 else 128 - status)
+def _give_way(session: nox.Session, command: str) -> None:
+    """`weft` takes the place of nox, where the user stands: what is sent to the one reaches the other, and its end is theirs.
+
+    It is the last session of a call: `run` sees to that.
+    """
+    python = _packages(session)
+    session.log(" ".join(["weft", command, *session.posargs]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.chdir(session.invoked_from)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `weft` is there to answer it
+    arguments = (python, "-m", "weft.models.cli", command, *session.posargs)
+    os.execve(python, arguments, {**os.environ, "WEFT_PROGRAM": "./run"})

@@ -1,5 +1,7 @@
 """Compares a run with the median of the five before it on its device: `./run benchmark_compare [NEW] [--only-measured]`.
 
+Kernels' times are compared on one GPU model, those of a host on one CPU model with as many cores, and where the
+machine was not recorded, with none.
 A ratio is the time before over the time now, 1.10 is a tenth faster; its noise goes from the 20th percentile before over the
 80th now to the 80th before over the 20th now. What may not be is in budgets.toml; where something is, the exit status is 1.
 """
@@ -16,10 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import history
+from benchmarks.figures import TIMES
 from benchmarks.record import Case, HistoryError, Run, Spread, naming, printable, taken
 
 BUDGETS = Path(__file__).parent / "budgets.toml"
 RUNS = 5
+EXACT = ("collectives", "peak_bytes")  # beside times: what no clock takes
 ROUNDING = 1e-9  # of quotients and their mean: a run at the edge passes
 
 
@@ -67,10 +71,29 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """A counted figure of Weft's, before and now."""
+
+    case: Case
+    label: str
+    before: float
+    now: float
+
+    @property
+    def growth(self) -> float:
+        """Above 1 it is more now."""
+        return self.now / self.before if self.before else math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """The timed cases that were timed before, too; what breaks a budget; what is worth a word."""
+    """The timed cases that were timed before, too; what breaks a budget; what is worth a word.
+
+    counts: figures of Weft's that no clock takes and that are others than in the newest run that has them.
+    """
 
     changes: tuple[Change, ...]
+    counts: tuple[Count, ...]
     failures: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -81,12 +104,39 @@ def changes(new: Run, old: Sequence[Run]) -> list[Change]:
         told = ", ".join(sorted(map(repr, others)))
         raise HistoryError(f"the run is of {new.device!r}, those before are of {told}; give runs of one device")
     before: dict[tuple[str, ...], list[Spread]] = {}
-    for case in (case for run in old for case in run.cases if case.timed):
-        before.setdefault((*case.key, case.kind), []).append(case.seconds)
+    for kind in TIMES:
+        for run in timed_alike(new, old, kind):
+            for case in (case for case in run.cases if case.timed and case.kind == kind):
+                before.setdefault((*case.key, kind), []).append(case.seconds)
     return [
         Change(case, _median(before[*case.key, case.kind]))
         for case in new.cases
         if case.timed and (*case.key, case.kind) in before
+    ]
+
+
+def same_clock(one: Run, other: Run, kind: str) -> bool:
+    """Whether their times of that kind are of one machine, and it was recorded."""
+    return one.clock(kind) is not None and one.clock(kind) == other.clock(kind)
+
+
+def timed_alike(new: Run, old: Sequence[Run], kind: str) -> list[Run]:
+    """The runs whose times of that kind are compared with those of `new`: the last five of its machine."""
+    return [run for run in old if same_clock(new, run, kind)][-RUNS:]
+
+
+def counts(new: Run, old: Sequence[Run]) -> list[Count]:
+    """What changed of Weft's counted figures, points of curves aside: no machine changes them."""
+    before: dict[tuple[str, str, str], Case] = {}
+    for case in (case for run in old for case in run.cases if case.status == "measured"):
+        before[case.key] = case  # the newest stays
+    return [
+        Count(case, label, before[case.key].numbers[label], now)
+        for case in new.cases
+        if case.ours and case.status == "measured" and case.key in before
+        for label, now in case.numbers.items()
+        if not label.startswith("seconds") and (case.kind == "count" or label in EXACT)
+        if before[case.key].numbers.get(label, now) != now
     ]
 
 
@@ -95,7 +145,23 @@ def compare(new: Run, old: Sequence[Run], budgets: Budgets) -> Comparison:
     found = changes(new, old)
     lost, absent = _lost(new, old, budgets.retired)
     over, unmet = _counted(new, budgets.counts)
-    return Comparison(tuple(found), (*_slower(found, budgets), *over, *lost), (*absent, *unmet))
+    notes = (*absent, *unmet, *_of_others(new, old))
+    return Comparison(tuple(found), tuple(counts(new, old)), (*_slower(found, budgets), *over, *lost), notes)
+
+
+def _of_others(new: Run, old: Sequence[Run]) -> list[str]:
+    """Runs whose times of a host are not compared, and why."""
+    if not any(case.timed and case.kind == "host_time" for case in new.cases):
+        return []
+    others = [run for run in old if not same_clock(new, run, "host_time")]
+    if not others:
+        return []
+    if new.clock("host_time") is None:
+        return ["no time of the host is compared: the run's machine was not recorded"]
+    untold = sum(run.clock("host_time") is None for run in others)
+    told = [f"{len(others) - untold} of another machine"] * (len(others) > untold)
+    told += [f"{untold} of a machine that was not recorded"] * (untold > 0)
+    return [f"times of the host are not compared with {' and '.join(told)}, of {len(old)} earlier runs"]
 
 
 def _slower(found: Sequence[Change], budgets: Budgets) -> list[str]:
@@ -167,9 +233,15 @@ def newest(results: Path = history.RESULTS) -> Run | None:
 
 
 def before(new: Run, results: Path = history.RESULTS) -> tuple[list[Run], tuple[str, ...]]:
-    """The runs of its device before it, five at the most; a line on each file that could not be read."""
+    """The runs of its device before it, as `beside` takes them; a line on each file that could not be read."""
     found = history.runs(new.device, results)
-    return [run for run in found.runs.values() if run != new and run.time <= new.time][-RUNS:], found.unreadable
+    return beside(new, [run for run in found.runs.values() if run != new and run.time <= new.time]), found.unreadable
+
+
+def beside(new: Run, earlier: Sequence[Run]) -> list[Run]:
+    """The last five of `earlier`, oldest first; with runs of one machine, the last five of that too."""
+    of_its_machine = timed_alike(new, earlier, "host_time")
+    return [run for run in earlier if run in (*earlier[-RUNS:], *of_its_machine)]
 
 
 def of_groups(new: Run, old: Sequence[Run]) -> list[Run]:
@@ -206,6 +278,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS
     print(
         f"{new.device}, commit {new.commit[:10]}, {new.time}, beside {len(old)} earlier runs; before / now (p20 to p80)"
     )
+    print(f"on {new.where}")
     if not old:
         print("No history of this device before it: only the budgets of counted figures are checked.")
     for change in comparison.changes:

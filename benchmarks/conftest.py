@@ -9,12 +9,13 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks import history, summary, timing
+from benchmarks import history, machine, summary, timing
 from benchmarks.failures import Failures
 from tests.support.fixtures import pool
 
 __all__ = ["Tell", "pool"]
 
+MACHINE = machine.told()  # as the run begins, before it is a load itself
 P = ParamSpec("P")
 T = TypeVar("T")
 TOLD = pytest.StashKey[list[dict[str, Any]]]()
@@ -57,9 +58,10 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Of which device the run is, with which versions, and what the device can do."""
+    """Of which device the run is, on what machine, with which versions, and what the device can do."""
     gpu = torch.cuda.is_available()
     machine_info["device"] = torch.cuda.get_device_name() if gpu else "cpu"
+    machine_info["machine"] = MACHINE
     machine_info["versions"] = {"torch": torch.__version__, "triton": _triton()}
     machine_info["ceilings"] = _ceilings(config) if gpu else {}
 

@@ -10,7 +10,7 @@ takes FILE, which `./run benchmark --benchmark-json FILE` wrote, writes results/
     way, kind, status    extra_info's, or "Weft", "host_time" and "measured"
 
 and each further word and number of extra_info under its own key. A host_time that brings no seconds_median has
-pytest-benchmark's own. Device, versions and ceilings are machine_info's; a benchmark named "ceilings" adds to them: in its
+pytest-benchmark's own. Device, machine, versions and ceilings are machine_info's; a benchmark named "ceilings" adds to them: in its
 extra_info "device", "commit" and "dirty" mean the run, any other word is a version, any other number a ceiling.
 """
 
@@ -94,7 +94,7 @@ def recorded(file: Path, device: str | None = None, commit: str | None = None) -
             raise ValueError(f"a run is of one device, and this one names {told}")
         made = datetime.fromisoformat(taken(raw, "datetime", str))
         made = made if made.tzinfo else made.replace(tzinfo=UTC)  # older pytest-benchmarks leave it out
-        machine = {"python_version": "", "versions": {}, "ceilings": {}} | machine
+        machine = {"python_version": "", "versions": {}, "ceilings": {}, "machine": {}} | machine
         versions = {"python": machine["python_version"]} | taken(machine, "versions", dict)
         return Run(
             device=names[0],
@@ -103,6 +103,7 @@ def recorded(file: Path, device: str | None = None, commit: str | None = None) -
             dirty=bool(said.pop("dirty")),
             versions=versions | {key: value for key, value in said.items() if isinstance(value, str)},
             ceilings=taken(machine, "ceilings", dict) | {key: v for key, v in said.items() if not isinstance(v, str)},
+            machine=taken(machine, "machine", dict),
             cases=tuple(cases),
         )
 

@@ -129,6 +129,7 @@ class Run:
     """The cases that were measured together: one device, one commit, one time (UTC).
 
     versions: of python, torch, triton, weft, ….  ceilings: what the device can do at the most, in SI units.
+    machine: "cpu", its model; "cores" that the run may use; "load", of the minute before it. Empty where it was not recorded.
     Raises ValueError for cases of other devices, for one case twice, and for a kernel's time on a CPU.
     """
 
@@ -138,12 +139,14 @@ class Run:
     dirty: bool
     versions: Mapping[str, str]
     ceilings: Mapping[str, int | float]
+    machine: Mapping[str, Figure] = field(default_factory=dict)
     cases: tuple[Case, ...]
 
     def __post_init__(self) -> None:
         folder_name(self.device)
         datetime.strptime(self.time, TIME)
         _check_figures("the run's ceilings", self.ceilings)
+        _check_figures("the run's machine", self.machine)
         for name, word in {"commit": self.commit, **self.versions}.items():
             if not isinstance(word, str):
                 raise ValueError(f"{name!r} of the run is {word!r:.60}, and a word is wanted")
@@ -159,6 +162,20 @@ class Run:
             if case.kind == "time" and self.on_cpu:
                 raise ValueError(f"{case.title} is a kernel's time, of a CPU; a CPU's is of kind 'host_time'")
 
+    def clock(self, kind: str) -> tuple[Figure, ...] | None:
+        """What its times of that kind are of: times are compared where that is the same. None where it was not recorded."""
+        if kind == "time":
+            return (self.device,)
+        return (self.machine["cpu"], self.machine["cores"]) if {"cpu", "cores"} <= self.machine.keys() else None
+
+    @property
+    def where(self) -> str:
+        """The machine in words."""
+        if self.clock("host_time") is None:
+            return "a machine that was not recorded"
+        load = f", load {self.machine['load']}" if "load" in self.machine else ""
+        return printable(f"{self.machine['cpu']}, {self.machine['cores']} cores{load}")
+
     @property
     def on_cpu(self) -> bool:
         return self.device.casefold() == "cpu"
@@ -166,6 +183,8 @@ class Run:
     def text(self) -> str:
         """The content of its file."""
         head = {"schema": SCHEMA, **{each.name: getattr(self, each.name) for each in fields(self)[:-1]}}
+        if not self.machine:  # as in the files that were written before runs said it
+            del head["machine"]
         lines = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in head.items()]
         cases = [f"  {json.dumps(_flat(case))}" for case in self.cases]
         return "{\n" + ",\n".join(lines) + ',\n "cases": [\n' + ",\n".join(cases) + "\n ]\n}\n"
@@ -195,6 +214,8 @@ def read(file: Path) -> Run:
             raise ValueError(f"it is of schema {raw.get('schema')!r}, and {SCHEMA} is what can be read")
         kinds = {"device": str, "time": str, "commit": str, "dirty": bool, "versions": dict, "ceilings": dict}
         head = {name: taken(raw, name, kind) for name, kind in kinds.items()}
+        if "machine" in raw:  # older files have none
+            head["machine"] = taken(raw, "machine", dict)
         return Run(**head, cases=tuple(_unflat(each) for each in taken(raw, "cases", list)))
 
 

@@ -28,7 +28,9 @@ def report(run: Run, against: Run | None = None) -> str:
     statuses = Counter(case.status for case in run.cases)
     counted = ", ".join(f"{statuses[status]} {status}" for status in STATUSES)
     of = f"{escaped(run.device)}, commit {escaped(run.commit[:10])}{' with changes' if run.dirty else ''}, {run.time}"
-    lines = [f"# Benchmarks on {of}", "", f"Of {len(run.cases)} cases {counted}."]
+    made_with = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    where = f"On {run.where}, with {made_with}." if made_with else f"On {run.where}."
+    lines = [f"# Benchmarks on {of}", "", f"Of {len(run.cases)} cases {counted}. {escaped(where)}"]
     means = [f"- in {escaped(group)}: {told}" for group, cases in groups.items() if (told := _means(cases))]
     if means:
         lines += ["", "Over Weft's, in the geometric mean of a group:", "", *means]

@@ -86,7 +86,7 @@ def _weft(mesh: ProcessMesh, tokens: torch.Tensor, target: torch.Tensor) -> Call
         sync.wait()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach().to_local().item()
+        return loss.detach().item()
 
     return step
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 project = "Weft"
 project_copyright = "the Weft authors; Apache-2.0"
 version = release = "0.1.0"
@@ -58,4 +60,12 @@ def setup(app: Any) -> None:
     def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
         lines[:] = markup("\n".join(lines))
 
+    def show_all_options(app: Any, what: str, name: str, obj: Any, *shown: Any) -> None:
+        """Overloads are for type checkers: the reference has the one signature, with every option and its default."""
+        if what == "function":
+            analyzer = ModuleAnalyzer.for_module(obj.__module__)
+            analyzer.analyze()
+            analyzer.overloads.clear()
+
     app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-process-signature", show_all_options)

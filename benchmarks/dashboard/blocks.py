@@ -89,6 +89,11 @@ class Section:
     blocks: tuple[Block, ...] = field(default=())
 
 
+def title_of(group: str, kind: str) -> str:
+    """What the cases of a group are called."""
+    return KNOWN[group, kind][1] if (group, kind) in KNOWN else printable(group).replace("_", " ")
+
+
 def sections(run: Run) -> list[Section]:
     """All groups of the run; kernels are spoken of even where none is measured."""
     found: dict[str, list[tuple[int, Block]]] = {name: [] for name in SECTIONS}
@@ -96,9 +101,9 @@ def sections(run: Run) -> list[Section]:
     by_kind = sorted(run.cases, key=lambda case: (case.group, case.kind, _natural(case.name), case.name))
     for (group, kind), cases in itertools.groupby(by_kind, key=lambda case: (case.group, case.kind)):
         unknown = ("kernels" if kind == "time" else "more", "", HOST if kind == "host_time" else "")
-        section, title, lead = KNOWN.get((group, kind), unknown)
+        section, _, lead = KNOWN.get((group, kind), unknown)
         place = order.index((group, kind)) if (group, kind) in KNOWN else len(order)
-        found[section].append((place, block(group, title or printable(group).replace("_", " "), lead, list(cases))))
+        found[section].append((place, block(group, title_of(group, kind), lead, list(cases))))
     made = []
     for name, title in SECTIONS.items():
         blocks = tuple(each for _, each in sorted(found[name], key=lambda placed: placed[0]))
@@ -125,7 +130,7 @@ def block(group: str, title: str, lead: str, cases: Sequence[Case]) -> Block:
         lead=lead,
         figures=tuple(figures),
         remarks=(*remarks, *_unmeasured(cases)),
-        tables=(table,),
+        tables=(table, *(curves.distances(measured) if group == "loss_curves" else ())),
         stacked=cases[0].kind == "time",
     )
 

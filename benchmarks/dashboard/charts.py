@@ -16,7 +16,6 @@ import altair as alt
 Spec = dict[str, Any]
 Datum = dict[str, Any]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
-DASHES = [[1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 1], [1, 3], [10, 4], [3, 3, 1, 3]]
 SECONDS = "format(datum.value, '~s') + 's'"
 ROW = 34  # pixels: a line of text, and the marks under it
 LADDER = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -150,44 +149,62 @@ def _tip() -> alt.Tooltip:
     return alt.Tooltip("tip:N", title=" ")
 
 
-def curves(data: Sequence[Datum], names: Sequence[str]) -> Spec:
-    """A loss by step for each `name`, told apart by dash; where they lie on each other the later is thinner.
+def apart(data: Sequence[Datum], least: float, most: float) -> Spec:
+    """By step how far a loss lies from another, relative to it, with a line at 0; charts with the same ends have one scale.
 
     Data: name, x, value, tip.
     """
-    some, legend = list(names), _legend()
+    base = _over(data)
+    x = alt.X("x:Q").axis(alt.Axis(grid=False, tickCount=4)).title("step")
+    y = alt.Y("value:Q").axis(alt.Axis(format="~e", tickCount=3)).scale(domain=[least, most], nice=True).title(None)
+    zero = (
+        alt.Chart({"sequence": {"start": 0, "stop": 1, "as": "zero"}})
+        .mark_rule(style="reference")
+        .encode(y=_of(y, "zero"))
+    )
+    line = base.mark_line(strokeWidth=1.5).encode(x=x, y=y)
+    return _spec(alt.layer(zero, line, base.mark_point(style="hit").encode(x=x, y=y, tooltip=_tip())), 110)
+
+
+def curve(data: Sequence[Datum]) -> Spec:
+    """A loss by step. Data: name, x, value, tip."""
     base = _over(data)
     x = alt.X("x:Q").axis(alt.Axis(grid=False)).title("step")
     y = alt.Y("value:Q").scale(zero=False).axis(alt.Axis(tickCount=5)).title("loss")
-    colour = alt.Color("name:O").scale(domain=some, range="category").legend(legend)
-    dash = alt.StrokeDash("name:O").scale(domain=some, range=DASHES).legend(legend)
-    widths = [1.5 * (len(some) - at) + 0.5 for at in range(len(some))]
-    width = alt.StrokeWidth("name:O").scale(domain=some, range=widths).legend(legend)
-    line = base.mark_line().encode(x=x, y=y, color=colour, strokeDash=dash, strokeWidth=width)
-    return _spec(alt.layer(line, base.mark_point(style="hit").encode(x=x, y=y, tooltip=_tip())), 240)
+    hit = base.mark_point(style="hit").encode(x=x, y=y, tooltip=_tip())
+    return _spec(alt.layer(base.mark_line().encode(x=x, y=y), hit), 200)
 
 
 def over_runs() -> Spec:
-    """Seconds over the runs for each `name`, told apart by shape, `low` to `high` as a band; the page gives the data.
+    """A figure over the runs for each `name`, told apart by shape, `low` to `high` as a band; the page gives the data.
 
-    Data: name, x, value, low, high, tip.
+    Data: name, ours, x, value, low, high, machine, here, tip. A line joins runs of one machine; marks of others are pale.
     """
     base = _over([])
-    x = alt.X("x:O").sort(None).axis(alt.Axis(labelAngle=0, labelOverlap=True, grid=False)).title("run, oldest first")
-    y = alt.Y("value:Q").scale(zero=False).axis(alt.Axis(labelExpr=SECONDS, tickCount=5))
-    colour = alt.Color("name:N").scale(domain=[], range="category").legend(_legend())
-    shape = alt.Shape("name:N").scale(domain=[], range=SHAPES).legend(_legend())
+    x = alt.X("x:O").sort(None).axis(alt.Axis(labelAngle=0, labelOverlap=True, grid=False)).title(None)
+    y = alt.Y("value:Q").scale(zero=False, nice=False).axis(alt.Axis(tickCount=3)).title(None)
+    colour = alt.Color("name:N").scale(domain=[], range="category").legend(None)
+    shape = alt.Shape("name:N").scale(domain=[], range=SHAPES).legend(None)
+    width = alt.condition("datum.ours", alt.value(2.5), alt.value(1.25))
+    here = alt.condition("datum.here", alt.value(1), alt.value(0.4))
     layers = (
-        base.mark_area(style="band").encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=colour),
-        base.mark_line().encode(x=x, y=y, color=colour),
-        base.mark_point(style="mark").encode(x=x, y=y, color=colour, shape=shape, tooltip=_tip()),
+        base.mark_area(style="band").encode(x=x, y=_of(y, "low"), y2="high:Q", color=colour, detail="machine:N"),
+        base.mark_line().encode(x=x, y=y, color=colour, detail="machine:N", strokeWidth=width),
+        base.mark_point(style="mark").encode(x=x, y=y, color=colour, shape=shape, opacity=here, tooltip=_tip()),
     )
-    return _spec(alt.layer(*layers), 260)
+    return _spec(alt.layer(*layers), 120)
 
 
 def _at(x: alt.X, field: str) -> alt.X:
     """The same axis, of another field."""
     other = x.copy()
+    other.shorthand = f"{field}:Q"
+    return other
+
+
+def _of(y: alt.Y, field: str) -> alt.Y:
+    """The same axis, of another field."""
+    other = y.copy()
     other.shorthand = f"{field}:Q"
     return other
 

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts in the colours of the theme, and lets a case of the history be chosen. Everything is in the page.
+// Draws the charts in the colours of the theme, those that are folded when they are unfolded. Everything is in the page.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
@@ -13,14 +13,14 @@
   }
 
   function config() {
-    const [ink, quiet, line, weft, two, three, four, five, six, page] =
-      ["ink", "quiet", "line", "weft", "two", "three", "four", "five", "six", "page"].map(colour);
+    const [ink, quiet, line, page] = ["ink", "quiet", "line", "page"].map(colour);
+    const category = ["weft", "two", "three", "four", "five", "six", "seven", "eight"].map(colour);
     const font = getComputedStyle(document.body).fontFamily;
     const text = { font, labelFont: font, titleFont: font };
     return {
       background: "transparent", padding: { left: 6, right: 6, top: 2, bottom: 2 }, font,
       view: { stroke: null }, mark: { color: ink }, text: { color: ink },
-      range: { category: [weft, two, three, four, five, six] },
+      range: { category },
       axis: { ...text, labelColor: quiet, titleColor: quiet, labelFontSize: 11, titleFontSize: 12, titleFontWeight: 400,
         gridColor: line, domainColor: line, tickColor: line, labelPadding: 4 },
       legend: { ...text, labelColor: ink, labelFontSize: 12, symbolStrokeWidth: 2 },
@@ -51,36 +51,51 @@
     views.set(inner, view);
   }
 
-  function drawPast(select) {
-    const { runs, series, spec } = data.past[select.dataset.past];
-    const { kind, ways, points } = series[select.value];
-    const seconds = (value) => `${(value * 1e3).toPrecision(4)} ms`;
+  // A small chart of the history: a case over the runs, all ways beside one another, on a scale where ratios are distances.
+  function specOfPast(place) {
+    const { runs, machines, series, spec } = data.past[place.dataset.past];
+    const { kind, ways, points } = series[place.dataset.series];
+    const timed = kind !== "count";
+    const shown = (value) => (timed ? `${(value * 1e3).toPrecision(4)} ms` : `${value}`);
+    const machine = (run) => (kind === "host_time" ? machines[run] : 0); // of what else is told it says nothing
     const values = points.map(([way, run, low, value, high]) => ({
-      name: ways[way], at: run, x: runs[run], low, value, high,
-      tip: `${ways[way]}, ${runs[run]}: ${seconds(value)} (${seconds(low)} to ${seconds(high)})`,
+      name: ways[way], ours: ways[way] === "Weft", x: run + 1, low, value, high,
+      machine: machine(run), here: machine(run) === machine(runs.length - 1),
+      tip: `${ways[way]}, ${runs[run]}: ${shown(value)}${timed ? ` (${shown(low)} to ${shown(high)})` : ""}`,
     }));
+    const ends = [Math.min(...points.map((each) => each[3])), Math.max(...points.map((each) => each[3]))];
+    const [low, high] = [Math.min(...points.map((each) => each[2])), Math.max(...points.map((each) => each[4]))];
+    const type = low > 0 ? "log" : "linear";
+    const scale = { type, nice: false, domain: low > 0 ? [low / 1.03, high * 1.03] : [low, high || 1] };
+    const axis = { values: [...new Set(ends)], grid: true, labelExpr: timed ? "format(datum.value, '.3~s') + 's'" : "format(datum.value, '.4~s')" };
     const chosen = JSON.parse(JSON.stringify(spec));
     chosen.data = { values };
     for (const layer of chosen.layer) {
       for (const channel of ["color", "shape"]) {
         if (layer.encoding[channel]) layer.encoding[channel].scale.domain = ways;
       }
-      layer.encoding.x.scale = { domain: runs };
-      layer.encoding.y.title = kind;
+      layer.encoding.x.scale = { domain: runs.map((_, run) => run + 1) };
+      Object.assign(layer.encoding.y, { scale, axis });
     }
-    const place = document.getElementById(`${select.dataset.past}-past`);
-    const title = select.selectedOptions[0].textContent;
-    place.setAttribute("aria-label", `${title}, over ${runs.length} runs; its numbers are in the table below.`);
-    return draw(place, chosen);
+    return chosen;
   }
 
-  const selects = [...document.querySelectorAll("select[data-past]")];
+  const folded = (place) => place.closest("details:not([open])") !== null;
+  const specOf = (place) => (place.dataset.chart ? data.charts[place.dataset.chart] : specOfPast(place));
+  let turn = Promise.resolve(); // charts are drawn one after another, whoever asks
 
-  async function drawAll() {
+  // Those that are not folded, in the colours of the theme; without `anew` those that are not drawn yet.
+  function drawAll(within, anew) {
     root.dataset.charts = "drawing";
-    for (const place of document.querySelectorAll("[data-chart]")) await draw(place, data.charts[place.dataset.chart]);
-    for (const select of selects) await drawPast(select);
-    root.dataset.charts = "drawn";
+    turn = turn.then(async () => {
+      for (const place of within.querySelectorAll(".chart")) {
+        if (!folded(place) && (anew || !place.firstElementChild)) await draw(place, specOf(place));
+      }
+    });
+    const last = turn;
+    return last.then(() => {
+      if (turn === last) root.dataset.charts = "drawn";
+    });
   }
 
   const button = document.getElementById("theme");
@@ -91,7 +106,8 @@
     const dark = chosen === null ? system.matches : chosen;
     root.style.colorScheme = chosen === null ? "" : dark ? "dark" : "light";
     button.setAttribute("aria-pressed", String(dark));
-    return drawAll();
+    for (const place of document.querySelectorAll(".chart")) if (folded(place)) place.replaceChildren(); // of the other theme
+    return drawAll(document, true);
   }
 
   button.addEventListener("click", () => {
@@ -99,7 +115,17 @@
     show();
   });
   system.addEventListener("change", show);
-  for (const select of selects) select.addEventListener("change", () => drawPast(select));
+  document.addEventListener("toggle", (event) => event.target.open && drawAll(event.target, false), true);
+
+  // A link to what is folded unfolds it.
+  function unfold() {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    for (let each = target.closest("details"); each; each = each.parentElement.closest("details")) each.open = true;
+    target.scrollIntoView();
+    target.focus({ preventScroll: true });
+  }
+  addEventListener("hashchange", unfold);
   for (const each of document.querySelectorAll("button[data-file]")) {
     each.addEventListener("click", () => {
       const name = each.dataset.file;
@@ -111,4 +137,5 @@
     });
   }
   show();
+  unfold();
 })();

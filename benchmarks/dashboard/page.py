@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from benchmarks.dashboard import past, shared
 from benchmarks.dashboard.blocks import Section, sections
+from benchmarks.dashboard.changed import Changed, changed
 from benchmarks.dashboard.headline import Headline, headline
 from benchmarks.dashboard.past import Past
 from benchmarks.dashboard.sources import Device, Results
@@ -36,6 +37,7 @@ class Shown:
     id: str
     name: str
     run: Run
+    changed: Changed
     headline: Headline
     sections: Sequence[Section]
     past: Past
@@ -79,13 +81,15 @@ def page(results: Results) -> str:
 
 def _shown(device: Device, budgets: int, timed: bool) -> Shown:
     name = "cpu" if device.is_cpu else re.sub("[^a-z0-9]+", "-", device.name.casefold()).strip("-") or "device"
+    found = past.past(device)
     return Shown(
         id=f"on-{name}-{hashlib.sha256(device.name.encode()).hexdigest()[:4]}",
         name="CPU" if device.is_cpu else printable(device.name),
         run=device.newest,
         headline=headline(device, budgets, timed=timed),
         sections=sections(device.newest),
-        past=past.past(device),
+        changed=changed(device, found),
+        past=found,
     )
 
 

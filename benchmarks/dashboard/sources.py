@@ -89,7 +89,7 @@ def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
 
 def _device(found: History, budgets: Budgets | None) -> Device:
     *earlier, newest = found.runs.values()
-    comparison = compare.compare(newest, earlier[-compare.RUNS :], budgets) if budgets else None
+    comparison = compare.compare(newest, compare.beside(newest, earlier), budgets) if budgets else None
     return Device(newest.device, found.runs, comparison)
 
 

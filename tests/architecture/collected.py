@@ -80,18 +80,24 @@ def _reached_from(value: Any) -> set[str]:
 def _loaded(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
     """What the code loads by a global name, or as an attribute of a module."""
     holder: object = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-            holder = names.get(instruction.argval)
+    for operation, name in _operations(code):
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            holder = names.get(name)
             yield holder
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(holder, ModuleType | type):
-            holder = getattr(holder, instruction.argval, None)
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(holder, ModuleType | type):
+            holder = getattr(holder, name, None)
             yield holder
         else:
             holder = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _loaded(constant, names)
+
+
+@functools.cache
+def _operations(code: CodeType) -> list[tuple[str, Any]]:
+    """The code's instructions and their arguments; many tests reach the same code."""
+    return [(instruction.opname, instruction.argval) for instruction in dis.get_instructions(code)]
 
 
 @functools.cache

@@ -1,5 +1,10 @@
 """Four packages in one namespace, one version, files of a size to be read."""
 
+import importlib
+import importlib.metadata
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -50,6 +55,39 @@ def test_mesh_needs_nothing() -> None:
     assert project("mesh")["dependencies"] == []
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_numpy_is_declared_where_objects_are_sent(package: str) -> None:
+    """torch declares no dependency on it, but needs it for collectives of Python objects."""
+    sends = any(re.search(r"\b\w+_object(_list)?\(", path.read_text()) for path in sources(package))
+    assert any(need.startswith("numpy") for need in project(package)["dependencies"]) == sends
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_pages_say_from_where_to_install(package: str) -> None:
+    """No package index has them yet."""
+    page = (ROOT / "packages" / package / "README.md").read_text()
+    assert f"./packages/{package}" in page
+    assert not re.search(r"pip install [^\n]*\bweft-", page)
+
+
+def test_models_are_those_there_are() -> None:
+    described = project("models")["description"]
+    folders = {path.parent.name for path in (ROOT / "packages/models/src/weft/models").glob("*/model.py")}
+    assert {word.lower() for word in re.findall(r"Llama|Qwen|GPT", described)} == folders
+
+
+def test_every_page_names_the_same_systems() -> None:
+    """Those that the tests run on."""
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("docs/**/*.md"),
+    ]
+    assert [page.name for page in pages if re.search(r"macOS|Windows", page.read_text())] == []
+    assert all("Linux, Python 3.11 to 3.13" in page.read_text() for page in pages[:2])
+
+
 def test_no_file_is_too_long() -> None:
     def lines(path: Path) -> int:
         return len(path.read_text().splitlines())
@@ -59,3 +97,16 @@ def test_no_file_is_too_long() -> None:
 
 def test_a_long_file_is_caught() -> None:
     assert long_files({"long.py": MAX_LINES + 1, "short.py": MAX_LINES}) == {"long.py": MAX_LINES + 1}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_its_version(package: str) -> None:
+    module = importlib.import_module(f"weft.{package}")
+    assert module.__version__ == importlib.metadata.version(f"weft-{package}")
+    with pytest.raises(AttributeError, match=f"weft.{package}.* no .*'nothing'"):
+        module.nothing  # noqa: B018
+
+
+def test_the_version_is_not_read_before_it_is_asked_for() -> None:
+    code = "import sys, weft.mesh, weft.models; assert 'importlib.metadata' not in sys.modules; weft.mesh.__version__"
+    subprocess.run([sys.executable, "-c", code], check=True)

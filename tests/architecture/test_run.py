@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,10 +33,10 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def run(checkout: Path, *arguments: str, python: str = ECHO) -> subprocess.CompletedProcess[str]:
+def run(checkout: Path, *arguments: str, python: str = ECHO, **settings: str) -> subprocess.CompletedProcess[str]:
     for name in PYTHON_NAMES:
         write_script(checkout / "bin" / name, python)
-    environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", **settings}
     command = [str(checkout / "run"), *arguments]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
 
@@ -54,6 +56,10 @@ def run(checkout: Path, *arguments: str, python: str = ECHO) -> subprocess.Compl
             id="a-layout",
         ),
         pytest.param(["layout", "", "--mesh", "dp=2"], ["layout"], ["", "--mesh", "dp=2"], id="an-empty-layout"),
+        pytest.param(["lint", "train", "test"], ["lint", "train"], ["test"], id="after-one-that-nox-gives-way-to"),
+        pytest.param(
+            ["generate", "test", "--prompt", "x"], ["generate"], ["test", "--prompt", "x"], id="a-folder-named-test"
+        ),
         pytest.param(["test", "-k", "train"], ["test"], ["-k", "train"], id="a-session-name-as-argument"),
     ],
 )
@@ -61,8 +67,8 @@ def test_leading_session_names_are_run_and_the_rest_is_passed_on(
     checkout: Path, arguments: list[str], sessions: list[str], passed_on: list[str]
 ) -> None:
     done = run(checkout, *arguments)
-    nox = ["-m", "nox", "-f", str(checkout / "noxfile.py"), "-s", *sessions, "--", *passed_on]
-    assert done.stdout.splitlines() == nox
+    said = done.stdout.splitlines()
+    assert said[said.index("main()") + 1 :] == ["-f", str(checkout / "noxfile.py"), "-s", *sessions, "--", *passed_on]
     assert done.returncode == 0
 
 
@@ -70,6 +76,14 @@ def test_without_arguments_the_sessions_are_listed(checkout: Path) -> None:
     done = run(checkout)
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "--list"
+
+
+def test_ctrl_c_while_nox_is_imported_is_no_traceback(checkout: Path) -> None:
+    write_script(checkout / ".venv/bin/python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (checkout / "modules/nox").mkdir(parents=True)
+    (checkout / "modules/nox/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = run(checkout, "test", PYTHONPATH=str(checkout / "modules"))
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_an_unknown_session_is_named(checkout: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.record import Case, Run
 
 GPU = "NVIDIA H200"
+MACHINE = {"cpu": "AMD EPYC 9654", "cores": 8, "load": 0.25}
 
 
 def case(name: str = "loss", way: str = "Weft", median: float = 1e-3, *, group: str = "losses", **rest: Any) -> Case:
@@ -34,6 +35,7 @@ def run(*cases: Case, minute: int = 0, **rest: Any) -> Run:
         "dirty": False,
         "versions": {"python": "3.12.9", "torch": "2.11.0", "triton": "3.6.0"},
         "ceilings": {"copy_bytes_per_second": 4.1e12},
+        "machine": MACHINE,
         "cases": cases or (case(),),
     }
     return Run(**(usual | rest))

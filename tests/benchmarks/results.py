@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Case, Run, folder_name
 from tests.architecture.rules import ROOT
-from tests.benchmarks.cases import case, run
+from tests.benchmarks.cases import MACHINE, case, run
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">{{7*7}}"
 LOGITS = (
@@ -46,6 +47,24 @@ def of_a_gpu(folder: Path) -> Path:
     for minute in range(6):
         gpu_run(minute).write(folder / "NVIDIA-H200")
     return folder
+
+
+def of_two_machines(folder: Path) -> Path:
+    """Four runs of a CPU's, the second of another machine; the newest is slower, and holds more."""
+    for minute in range(4):
+        made = cpu_run(minute)
+        other = {"cpu": "AMD EPYC 7763", "cores": 4, "load": 3.5}
+        machine = other if minute == 1 else {**MACHINE, "load": 0.5 * minute}
+        cases = [_grown(each, 1.4, 1.1) if minute == 3 else each for each in made.cases]
+        replace(made, machine=machine, cases=tuple(cases)).write(folder / "cpu")
+    return folder
+
+
+def _grown(each: Case, seconds: float, held: float) -> Case:
+    """Weft's own, slower and with more memory."""
+    growth = {"seconds_p20": seconds, "seconds_median": seconds, "seconds_p80": seconds, "peak_bytes": held}
+    grown = {key: each.numbers[key] * growth[key] for key in growth if key in each.numbers}
+    return replace(each, figures=each.figures | grown) if each.ours else each
 
 
 def hostile(folder: Path) -> Path:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from benchmarks import compare, history
 from benchmarks.compare import Budgets, Change, Comparison
 from benchmarks.record import Case, Run, Spread
-from tests.benchmarks.cases import case, counted, run, unmeasured
+from tests.benchmarks.cases import MACHINE, case, counted, run, unmeasured
 
 BUDGETS = Budgets(
     group=0.95, case=0.90, counts={"traffic bytes": 6.05}, retired=frozenset({"old", "loss, Weft, given away"})
@@ -307,3 +308,71 @@ def test_budgets_that_cannot_be_read_are_told_in_a_line(
     assert compare.main([], tmp_path, file) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line and told in line
+
+
+def by_host(median: float, way: str = "Weft", **rest: Any) -> Case:
+    """A time of the host."""
+    return replace(case(way=way, median=median, **rest), kind="host_time")
+
+
+OTHER = {"cpu": "AMD EPYC 7763", "cores": 4, "load": 0.1}
+
+
+class TestMachines:
+    """Times are compared on one machine alone: a host's by its CPU and cores, a kernel's by its GPU."""
+
+    def test_times_of_another_host_are_no_history(self) -> None:
+        old = [run(by_host(1e-3), minute=0), run(by_host(9e-3), minute=1, machine=OTHER)]
+        found = compared(run(by_host(2e-3), minute=2), *old)
+        assert [(change.before.median, change.ratio) for change in found.changes] == [(1e-3, 0.5)]
+        assert found.notes[-1] == "times of the host are not compared with 1 of another machine, of 2 earlier runs"
+
+    @pytest.mark.parametrize("machine", [{}, {"cpu": "AMD EPYC 9654"}, {"cores": 8}])
+    def test_what_was_not_recorded_is_no_machine(self, machine: dict[str, Any]) -> None:
+        untold = [run(by_host(1e-3), minute=minute, machine=machine) for minute in range(2)]
+        assert compared(untold[1], untold[0]).changes == ()
+        assert compared(untold[1], untold[0]).notes[-1].endswith("the run's machine was not recorded")
+        found = compared(run(by_host(1e-3), minute=2), *untold)
+        assert (found.changes, found.notes[-1]) == (
+            (),
+            "times of the host are not compared with 2 of a machine that was not recorded, of 2 earlier runs",
+        )
+
+    def test_the_load_makes_no_other_machine(self) -> None:
+        busy = run(by_host(1e-3), machine={"cpu": "AMD EPYC 9654", "cores": 8, "load": 7.5})
+        assert len(compared(run(by_host(1e-3), minute=1), busy).changes) == 1
+
+    def test_a_kernel_is_compared_on_its_gpu_whatever_the_host(self) -> None:
+        found = compared(run(case(), minute=1), run(case(), machine=OTHER))
+        assert (len(found.changes), found.notes) == (1, ("no case has the figure of the budget 'traffic bytes'",))
+
+    def test_five_runs_of_the_machine_are_taken_though_others_lie_between(self, tmp_path: Path) -> None:
+        runs = [run(by_host(1e-3 * (1 + at)), minute=at, machine=OTHER if at % 2 else MACHINE) for at in range(14)]
+        history_in(tmp_path, *runs)
+        old, _ = compare.before(runs[-2], tmp_path)
+        (change,) = compared(runs[-2], *old).changes
+        assert change.before.median == statistics.median(1e-3 * (1 + at) for at in (2, 4, 6, 8, 10))
+
+    def test_a_case_that_is_gone_is_missed_on_any_machine(self) -> None:
+        found = compared(run(counted(bytes=1)), run(counted(bytes=1), counted("rest"), machine=OTHER))
+        assert [failure.partition(":")[0] for failure in found.failures] == ["counts"]
+
+    def test_the_machine_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        history_in(tmp_path, run())
+        assert compare.main([], tmp_path) == 0
+        assert "\non AMD EPYC 9654, 8 cores, load 0.25\n" in capsys.readouterr().out
+
+
+def test_counted_figures_that_changed_are_those_of_weft_beside_the_newest_that_has_them() -> None:
+    old = [
+        run(counted(bytes=8, flop=3, step_001=1.0), counted(way="Liger", bytes=1), minute=0),
+        run(counted(bytes=6, flop=3, step_001=1.0), counted(way="Liger", bytes=2), machine=OTHER, minute=1),
+        run(counted("else", bytes=6), minute=2),
+    ]
+    found = compared(run(counted(bytes=9, flop=3, step_001=2.0), counted(way="Liger", bytes=3), minute=3), *old)
+    assert [(each.label, each.before, each.now, each.growth) for each in found.counts] == [("bytes", 6, 9, 1.5)]
+
+
+def test_collectives_and_memory_are_counted_beside_times() -> None:
+    old, new = (run(by_host(1e-3, collectives=number, registers=number)) for number in (21, 22))
+    assert [(each.label, each.growth) for each in compared(new, old).counts] == [("collectives", 22 / 21)]

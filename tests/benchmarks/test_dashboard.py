@@ -86,6 +86,7 @@ def test_a_gpus_sentence_has_its_share_of_the_roofline_and_the_mean_of_its_ratio
     )
 
 
+@pytest.mark.exhaustive  # draws two devices; its sister, a CPU's sentence beside a GPU, is above
 def test_a_page_that_times_a_gpu_says_of_no_device_that_none_is_timed_yet(tmp_path: Path) -> None:
     text = made(results.of_a_gpu(tmp_path)).text
     assert "On an NVIDIA H200, Weft's kernels reach" in text and "On a CPU no kernel is timed; by count" in text

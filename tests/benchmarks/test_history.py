@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import history
+from benchmarks import history, machine
 from benchmarks.history import HistoryError
 from tests.architecture.rules import ROOT
-from tests.benchmarks.cases import GPU, benchmark, case, counted, pytest_file, run, timed, unmeasured
+from tests.benchmarks.cases import GPU, MACHINE, benchmark, case, counted, pytest_file, run, timed, unmeasured
 
 CPU = {"python_version": "3.11.7"}
 
@@ -249,3 +249,24 @@ def test_the_standard_library_is_enough(module: str) -> None:
     program = f"import sys, benchmarks.{module}; print({{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert eval(done.stdout).isdisjoint({"torch", "triton", "weft", "numpy", "pytest"})
+
+
+def test_the_machine_is_kept_with_the_run(tmp_path: Path) -> None:
+    told = {"python_version": "3.12.9", "device": GPU, "versions": {}, "machine": MACHINE}
+    kept = history.read(history.add(pytest_file(tmp_path, timed(), machine_info=told), results=tmp_path / "results"))
+    assert (kept.machine, kept.where) == (MACHINE, "AMD EPYC 9654, 8 cores, load 0.25")
+    without = history.recorded(pytest_file(tmp_path, timed()))
+    assert (without.machine, without.where, '"machine"' in without.text()) == (
+        {},
+        "a machine that was not recorded",
+        False,
+    )
+
+
+def test_this_machine_is_told(tmp_path: Path) -> None:
+    found = machine.told()
+    assert found["cpu"] and found["cores"] >= 1 and found["load"] >= 0
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\nprocessor\t: 1\nmodel name\t: AMD EPYC 9654\n")
+    assert machine.model(cpuinfo) == "AMD EPYC 9654"
+    assert machine.model(tmp_path / "none"), "elsewhere, the architecture"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 import pytest
@@ -10,7 +11,7 @@ from benchmarks import history
 from benchmarks.record import Case
 from tests.architecture.rules import ROOT
 
-README = (ROOT / "README.md").read_text()
+README, RESHARD = ((ROOT / folder / "README.md").read_text() for folder in ("", "packages/reshard"))
 STEP, CURVES = "a step of llama-tiny, dp=2 x tp=2", "llama-tiny, 60 steps"
 
 
@@ -30,14 +31,16 @@ def test_steps(kept: dict[tuple[str, str, str], Case]) -> None:
 
 def test_layout_changes(kept: dict[tuple[str, str, str], Case]) -> None:
     shown = []
-    for way in ("Weft", "DTensor"):
+    for way in ENGINES:
         numbers = kept["reshard_bytes", "4x4x4, 8192 x 8192 fp32", way].numbers
         shown.append(f"mean {numbers['bytes_over_bound_mean']:.2f}, max {numbers['bytes_over_bound_max']:.3g}")
-    assert f"| {shown[0].replace('max 1', 'max 1.00')} | `DTensor.redistribute`: {shown[1]} |" in README
+    searched = f"with its min-cost search, a private switch: {shown[2]}"
+    assert f"| {shown[0].replace('max 1', 'max 1.00')} | `DTensor.redistribute`: {shown[1]}; {searched} |" in README
     pairs = {name for group, name, _ in kept if group == "reshard_time"}
     times = {way: [kept["reshard_time", name, way].seconds.median for name in pairs] for way in ("Weft", "DTensor")}
     ratio = statistics.geometric_mean(a / b for a, b in zip(times["Weft"], times["DTensor"], strict=True))
     assert f"| {ratio:.2f}, the geometric mean | 1.00 with `DTensor.redistribute` |" in README
+    assert f"host take {ratio:.2f} of DTensor's time" in RESHARD
 
 
 def test_losses(kept: dict[tuple[str, str, str], Case]) -> None:
@@ -50,9 +53,21 @@ def test_losses(kept: dict[tuple[str, str, str], Case]) -> None:
         for way in ("Weft", "eager torch")
         for tokens in (4096, 16384)
     ]
-    assert "| {:.2f} and {:.2f} GB | eager torch: {:.2f} and {:.2f} GB |".format(*held) in README
+    assert "| {:.2f} and {:.2f} GB | eager torch: {:.2f} and {:.2f} GB;".format(*held) in README
+    others = {way for group, _, way in kept if group == "linear_cross_entropy" and not way.startswith("Weft")}
+    assert others == {"eager torch"}, "what else is measured is to be named beside eager torch"
 
 
+@pytest.mark.parametrize("mesh", ["2x2", "2x2x2", "2x2x2x2", "4x4x4"])
+def test_the_table_of_layout_changes(kept: dict[tuple[str, str, str], Case], mesh: str) -> None:
+    found = [kept["reshard_bytes", f"{mesh}, 8192 x 8192 fp32", way].numbers for way in ENGINES]
+    shares = " / ".join(f"{each['share_above_bound']:.0%}" for each in found)
+    means = " / ".join(f"{each['bytes_over_bound_mean']:.2f}" for each in found)
+    most = " / ".join(f"{each['bytes_over_bound_max']:.3g}" for each in found)
+    assert re.search(rf"^\| {mesh}[^|]* \| {shares} \| {means} \| {most} \|$", RESHARD, re.MULTILINE)
+
+
+ENGINES = ("Weft", "DTensor", "DTensor, min-cost")
 LIGER = ("Weft", "Liger, where the upstream gradient is 1", "Liger, where it is another number")
 
 

@@ -30,6 +30,7 @@ def check(shown: Row, runs: Sequence[Row]) -> None:
     """The facts, the sentence and the tiles of a device are those of its newest run."""
     newest = runs[-1]
     assert shown["facts"]["Device"] == ("CPU" if newest["device"] == "cpu" else newest["device"])
+    assert shown["facts"]["Machine"] == where(newest)
     assert shown["facts"]["Commit"] == (newest["commit"][:10] or "unversioned") + " with changes" * newest["dirty"]
     assert shown["facts"]["Date"] == f"{newest['time'][:10]} {newest['time'][11:16]} UTC"
     assert shown["date"] == newest["time"]
@@ -41,6 +42,12 @@ def check(shown: Row, runs: Sequence[Row]) -> None:
     _says(shown["sentence"], [newest["device"], *(each for tile in wanted[:CLAUSES] for each in tile.clause)])
     timed = any(case["kind"] == "time" and case["status"] == "measured" for case in newest["cases"])
     assert ("no kernel is timed" in shown["sentence"] or "Not timed" in shown["sentence"]) == (not timed)
+
+
+def where(run: Row) -> str:
+    if not run.get("machine"):
+        return "a machine that was not recorded"
+    return "{cpu}, {cores} cores, load {load}".format(**run["machine"])
 
 
 def _says(text: str, parts: Sequence[str]) -> None:

@@ -29,7 +29,18 @@ TABLES = """
 FIRST_SCREENS = """
 () => [...document.querySelectorAll("article:not(#any)")].map(article => ({
   id: article.id,
-  sentence: article.querySelector(".sentence").textContent,
+  title: article.querySelector(".sentence").textContent,
+  sentence: article.querySelector(".standing").textContent,
+  lines: [...article.querySelectorAll(".changed li")].map(each => ({
+    growth: each.querySelector(".growth").firstChild.data.trim(),
+    word: each.querySelector(".growth .quiet").textContent,
+    name: each.querySelector(".what").firstChild.data,
+    of: each.querySelector(".what .quiet").textContent,
+    from: each.querySelector(".from").textContent,
+    others: each.querySelector(".others").textContent,
+    broken: each.querySelector(".budget") !== null,
+    link: each.querySelector("a")?.hash.slice(1) ?? null,
+  })),
   facts: Object.fromEntries([...article.querySelectorAll("header .facts > div")].map(each =>
     [each.querySelector("dt").textContent, each.querySelector("dd").textContent.trim()])),
   date: article.querySelector("header time").dateTime,
@@ -55,7 +66,12 @@ class Opened:
         return found
 
     def open_all(self) -> None:
-        self.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        """Unfolds all there is, and waits until what was folded is drawn."""
+        self.page.evaluate(
+            "document.querySelectorAll('details').forEach(each => each.open = true); "
+            "new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+        )
+        self.drawn()
 
     def drawn(self) -> None:
         self.page.wait_for_selector("html[data-charts=drawn]", timeout=1000 * PATIENCE)

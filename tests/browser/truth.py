@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +156,111 @@ def _timed(run: Row, row: Row) -> Row | None:
     )
 
 
+def timed_alike(runs: list[Row], kind: str) -> list[Row]:
+    """Of the runs before the newest the last five on its machine, of which a time of a host is; a kernel's is of the GPU."""
+    newest = runs[-1].get("machine", {})
+    same = [run for run in runs[:-1] if kind == "time" or (newest and _model(run) == _model(runs[-1]))]
+    return same[-5:]
+
+
+def _model(run: Row) -> list[Any]:
+    return [run.get("machine", {}).get(key) for key in ("cpu", "cores")]
+
+
+def check_lines(lines: list[Row], title: str, runs: list[Row]) -> None:
+    """What changed stands there, each figure once, the worst first, the compiler's apart, and its name leads to its history."""
+    wanted = {} if len(runs) == 1 else {**_changed_times(runs), **_changed_counts(runs)}
+    shown = {(line["name"], line["of"]) for line in lines}
+    assert shown <= {key[1:] for key in wanted}
+    left_out = [(before, now) for key, (before, now, _) in wanted.items() if key[1:] not in shown]
+    assert all(math.isclose(before, now, rel_tol=1e-2) for before, now in left_out), "but for what reads the same"
+    growths: dict[tuple[bool, bool], list[float]] = {}
+    broken = [line["broken"] for line in lines]
+    assert broken == sorted(broken, reverse=True), "what breaks a budget comes first"
+    for line in lines:
+        (key,) = (key for key in wanted if key[1:] == (line["name"], line["of"]))
+        before, now, others = wanted[key]
+        told = line["from"].split(" → ")
+        assert all(_is(text, value) for text, value in zip(told, (before, now), strict=True)), line
+        check(line["growth"], now / before)
+        timed = key[0] != "compiled" and line["of"].endswith("time")
+        assert line["word"] == (("slower" if timed else "more") if now > before else ("faster" if timed else "less"))
+        assert line["link"]
+        if others:
+            check(line["others"].removeprefix("others "), statistics.geometric_mean(others))
+        growths.setdefault((key[0] == "compiled", line["broken"]), []).append(now / before)
+    assert all(worse >= better - 1e-4 for each in growths.values() for worse, better in pairwise(each))
+    times = [each for each in lines if each["word"] in ("slower", "faster")]
+    slower = sum(each["word"] == "slower" for each in times)
+    if times:
+        assert f": {slower or 'none'} of " in title and f" {len(times) - slower or 'none'} faster" in title
+
+
+def _is(text: str, value: float) -> bool:
+    """A figure without a unit has three digits."""
+    return shows(text, value) if " " in text else math.isclose(float(text), value, rel_tol=5.1e-3)
+
+
+def _changed_times(runs: list[Row]) -> dict[tuple[str, str, str], tuple[float, float, list[float]]]:
+    found = {}
+    newest = runs[-1]
+    growth: dict[tuple[str, str, str, str], tuple[float, float, float, float]] = {}
+    for case in (case for case in newest["cases"] if "seconds_median" in case and case["status"] == "measured"):
+        key = [case[each] for each in HEAD[:4]]
+        old = [
+            each
+            for run in timed_alike(runs, case["kind"])
+            for each in run["cases"]
+            if [each[name] for name in HEAD[:4]] == key and "seconds_median" in each
+        ]
+        if old:
+            p20, median, p80 = (
+                statistics.median(each[name] for each in old)
+                for name in ("seconds_p20", "seconds_median", "seconds_p80")
+            )
+            growth[tuple(key)] = (median, case["seconds_median"], p20 / case["seconds_p80"], p80 / case["seconds_p20"])
+    for (group, name, way, kind), (before, now, low, high) in growth.items():
+        if way.split(",")[0] == "Weft" and not low <= 1 <= high:
+            others = [
+                each[1] / each[0]
+                for (its_group, its_name, its_way, its_kind), each in growth.items()
+                if (its_group, its_name, its_kind) == (group, name, kind) and its_way.split(",")[0] != "Weft"
+            ]
+            found[group, name, f"{way}, {'time' if kind == 'time' else 'host time'}"] = (before, now, others)
+    return found
+
+
+def _changed_counts(runs: list[Row]) -> dict[tuple[str, str, str], tuple[float, float, list[float]]]:
+    found = {}
+    words = {figure: word for word, figure in WORDS.items() if figure != "seconds_median"}
+    before = {
+        tuple(case[each] for each in HEAD[:3]): case
+        for run in runs[:-1]
+        for case in run["cases"]
+        if case["status"] == "measured"
+    }
+    for case in (
+        case for case in runs[-1]["cases"] if case["status"] == "measured" and case["way"].split(",")[0] == "Weft"
+    ):
+        old = before.get(tuple(case[each] for each in HEAD[:3]), {})
+        for figure, value in case.items():
+            counted = case["kind"] == "count" or figure in ("collectives", "peak_bytes")
+            number = isinstance(value, int | float) and isinstance(old.get(figure), int | float)
+            if counted and number and not re.fullmatch(r".+_\d{3}", figure) and old[figure] != value:
+                label = words.get(figure, figure.replace("_", " "))
+                found[case["group"], case["name"], f"{case['way']}, {label}"] = (old[figure], value, [])
+    return found
+
+
 def check_changes(tables: list[Row], runs: list[Row]) -> None:
-    assert len(tables) == (len(runs) > 1)
+    kinds = {case["kind"] for case in runs[-1]["cases"] if "seconds_median" in case}
+    assert len(tables) == any(timed_alike(runs, kind) for kind in kinds)
     for table in tables:
         for row in table["rows"]:
-            of_runs = [case for run in runs[-6:] if (case := _timed(run, row)) is not None]
+            newest_case = _timed(runs[-1], row)
+            assert newest_case is not None
+            some = [*timed_alike(runs, newest_case["kind"]), runs[-1]]
+            of_runs = [case for run in some if (case := _timed(run, row)) is not None]
             assert CLOCKS[of_runs[-1]["kind"]] == row["heads"][3]
             (before, _), (now, _), (ratio, noise), (word, _) = row["cells"]
             median, low, high = (
@@ -175,6 +276,21 @@ def check_changes(tables: list[Row], runs: list[Row]) -> None:
             for told, end in zip(noise.split(" to "), ends, strict=True):
                 check(f"{told}×", end)
             assert word == ("faster" if ends[0] > 1 else "slower" if ends[1] < 1 else "within the noise")
+
+
+def check_runs(tables: list[Row], runs: list[Row]) -> None:
+    """Each run, the newest first, with its machine and versions."""
+    (table,) = tables
+    for number, told in zip(range(len(runs), 0, -1), table["rows"], strict=True):
+        run = runs[number - 1]
+        machine = run.get("machine", {})
+        shown = dict(zip(table["head"][1:], (text for text, _ in told["cells"]), strict=True))
+        assert told["heads"] == [str(number)]
+        assert shown["machine"] == machine.get("cpu", "not recorded")
+        assert [shown["cores"], shown["load"]] == [str(machine.get(name, "")) for name in ("cores", "load")]
+        assert all(shown[name] == version for name, version in run["versions"].items())
+        assert shown["commit"].startswith(run["commit"][:10])
+        assert int(shown["measured"]) == sum(case["status"] == "measured" for case in run["cases"])
 
 
 def check_shared(tables: list[Row], folder: Path) -> None:

@@ -105,7 +105,7 @@ class TestStepsOfTraining:
 
     COMMAND = (sys.executable, "-c", STEPS)
     LINES = tuple(
-        "check" if step is None else f"step {step}/3  loss 3.2500  grad norm 1.500  3,036 tokens/s  420 MiB"
+        "check" if step is None else f"step {step}/3  loss 3.2500  grad norm 1.500  3,036 tokens/s  peak memory 420 MiB"
         for step in (1, None, 2, 3)
     )
 
@@ -119,7 +119,7 @@ class TestStepsOfTraining:
         assert after == "after"
         assert "…" not in sent
         assert shown.startswith("step 3/3 ")
-        assert shown.endswith("loss 3.2500 grad norm 1.500 3,036 tokens/s 420 MiB")
+        assert shown.endswith("loss 3.2500 grad norm 1.500 3,036 tokens/s peak memory 420 MiB")
         assert max(map(len, ESCAPE.sub("", sent.replace("\r", "\n")).splitlines())) <= columns
 
     @pytest.mark.parametrize("settings", PLAIN[1:])

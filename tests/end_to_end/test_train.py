@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,14 +22,16 @@ WEFT = (sys.executable, "-m", "weft.models.cli")
 SMALL = ("--data.sequence-length", "32", "--data.batch-size", "4", "--optimizer.warmup-steps", "2")
 
 
-def weft(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def weft(
+    *arguments: str, cwd: Path, patience: float = PATIENCE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*WEFT, *arguments],
         cwd=cwd,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience,
         check=False,
     )
 
@@ -58,11 +59,11 @@ def test_what_is_said_comes_in_order(run: tuple[str, Path]) -> None:
         r"^  backward   9 all-reduce +as predicted$",
         r"^  gradients  2 all-reduce +as predicted$",
         r"^check  loss of step 1: ",
-        r"^step  1/12  loss .*  grad norm .*  .* tokens/s  .* MiB$",
+        r"^step  1/12  loss .*  grad norm .*  .* tokens/s  peak memory .* MiB$",
         r"^step  4/12  ",
         r"^step 12/12  ",
         r"^sample$",
-        r"^loss .* -> .* in \d+ s$",
+        r"^loss on held-out text \d\.\d{4} -> \d\.\d{4}, \d\.\d\d -> \d\.\d\d bits a byte, in \d+ s$",
         r"^saved outputs",
         r"^next  weft generate outputs",
     ]
@@ -109,7 +110,7 @@ def test_transformers_loads_the_checkpoint_with_the_same_logits(run: tuple[str, 
 
 
 def test_generate_goes_on_with_the_prompt(run: tuple[str, Path], tmp_path: Path) -> None:
-    done = weft("generate", str(run[1] / "checkpoint"), "--prompt", "def ", "--tokens", "8", cwd=tmp_path)
+    done = weft("generate", str(run[1]), "--prompt", "def ", "--tokens", "8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def ")
 
@@ -130,6 +131,38 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
         losses.append([json.loads(line)["loss"] for line in lines])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
+
+
+SHOWN = {
+    "2x2": (),
+    "4x1": ("--mesh.dp", "4", "--mesh.tp", "1"),
+    "sequence-parallel": ("--sequence-parallel",),
+    "one-process": ("--mesh.dp", "1", "--mesh.tp", "1"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(2400)
+def test_the_command_shown_has_one_loss_on_every_mesh(tmp_path: Path) -> None:
+    """All steps of `weft train` as the README shows it; and the closing line."""
+    losses, held_out = {}, {}
+    for name, arguments in SHOWN.items():
+        done = weft("train", "--output", name, *arguments, cwd=tmp_path, patience=600)
+        assert done.returncode == 0, done.stderr
+        metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [each["loss"] for each in metrics]
+        assert len(losses[name]) == 200
+        assert max(each["grad_norm"] for each in metrics[20:]) < 3, "no spike after the warmup"
+        match = re.search(r"^loss on held-out text (\S+) -> (\S+), \S+ -> (\S+) bits a byte", done.stdout, re.MULTILINE)
+        assert match
+        held_out[name] = [float(number) for number in match.groups()]
+    for name in SHOWN:
+        assert losses[name][0] == pytest.approx(losses["one-process"][0], rel=1e-6), name
+        assert losses[name] == pytest.approx(losses["one-process"], rel=1e-4), name
+        assert held_out[name] == pytest.approx(held_out["one-process"], rel=1e-4, abs=1.01e-4), name  # of 4 digits
+    before, after, bits = held_out["one-process"]
+    assert after < 2.1 < before
+    assert bits == pytest.approx(after / math.log(2), abs=0.01)
 
 
 @pytest.mark.exhaustive
@@ -170,12 +203,23 @@ BAD_INPUT = [
     pytest.param(("train", "--data.path", "empty.txt"), r"data.path empty.txt holds no text", id="empty-file"),
     pytest.param(("train", "--data.path", "folder"), r"data.path folder holds no text", id="empty-folder"),
     pytest.param(("train", "--data.path", "latin.txt"), r"latin.txt is not UTF-8 text \(byte 3 ", id="not-utf-8"),
-    pytest.param(("train", "--data.path", "short.txt"), r"short.txt has 6 tokens, fewer than one sequence", id="short"),
+    pytest.param(
+        ("train", "--data.path", "short.txt"), r"short.txt has 6 tokens, fewer than two sequences", id="short"
+    ),
     pytest.param(("train", "--output", "folder"), r"output folder folder exists", id="output-exists"),
     pytest.param(("train", "--steps", "0"), r"steps is 0; it must be 1 or more", id="no-steps"),
     pytest.param(("train", "--stepz", "3"), r"(?i)unrecognized.*--stepz", id="unknown-option"),
     pytest.param(("trian",), r"unknown command 'trian'", id="command"),
-    pytest.param(("generate", "nowhere", "--prompt", "x"), r"nowhere is not a folder", id="no-checkpoint"),
+    pytest.param(
+        ("train", "--output", "/proc/x"), r"the output folder /proc/x cannot be made: .*; give another", id="output"
+    ),
+    pytest.param(("train", "--output", "empty.txt/x"), r"empty.txt/x cannot be made", id="output-below-a-file"),
+    pytest.param(
+        ("train", "--model.vocab-size", "100"), r"model.vocab_size 100 is below 257: a text's tokens", id="vocabulary"
+    ),
+    pytest.param(("generate", "nowhere", "--prompt", "x"), r"nowhere is not a folder", id="no-folder"),
+    pytest.param(("generate", "folder", "--prompt", "x"), r"folder has no checkpoint; give", id="no-checkpoint"),
+    pytest.param(("generate", "folder", "--prompt", ""), r"--prompt is empty", id="no-prompt"),
 ]
 
 
@@ -211,11 +255,53 @@ def test_bad_input_is_one_message(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_bad_input_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Call me by my layout. " * 10)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"vocab_size": 32000}')
+    program = """
+import sys
+from weft.models.cli import main
+for arguments in (
+    ["train", "--output", "/proc/x"],
+    ["train", "--output", "book.txt/x"],
+    ["train", "--model.vocab-size", "100"],
+    ["generate", "nowhere", "--prompt", "x"],
+    ["generate", "run", "--prompt", "x"],
+):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert end.code == 2
+    assert "torch" not in sys.modules, arguments
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == 5, "one line each"
+
+
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "3"}
     done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, **world)
     assert done.returncode == 2
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(("--mesh.tp", "3"), id="mesh"),
+        pytest.param(("--stpes", "3"), id="option", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_of_a_launchers_processes_one_says_what_is_wrong(mistake: tuple[str, str], tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    done = subprocess.run(
+        [*launcher, "-m", "weft.models.cli", "train", *mistake],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert len(re.findall("does not fit 4 processes|Perhaps you meant", done.stderr)) == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr
 
 
 @pytest.mark.exhaustive
@@ -233,66 +319,3 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert last
     assert (tmp_path / last[1] / "model.safetensors").exists()
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("victim", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_one_dead_rank_ends_all(victim: int, tmp_path: Path) -> None:
-    status, said = _disturb(tmp_path, lambda parent, workers: os.kill(workers[victim], signal.SIGKILL))
-    assert status == 1
-    assert said[0] == f"rank {victim} killed by SIGKILL; the other processes were ended"
-
-
-@pytest.mark.parametrize(
-    ("how", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.exhaustive)],
-)
-def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, tmp_path: Path) -> None:
-    ended, said = _disturb(tmp_path, lambda parent, workers: os.kill(parent, how))
-    assert ended == status
-    assert "Traceback" not in "".join(said)
-
-
-def _disturb(folder: Path, disturb: Callable[[int, list[int]], None]) -> tuple[int, list[str]]:
-    """Starts a long run, does something to it at step 3, and gives its exit status and what it said of it.
-
-    Fails unless all its processes end.
-    """
-    arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
-    with subprocess.Popen(
-        [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=_heeds_interrupts,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            assert any(line.startswith("step      3/") for line in process.stdout)
-            workers = _workers(process.pid)
-            disturb(process.pid, workers)
-            disturbed = time.monotonic()
-            process.stdout.close()
-            status = process.wait(PATIENCE)
-            while any(Path(f"/proc/{worker}").exists() for worker in workers):
-                assert time.monotonic() - disturbed < PATIENCE
-                time.sleep(0.1)
-            return status, process.stderr.read().strip().splitlines()
-        finally:
-            process.kill()
-
-
-def _heeds_interrupts() -> None:
-    """Whether or not these tests do: a shell that starts them in the background has them ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _workers(parent: int) -> list[int]:
-    """Process ids of the ranks, in order: the children of the fork server, a child of `parent`."""
-
-    def children(pid: int) -> list[int]:
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid:
-                found.append(int(status.parent.name))
-        return sorted(found)
-
-    return next(ranks for child in children(parent) if len(ranks := children(child)) == 4)

@@ -59,6 +59,16 @@ def _import_interpreted() -> None:
         patched = languages and not any(tl.core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if patched else patch(function)
 
+    look_up, numpy_dtypes = interpreter._get_np_dtype, {}
+
+    def numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
+        """What holds a Triton dtype; it is asked for each value, and a tenth of the time goes by if all are listed anew."""
+        name = dtype.scalar.name
+        if name not in numpy_dtypes:
+            numpy_dtypes[name] = look_up(dtype.scalar)
+        return numpy_dtypes[name]
+
+    interpreter._get_np_dtype = numpy_dtype
     InterpreterBuilder.create_fp_trunc = round_to_nearest_even
     interpreter._patch_lang = patch_once
 

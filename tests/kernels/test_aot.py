@@ -143,7 +143,7 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
         read = 1
         fused = "statistics_and_gradient" in name
         if fused:  # a plain row is read ahead of the loop and in it, and once more
-            read = 2 if "sum" in name or "cap" in name else FUSED_STAGES + 1
+            read = 2 if any(more in name for more in ("sum", "cap", "rival")) else FUSED_STAGES + 1
         wide = {"load 128": (logits + weights) * read}
         if "gradient" in name:
             of_row = target.startswith("gfx") and fused and "sum" in name  # its four statistics, 128 bits

@@ -74,7 +74,9 @@ def test_the_custom_ops_are_what_they_declare(device, reduction, wanted):
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     library.opcheck(of_logits.forward, (logits, case.target, None, None, *asked), test_utils=checks)
     library.opcheck(
-        of_products.forward, (x, weight, case.target, bias, None, None, None, wanted, 2, *asked), test_utils=checks
+        of_products.forward,
+        (x, weight, case.target, bias, None, None, None, wanted, 2, None, *asked),
+        test_utils=checks,
     )
 
 

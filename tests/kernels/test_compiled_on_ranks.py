@@ -32,6 +32,7 @@ OPTIONS: list[Any] = [
     pytest.param({}, id="mean"),
     pytest.param({"reduction": "none", "weight": True, "softcap": 5.0}, id="none"),
     pytest.param({"return_lse": True, "label_smoothing": 0.1, "denominator": 7.0}, id="lse"),
+    pytest.param({"weight": True, "z_loss": 0.1}, id="weights-and-z-loss"),
 ]
 
 

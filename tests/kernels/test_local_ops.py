@@ -2,11 +2,13 @@
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from weft import kernels
 from weft.kernels.attention import reference as attention
 from weft.kernels.elementwise import reference as elementwise
 from weft.kernels.embedding import reference as embedding
@@ -37,7 +39,8 @@ def rotate(x, cos, sin):
     D = 2 * cos.shape[-1]
     heads = x.unflatten(-1, (-1 if x.numel() else 1, D)).transpose(-3, -2)  # [..., heads, T, D]
     half = torch.cat((-heads[..., D // 2 :], heads[..., : D // 2]), -1)
-    turned = heads * torch.cat((cos, cos), -1).to(x.dtype) + half * torch.cat((sin, sin), -1).to(x.dtype)
+    cos, sin = (torch.cat((t, t), -1).to(x.dtype).unsqueeze(-3) for t in (cos, sin))  # [..., 1, T, D]
+    turned = heads * cos + half * sin
     return turned.transpose(-3, -2).flatten(-2)
 
 
@@ -71,6 +74,7 @@ CASES = [
     ("rms_norm-size-one", norm, [normal(1, 1), normal(1)], {"eps": 1e-5}, rms_norm),
     ("rms_norm-no-rows", norm, [normal(3, 0, 7), normal(7)], {"eps": 1e-5}, rms_norm),
     ("rope", rope, [normal(2, 5, 3 * 6), *angles(5, 3)], {}, rotate),
+    ("rope-rows", rope, [normal(2, 5, 3 * 6), *(torch.stack((t, t.flip(0))) for t in angles(5, 3))], {}, rotate),
     ("rope-no-batch", rope, [normal(5, 2), *angles(5, 1)], {}, rotate),
     ("rope-no-tokens", rope, [normal(2, 0, 6), *angles(0, 3)], {}, rotate),
     ("swiglu", swiglu, [normal(3, 5, 7), normal(3, 5, 7, seed=1)], {}, lambda gate, up: F.silu(gate) * up),
@@ -266,13 +270,14 @@ def test_embedding(shape):
 @pytest.mark.parametrize(
     "cuts", [[0, 4, 8, 11], [0, 11, 11], [0, 0, 5, 11]], ids=["uneven", "empty-last", "empty-first"]
 )
-def test_embedding_of_a_ranks_rows_sums_to_the_whole(cuts):
+@pytest.mark.parametrize("padding_idx", [None, 10], ids=["all-rows", "padding"])
+def test_embedding_of_a_ranks_rows_sums_to_the_whole(cuts, padding_idx):
     weight, tokens = normal(11, 4), torch.tensor([[0, 3, 4, 10], [10, 10, 7, 8]])
     grad = normal(2, 4, 4)
-    whole, (_, wanted) = with_gradients(F.embedding, [tokens, weight], grad)
+    whole, (_, wanted) = with_gradients(partial(F.embedding, padding_idx=padding_idx), [tokens, weight], grad)
     outputs, gradients = [], []
     for start, stop in itertools.pairwise(cuts):
-        options = {"vocab_start": start, "vocab_size": 11}
+        options = {"vocab_start": start, "vocab_size": 11, "padding_idx": padding_idx}
         part, (_, gradient) = with_gradients(
             lambda *t, options=options: apply(op(embedding), *t, **options), [tokens, weight[start:stop]], grad
         )
@@ -287,6 +292,11 @@ def test_embedding_gradient_sums_in_float32():
     weight, tokens = normal(3, 2, dtype=torch.bfloat16).requires_grad_(), torch.ones(1000, dtype=torch.long)
     apply(op(embedding), tokens, weight).sum().backward()
     assert weight.grad.tolist() == [[0, 0], [1000, 1000], [0, 0]]  # a bfloat16 sum of ones stops at 256
+
+
+def test_embedding_names_a_padding_row_outside_the_table():
+    with pytest.raises(ValueError, match=r"padding_idx is 11, outside the table of 11 rows; give one of -11 to 10"):
+        kernels.embedding(torch.tensor([1]), normal(11, 4), padding_idx=11)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +322,7 @@ def test_embedding_names_the_token_outside_the_table(tokens, message):
         pytest.param(attention, [(3, 8), (2, 8), (2, 8)], {"head_dim": 4}, "at least as many keys", id="too-few-keys"),
         pytest.param(rope, [(5, 9), (5, 3), (5, 3)], {}, r"heads \* 6", id="rope-width"),
         pytest.param(rope, [(4, 6), (5, 3), (5, 3)], {}, r"\[\.\.\., 5,", id="rope-length"),
+        pytest.param(rope, [(3, 5, 6), (2, 5, 3), (2, 5, 3)], {}, r"\[\.\.\., 2, 5,", id="rope-rows"),
         pytest.param(elementwise, [(4, 6), (6,)], {}, "one shape", id="add"),
     ],
 )

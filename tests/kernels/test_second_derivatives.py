@@ -42,7 +42,7 @@ OPS = {
     **{f"linear_cross_entropy-{each}": of_products(reduction=each) for each in ("none", "mean", "sum")},
 }
 CONSTANT = {"add", "dropout"}  # their gradients: the second derivative by their operands is zero, as torch has it
-WITHOUT_GRADIENTS = {"normal", "uniform"}
+WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
 BY_GROUP = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # of the same op
 
 

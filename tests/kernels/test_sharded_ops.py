@@ -54,7 +54,7 @@ class Case:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair as a complex number, times exp(i angle)."""
     pairs = x.unflatten(-1, (-1, 2, cos.shape[-1])).transpose(-1, -2)  # [..., T, heads, D / 2, 2]
-    angle = torch.complex(cos, sin).unsqueeze(-2)  # [T, 1, D / 2]
+    angle = torch.complex(cos, sin).unsqueeze(-2)  # [..., T, 1, D / 2]
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
     return turned.transpose(-1, -2).flatten(-3)
 
@@ -96,12 +96,26 @@ CASES = {
     "linear": Case(kernels.linear, F.linear, (normal(B, T, 5), normal(7, 5))),
     "linear-bias": Case(kernels.linear, F.linear, (normal(B, 5), normal(7, 5), normal(7))),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
+    "embedding-padding": Case(
+        partial(kernels.embedding, padding_idx=-2),
+        partial(F.embedding, padding_idx=-2),
+        (ints(V, B, T), normal(V, H)),
+    ),
+    "rms_norm-no-weight": Case(
+        lambda x: kernels.rms_norm(x, eps=1e-5), lambda x: F.rms_norm(x, (H,), None, 1e-5), (normal(B, T, H),)
+    ),
     "rms_norm": Case(
         partial(kernels.rms_norm, eps=1e-5),
         lambda x, weight: F.rms_norm(x, (H,), weight, 1e-5),
         (normal(B, T, H), normal(H)),
     ),
     "rope": Case(kernels.rope, rotate, (normal(B, T, 16), ANGLE.cos(), ANGLE.sin()), (1, 2)),
+    "rope-rows": Case(
+        kernels.rope,
+        rotate,
+        (normal(B, T, 16), *(torch.stack([f(ANGLE * (row + 1)) for row in range(B)]) for f in (torch.cos, torch.sin))),
+        (1, 2),
+    ),
     "attention": Case(
         partial(kernels.attention, head_dim=2),
         partial(attend, head_dim=2),
@@ -223,9 +237,12 @@ TAKEN = {
     "linear": 7,  # (R S0 S1 P, R), (R, S0), (S2, S1), (R, P)
     "linear-bias": 6,  # the same with one token dim less, and the one bias that fits each
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
+    "embedding-padding": 6,
+    "rms_norm-no-weight": 3,  # R S0 S1
     "rms_norm": 3,  # R S0 S1
-    "rope": 3,  # R S0 S2
-    "attention": 3,  # R S0 S2
+    "rope": 4,  # R S0 S2, and S1 with the tables'
+    "rope-rows": 4,  # (R, R), (S0, S0), (S1, S1), (S2, R)
+    "attention": 4,  # R S0 S2, and the queries S1 alone
     "swiglu": 3,  # R S0 S1
     "add": 5,  # R S0 S1 S2 P
     "dropout": 5,  # the same

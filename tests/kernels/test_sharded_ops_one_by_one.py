@@ -171,6 +171,27 @@ def test_a_head_is_never_cut_and_the_sizes_that_work_are_named(pool):
         assert "2 heads of 4" in rope and "sizes that work: 1, 2" in rope
 
 
+def tables_of_positions():
+    """As torch's, wherever the positions lie."""
+    positions, frequencies = ints(9, 4, 5), torch.tensor([1.0, 0.3])
+    angles = positions.unsqueeze(-1) * frequencies
+    for text in ("", "tp: S(0)", "dp: S(0), tp: S(1)"):
+        layout = Layout(GRID, text)
+        for table, wanted in zip(
+            kernels.rope_tables(distribute(positions, layout), frequencies), (angles.cos(), angles.sin()), strict=True
+        ):
+            assert layout_of(table) == layout
+            assert torch.equal(to_global(table), wanted)
+    with pytest.raises(LayoutError) as caught:
+        kernels.rope_tables(distribute(positions, Layout(GRID, "tp: P(sum)")), frequencies)
+    return str(caught.value)
+
+
+def test_tables_of_positions_lie_as_the_positions(pool):
+    for message in pool.run(tables_of_positions):
+        assert_names_a_remedy(message)
+
+
 def minor_axis_first():
     """Tokens cut by tp first, then dp, beside tensors on the same mesh."""
     x, weight = normal(7, 3), normal(4, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.tensor as torch_tensor
 from hypothesis import strategies as st
-from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard, infer
 
 from tests.support.search import searched
 from tests.support.shards import every_layout, rebuild, split
@@ -192,7 +192,7 @@ def test_a_bad_layout_says_what_is_wrong(call, message):
         call()
 
 
-@pytest.mark.parametrize("text", ["dp: X", "dp: S", "dp:", "dp: S(-1)", "dp: P(mean)"])
+@pytest.mark.parametrize("text", ["dp: X", "dp: S", "dp:", "dp: S(--1)", "dp: P(mean)"])
 def test_bad_placement_text_says_what_is_wrong(text):
     with pytest.raises(ValueError, match=r"is not a placement|has no op 'mean'"):
         Layout(GRID, text)
@@ -259,3 +259,87 @@ def test_the_shard_order_cannot_be_changed():
     with pytest.raises(TypeError):
         layout.shard_order[1] = ("tp",)
     assert not hasattr(layout.shard_order, "clear")
+
+
+class TestDimsCountedFromTheEnd:
+    """`Shard(-1)` is the last dim of whatever tensor the layout meets; what has no tensor to count on says so."""
+
+    @pytest.mark.parametrize("shape", [(5,), (4, 6), (2, 3, 7)])
+    @pytest.mark.parametrize(
+        "form", ["tp: S(-1)", {"tp": torch_tensor.Shard(-1)}, [Replicate(), Shard(-1)], {-1: "S(-1)"}]
+    )
+    def test_it_is_the_last_dim(self, form, shape):
+        layout, counted = Layout(GRID, form), Layout(GRID, {"tp": Shard(len(shape) - 1)})
+        assert layout.resolved(shape) == counted != layout
+        assert counted.resolved(shape) is counted
+        for rank in range(7):
+            assert layout.local_slices(shape, rank) == counted.local_slices(shape, rank)
+            assert layout.local_shape(shape, rank) == counted.local_shape(shape, rank)
+        assert layout.explain(shape).splitlines()[1:] == counted.explain(shape).splitlines()[1:]
+
+    @pytest.mark.parametrize(
+        "text, counted",
+        [
+            ("tp: S(-1), dp: S(1)", "tp: S(1), dp: S(1)"),
+            ("dp: S(1), tp: S(-1)", "dp: S(1), tp: S(1)"),
+            ("tp: S(-2), dp: S(-2)", "tp: S(0), dp: S(0)"),
+            ("tp: S(-1), dp: S(0)", "dp: S(0), tp: S(1)"),
+        ],
+    )
+    def test_the_axes_stay_in_their_order(self, text, counted):
+        layout = Layout(GRID, text)
+        assert Layout(GRID, str(layout)) == layout == pickle.loads(pickle.dumps(layout))
+        assert hash(Layout(GRID, str(layout))) == hash(layout)
+        assert layout.resolved((4, 6)) == Layout(GRID, counted)
+
+    def test_an_order_that_may_matter_tells_layouts_apart(self):
+        assert Layout(GRID, "tp: S(-1), dp: S(1)") != Layout(GRID, "dp: S(1), tp: S(-1)")
+        assert Layout(GRID, "tp: S(-1), dp: S(-2)") == Layout(GRID, "dp: S(-2), tp: S(-1)")
+
+    def test_replace_keeps_it(self):
+        assert Layout(CUBE, "tp: S(-1), dp: S(1)").replace(pp="S(-1)").resolved((2, 8)) == Layout(
+            CUBE, "tp: S(1), dp: S(1), pp: S(1)"
+        )
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda layout: layout.parts(1), id="parts"),
+            pytest.param(lambda layout: layout.spec, id="spec"),
+            pytest.param(lambda layout: layout.explain(), id="explain"),
+            pytest.param(lambda layout: infer.einsum("mk,kn->mn", layout, layout), id="einsum"),
+            pytest.param(lambda layout: infer.elementwise("gelu", False, layout), id="elementwise"),
+            pytest.param(lambda layout: infer.whole("softmax", "it", layout, 0), id="whole"),
+            pytest.param(lambda layout: infer.transpose(layout, (1, 0)), id="transpose"),
+            pytest.param(lambda layout: infer.concat(0, layout), id="concat"),
+            pytest.param(lambda layout: infer.split(layout, 0), id="split"),
+            pytest.param(lambda layout: infer.embedding(layout, layout, 1), id="embedding"),
+            pytest.param(lambda layout: infer.gather(layout, layout, 0, 2), id="gather"),
+            pytest.param(lambda layout: infer.gradient(layout, layout, layout, [layout]), id="gradient"),
+        ],
+    )
+    def test_without_a_shape_it_is_refused(self, call):
+        with pytest.raises(
+            LayoutError, match=r"'tp' of .* shards dim -1, counted from the end .* layout.resolved\(shape"
+        ):
+            call(Layout(GRID, "tp: S(-1)"))
+
+    def test_where_the_shape_is_given_it_is_taken(self):
+        last, counted = Layout(GRID, "tp: S(-1)"), Layout(GRID, "tp: S(1)")
+        assert infer.reduction("sum", last, (4, 6), [0]) == infer.reduction("sum", counted, (4, 6), [0])
+        assert infer.reshape(last, (4, 6), (2, 2, 6)) == infer.reshape(counted, (4, 6), (2, 2, 6))
+
+    def test_a_dim_that_there_is_not(self):
+        with pytest.raises(LayoutError, match=r"shards dim -3 of a tensor of shape \(4, 6\), which has 2 dims"):
+            Layout(GRID, "tp: S(-3)").resolved((4, 6))
+        with pytest.raises(LayoutError, match="shards dim -1 of a tensor"):
+            Layout(GRID, "tp: S(-1)").local_shape((), 0)
+
+
+def test_axes_may_be_given_by_position():
+    assert Layout(GRID, {0: Shard(0), -1: Partial("prod")}) == Layout(GRID, "dp: S(0), tp: P(product)")
+    assert Layout(GRID, "dp: S(0)")[0] == Shard(0)
+    with pytest.raises(LayoutError, match="the mesh has no axis 2; its axes are dp, tp"):
+        Layout(GRID, {2: Shard(0)})
+    with pytest.raises(LayoutError, match="axis 'dp' stands twice"):
+        Layout(GRID, {0: Shard(0), "dp": Shard(1)})

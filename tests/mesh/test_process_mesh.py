@@ -128,6 +128,63 @@ def test_groups_tile_the_mesh(mesh, data):
         assert all(mesh.submesh(rank, *kept) == group for rank in group.ranks)
 
 
+def test_indices_pick_as_of_an_array():
+    mesh, ranks = ProcessMesh.grid(pp=2, dp=3, tp=2), torch.arange(12).reshape(2, 3, 2)
+    for index in (0, -1, slice(1, None), (0, 1), (1, slice(None), -1), (slice(None), slice(0, 3, 2)), (-1, -1)):
+        assert mesh[index].ranks == tuple(ranks[index].flatten().tolist())
+    assert mesh[0] == mesh.select(pp=0)
+    assert mesh[:, -1] == mesh.select(dp=-1) == mesh.get_mesh_with_dim("dp", -1)
+    assert mesh.rank_at(pp=-1, dp=0, tp=-2) == 6
+
+
+def test_one_int_for_each_axis_gives_the_mesh_of_that_process():
+    assert ProcessMesh.grid(dp=2, tp=2)[1, 0] == ProcessMesh(2) == ProcessMesh([2])
+    assert ProcessMesh.grid(dp=2)[-1] == ProcessMesh(1)
+
+
+def test_a_mesh_without_names_has_numbered_ones():
+    mesh = ProcessMesh([[0, 1], [2, 3]])
+    assert mesh == ProcessMesh.grid(axis0=2, axis1=2)
+    assert ProcessMesh(torch.tensor(3)) == ProcessMesh(3) == ProcessMesh.grid(axis0=1, first_rank=3)
+    assert ProcessMesh(3, ["dp"]) == ProcessMesh.grid(dp=1, first_rank=3)
+
+
+def test_an_axis_may_be_given_by_its_position():
+    mesh = ProcessMesh.grid(pp=2, dp=3, tp=4)
+    assert (mesh.axis(-1), mesh.axis_name(0), mesh.axis_size(1, -1)) == (2, "pp", 12)
+    assert mesh.submesh(5, 1) == mesh.submesh(5, "dp")
+    assert mesh.groups(-1, 0) == mesh.groups("tp", "pp")
+    assert mesh.get_mesh_with_dim(1, -1) == mesh.select(dp=2)
+    assert mesh.get_mesh_with_dim(-1) == mesh.permute(2, 0, 1) == mesh.permute("tp", "pp", "dp")
+    assert mesh.flatten((0, 1), into="batch") == mesh.flatten(("pp", "dp"), into="batch")
+    assert mesh.unflatten(-1, cp=2, tp=2) == mesh.unflatten("tp", cp=2, tp=2)
+
+
+@pytest.mark.parametrize("names", [["tp"], ["dp", "tp"], [1]])
+def test_a_rank_outside_has_no_submesh(names):
+    assert ProcessMesh.grid(dp=2, tp=3).submesh(6, *names) is None
+
+
+def test_a_name_alone_needs_a_process(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"torch.distributed is not initialized; ask for mesh.submesh\(rank, 'tp'\)"):
+        GRID["tp"]
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    with pytest.raises(RuntimeError, match=r"mesh\['dp', 'tp'\] is the part of the mesh that holds this process"):
+        GRID["dp", "tp"]
+
+
+def of_this_process() -> tuple[ProcessMesh | None, ...]:
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    return mesh["tp"], mesh["tp", "dp"], mesh["dp"]
+
+
+def test_a_name_alone_gives_this_processs_submesh(pool):
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    *inside, outside = pool.run(of_this_process, ranks=5)
+    assert inside == [(mesh.submesh(r, "tp"), mesh.permute("tp", "dp"), mesh.submesh(r, "dp")) for r in range(4)]
+    assert outside == (None, None, None)
+
+
 def test_groups_are_in_row_major_order():
     mesh = ProcessMesh.grid(dp=2, tp=3)
     assert [group.ranks for group in mesh.groups("tp")] == [(0, 1, 2), (3, 4, 5)]
@@ -257,7 +314,9 @@ def test_a_mesh_of_131_072_ranks_holds_nothing_for_each_rank():
         pytest.param({0, 1}, ["dp"], r"ranks are \{0, 1\}; give nested lists", id="set"),
         pytest.param(iter([0, 1]), ["dp"], "ranks are <list_iterator", id="iterator"),
         pytest.param([0, 1], "dp", "axis_names is 'dp'; give a sequence of names", id="names-in-one-text"),
-        pytest.param([0, 1], None, "axis_names is None; give a sequence of names", id="no-names"),
+        pytest.param([0, 1], 2, "axis_names is 2; give a sequence of names", id="names-a-number"),
+        pytest.param(-1, None, "rank -1 is not an int >= 0", id="int-negative"),
+        pytest.param(True, None, "rank True is not an int >= 0", id="int-bool"),
         pytest.param([0, 1], ["first_rank"], "is an argument of ProcessMesh.grid", id="first-rank"),
         pytest.param(
             [[0, 1], [2]], ["dp", "tp"], r"ragged: part 0 has shape \(2,\), part 1 has shape \(1,\)", id="ragged"
@@ -265,7 +324,7 @@ def test_a_mesh_of_131_072_ranks_holds_nothing_for_each_rank():
         pytest.param([[0, 1], 2], ["dp", "tp"], r"ragged: part 0 has shape \(2,\), part 1 has shape \(\)", id="levels"),
         pytest.param([], ["dp"], "hold no rank", id="empty"),
         pytest.param([[], []], ["dp", "tp"], "hold no rank", id="empty-parts"),
-        pytest.param(0, [], "hold no rank", id="no-axis"),
+        pytest.param(0, [], r"0 axis names \(\) for ranks of shape \(1,\)", id="no-axis"),
         pytest.param([0, 1], ["dp", "tp"], "2 axis names .* give one per level", id="too-many-names"),
         pytest.param([[0], [1]], ["dp"], "1 axis names .* give one per level", id="too-few-names"),
         pytest.param([[0], [1]], ["dp", "dp"], "repeat a name", id="repeated-name"),
@@ -294,7 +353,16 @@ GRID = ProcessMesh.grid(dp=2, tp=3)
         pytest.param(
             lambda: GRID.rank_at(dp=0, tp=3), "index 3 is outside axis 'tp' of size 3; use 0 to 2", id="rank-at"
         ),
-        pytest.param(lambda: GRID.rank_at(dp=-1, tp=0), "index -1 is outside axis 'dp'", id="rank-at-negative"),
+        pytest.param(
+            lambda: GRID.rank_at(dp=-3, tp=0), "index -3 is outside axis 'dp' .* or -2 to -1", id="rank-at-negative"
+        ),
+        pytest.param(lambda: GRID[2], "index 2 is outside axis 'dp' of size 2", id="index"),
+        pytest.param(lambda: GRID[0, 0, 0], "3 indices for the 2 axes", id="index-too-many"),
+        pytest.param(lambda: GRID["dp", "dp"], r"mesh\('dp', 'dp'\) must name .* each once", id="names-twice"),
+        pytest.param(lambda: GRID["pp"], "no axis 'pp'", id="name-unknown"),
+        pytest.param(lambda: GRID.axis_size(2), "no axis 2; its axes are dp, tp", id="position"),
+        pytest.param(lambda: GRID.axis_size(-3), "no axis -3", id="position-negative"),
+        pytest.param(lambda: GRID.axis_size(True), "no axis True", id="position-bool"),
         pytest.param(lambda: GRID.select(tp=3), "index 3 is outside axis 'tp'", id="select"),
         pytest.param(lambda: GRID.select(pp=0), "no axis 'pp'", id="select-unknown"),
         pytest.param(lambda: GRID.select(tp=1.0), "index along axis 'tp' is 1.0, which is no int", id="select-float"),
@@ -307,7 +375,6 @@ GRID = ProcessMesh.grid(dp=2, tp=3)
         pytest.param(lambda: GRID.select(dp=slice(2, 2)), "of axis 'dp' of size 2 holds no rank", id="select-nothing"),
         pytest.param(lambda: GRID.get_mesh_with_dim("pp"), "no axis 'pp'", id="with-dim-unknown"),
         pytest.param(lambda: GRID.get_mesh_with_dim("dp", 2), "index 2 is outside axis 'dp'", id="with-dim-index"),
-        pytest.param(lambda: GRID.submesh(6, "tp"), "rank 6 is not in ProcessMesh", id="submesh-outside"),
         pytest.param(lambda: GRID.submesh(0, "pp"), "no axis 'pp'", id="submesh-unknown"),
         pytest.param(lambda: GRID.groups("pp"), "no axis 'pp'", id="groups-unknown"),
         pytest.param(lambda: GRID.permute("tp"), "must name each of dp, tp once", id="permute-too-few"),

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ class TestHelp:
     @pytest.mark.parametrize("command", COMMANDS)
     def test_the_examples_run(self, weft: Weft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
         monkeypatch.chdir(tmp_path)
-        Path("book.txt").write_text("Call me by my layout. " * 10)
+        Path("book.txt").write_text("Call me by my layout. " * 20)
         monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
         _, out, _ = weft(command, "--help")
         shown = out[out.index("Examples\n") :].partition("\n\n")[0].replace("\\\n", "")
@@ -95,7 +96,7 @@ class TestHelp:
             assert (program, arguments[0]) == ("weft", command)
             status, _, err = weft(*arguments)
             if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
-                assert "outputs/RUN/checkpoint is not a folder" in err
+                assert "outputs/RUN is not a folder" in err
             else:
                 assert (status, err) == (0, "")
 
@@ -202,6 +203,28 @@ def test_a_typing_error_gets_a_suggestion(weft: Weft, arguments: list[str], said
     status, out, err = weft(*arguments)
     assert (status, out) == (2, "")
     assert said in re.sub(r"(\s|--{2,})+", " ", err)
+
+
+def test_ctrl_c_that_was_put_off_is_heard() -> None:
+    program = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+os.kill(os.getpid(), signal.SIGINT)
+from weft.models.cli import main
+main(["layout", "R", "--mesh", "dp=2"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nweft layout: interrupted; what was saved is whole\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_is_one_line(weft: Weft, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module(f"weft.models.cli.{command}"), "run", interrupted)
+    assert weft(command) == (130, "", f"\nweft {command}: interrupted; what was saved is whole\n")
 
 
 @pytest.mark.parametrize(

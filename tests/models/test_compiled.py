@@ -104,7 +104,9 @@ def on_ranks(way: str, backend: str, config: LlamaConfig, sequence: bool) -> Non
 
 CONFIGS = [
     pytest.param(CONFIG, id="plain"),
-    pytest.param(replace(CONFIG, dropout=0.3, tie_embeddings=True), id="dropout-tied"),
+    pytest.param(
+        replace(CONFIG, dropout=0.3, attention_dropout=0.2, tie_embeddings=True, num_layers=1), id="dropout-tied"
+    ),
 ]
 
 
@@ -125,6 +127,39 @@ def test_a_parallel_model_compiles_to_one_graph(pool: Pool, way: str, config: Ll
 @pytest.mark.exhaustive
 def test_inductor_takes_a_block(pool: Pool) -> None:
     pool.run(on_ranks, "block", "inductor", CONFIG, True, ranks=4)
+
+
+def packed_rows(mesh: ProcessMesh | None) -> None:
+    """Documents and positions are operands of the graph, which is compiled once."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = Llama(CONFIG)
+    initialize(model, seed=0)
+    laid: Callable[[Tensor], Any] = lambda tensor: tensor  # noqa: E731
+    if mesh is not None:
+        parallelize(model, mesh, model.parallel_plan())
+        laid = lambda tensor: distribute(tensor, Layout(mesh, "dp: S(0)"))  # noqa: E731
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens = laid(batch(0)[0])
+    for cut in (2, 5):
+        documents = (torch.arange(TOKENS) >= cut).long().expand(BATCH, -1)
+        positions = torch.arange(TOKENS) - cut * documents
+        given = {"documents": laid(documents.contiguous()), "positions": laid(positions.contiguous())}
+        same([compiled(tokens, **given)], [model(tokens, **given)])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def packed_rows_on_ranks() -> None:
+    packed_rows(ProcessMesh.grid(dp=2, tp=2))
+
+
+def test_packed_rows_compile_to_one_graph() -> None:
+    packed_rows(None)
+
+
+@pytest.mark.exhaustive
+def test_packed_rows_compile_to_one_graph_on_ranks(pool: Pool) -> None:
+    pool.run(packed_rows_on_ranks, ranks=4)
 
 
 def test_a_key_that_is_an_int_is_compiled_in_and_says_so() -> None:

@@ -42,9 +42,47 @@ def test_odd_shapes(shape):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_too_long_a_sequence_is_named():
-    with pytest.raises(ValueError, match=r"65 tokens in a sequence, but .* max_seq_len 64"):
-        make(SMALL)(some_tokens(SMALL, 1, 65))
+def test_a_sequence_may_be_longer_than_those_trained_on():
+    model = make(SMALL)
+    tokens = some_tokens(SMALL, 1, 100)  # above 64
+    torch.testing.assert_close(model(tokens), theirs(model)(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+PACKED = [13, 1, 19]  # tokens of the documents in a row of 33
+
+
+def test_documents_in_a_row_have_the_logits_that_each_has_alone():
+    model, tokens = make(SMALL), some_tokens(SMALL)
+    documents = torch.repeat_interleave(torch.tensor([2, 0, 7]), torch.tensor(PACKED)).expand(2, -1)
+    positions = torch.cat([torch.arange(n) for n in PACKED]).expand(2, -1)
+    packed = model(tokens, positions=positions, documents=documents).split(PACKED, 1)
+    relative = model(tokens, documents=documents).split(PACKED, 1)  # rotary embedding knows differences alone
+    for part, found, other in zip(tokens.split(PACKED, 1), packed, relative, strict=True):
+        torch.testing.assert_close(found, model(part), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(other, model(part), atol=1e-5, rtol=1e-5)
+
+
+def test_positions_are_those_of_transformers():
+    model, tokens = make(dataclasses.replace(SMALL, rope_scaling=SCALING)), some_tokens(SMALL)
+    positions = torch.stack((torch.arange(33) + 5, 2 * torch.arange(33)))
+    torch.testing.assert_close(
+        model(tokens, positions=positions), theirs(model)(tokens, position_ids=positions).logits, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("steps", [[33], [1] * 33, [20, 1, 5, 7]], ids=["at-once", "one-by-one", "in-pieces"])
+@pytest.mark.parametrize("spread", [False, True], ids=["counted", "given-positions"])
+@torch.no_grad()
+def test_logits_with_a_cache_are_those_without(steps, spread):
+    model, tokens = make(SMALL), some_tokens(SMALL)
+    positions = 2 * torch.arange(33).expand(2, -1) if spread else None
+    cache, found, start = model.make_cache(40), [], 0
+    for n in steps:
+        given = None if positions is None else positions[:, start : start + n]
+        found.append(model(tokens[:, start : start + n], positions=given, cache=cache))
+        start += n
+    assert {each.length for each in cache} == {33}
+    torch.testing.assert_close(torch.cat(found, 1), model(tokens, positions=positions), atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_errs_no_more_than_transformers_does():
@@ -145,6 +183,13 @@ def test_initial_values_have_the_configs_spread():
     assert (model.layers[1].self_attn.q_proj.bias == 0).all()
 
 
+def test_initial_values_without_spread_are_zero():
+    model = Llama(dataclasses.replace(SMALL, initializer_range=0))
+    initialize(model, 0)
+    assert not model.lm_head.weight.any() and not model.layers[1].mlp.down_proj.weight.any()
+    assert (model.norm.weight == 1).all()
+
+
 def test_initialize_names_a_parameter_without_storage():
     with torch.device("meta"):
         model = Llama(SMALL)
@@ -179,6 +224,8 @@ def test_config_fills_in_what_follows():
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"dropout": float("nan")}, "dropout is nan"),
         ({"dropout": True}, "dropout is True"),
+        ({"attention_dropout": 1.0}, "attention_dropout is 1.0; it must be a number in 0 <= attention_dropout < 1"),
+        ({"initializer_range": -0.02}, "initializer_range is -0.02"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

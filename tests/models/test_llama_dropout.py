@@ -1,6 +1,7 @@
 """Dropout in Llama: where it stands, what its masks depend on, and recomputation."""
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from weft.kernels import dropout
 from weft.mesh import derive_key
 from weft.models.layers import Dropout
 from weft.models.llama.model import Llama, rotary_tables
-from weft.models.llama.weights import write_config
+from weft.models.llama.weights import read_config, write_config
 
-from tests.models.cases import SMALL, make, some_tokens
+from tests.models.cases import SMALL, make, some_tokens, theirs
 
 DROPPING = dataclasses.replace(SMALL, dropout=0.25)
+ATTENTION = dataclasses.replace(SMALL, attention_dropout=0.25)
+BOTH = dataclasses.replace(DROPPING, attention_dropout=0.25)
+each_dropout = pytest.mark.parametrize("config", [pytest.param(DROPPING, id="stream"), pytest.param(BOTH, id="both")])
 
 
 def loss_and_gradients(model, run, key):
@@ -32,8 +36,10 @@ def test_a_dropout_layer_knows_its_name():
     assert {name: module.name for name, module in layers.items()} == {name: name for name in layers}
     assert list(layers) == [
         "dropout",
+        "layers.0.self_attn.dropout",
         "layers.0.self_attn_dropout",
         "layers.0.mlp_dropout",
+        "layers.1.self_attn.dropout",
         "layers.1.self_attn_dropout",
         "layers.1.mlp_dropout",
     ]
@@ -52,8 +58,25 @@ def test_dropout_is_of_the_embedding_and_of_what_is_added_to_the_stream():
     assert torch.equal(model(tokens, dropout_key=key), model.lm_head(model.norm(x)))
 
 
-def test_dropout_differs_by_step_and_not_otherwise():
-    model, tokens = make(DROPPING), some_tokens(SMALL)
+@torch.no_grad()
+def test_attention_dropout_is_of_the_weights():
+    model, key, tokens = make(ATTENTION), derive_key(5, "dropout", 2), some_tokens(SMALL)
+    other = theirs(model).train()  # in eager attention, which calls torch's dropout of the weights once a layer
+    names = (f"layers.{i}.self_attn.dropout" for i in range(SMALL.num_layers))
+
+    def ours(weights, p, training):
+        assert (p, training) == (0.25, True)
+        return dropout(weights, p, key, next(names))
+
+    with patch.object(torch.nn.functional, "dropout", lambda x, p=0.5, training=True: ours(x, p, training)):
+        expected = other(tokens).logits
+    torch.testing.assert_close(model(tokens, dropout_key=key), expected, atol=1e-5, rtol=1e-5)
+    assert next(names, None) is None
+
+
+@pytest.mark.parametrize("config", [DROPPING, ATTENTION], ids=["stream", "attention"])
+def test_dropout_differs_by_step_and_not_otherwise(config):
+    model, tokens = make(config), some_tokens(SMALL)
     first, second = (model(tokens, dropout_key=derive_key(0, "dropout", step)) for step in (0, 1))
     torch.manual_seed(9)
     assert torch.equal(model(tokens, dropout_key=derive_key(0, "dropout", 0)), first)
@@ -62,7 +85,7 @@ def test_dropout_differs_by_step_and_not_otherwise():
 
 
 def test_without_dropout_a_key_changes_nothing():
-    model, other, tokens = make(SMALL), make(DROPPING).eval(), some_tokens(SMALL)
+    model, other, tokens = make(SMALL), make(BOTH).eval(), some_tokens(SMALL)
     assert torch.equal(model(tokens, dropout_key=7), model(tokens))
     assert torch.equal(other(tokens), model(tokens))
     assert torch.equal(other(tokens, dropout_key=7), model(tokens))
@@ -71,14 +94,17 @@ def test_without_dropout_a_key_changes_nothing():
 def test_a_missing_key_is_named():
     with pytest.raises(RuntimeError, match=r"dropout drops elements with p=0.25 .*dropout_key=derive_key\(seed, "):
         make(DROPPING)(some_tokens(SMALL))
+    with pytest.raises(RuntimeError, match=r"layers.0.self_attn.dropout drops elements with p=0.25"):
+        make(ATTENTION)(some_tokens(SMALL))
 
 
 def again(layer, *arguments):
     return checkpoint(layer, *arguments, use_reentrant=False)
 
 
-def test_recomputation_draws_the_same_masks():
-    model = make(DROPPING)
+@each_dropout
+def test_recomputation_draws_the_same_masks(config):
+    model = make(config)
     (loss, gradients), (other, recomputed) = (
         loss_and_gradients(model, run, 11) for run in (lambda f, *a: f(*a), again)
     )
@@ -99,3 +125,8 @@ def test_recomputation_draws_the_same_masks_after_other_microbatches():
 
 def test_dropout_is_not_written_for_hugging_face():
     assert write_config(make(DROPPING)) == write_config(make(SMALL))
+
+
+def test_attention_dropout_is_hugging_faces():
+    assert write_config(make(ATTENTION))["attention_dropout"] == 0.25
+    assert read_config(write_config(make(ATTENTION))) == ATTENTION

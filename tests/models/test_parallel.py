@@ -27,6 +27,7 @@ from weft.models import (
 )
 from weft.models.estimate import collectives
 from weft.models.llama.config import check_tensor_parallel
+from weft.models.parallel.parallelize import check_units
 from weft.models.parallel.plan import resolve
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
@@ -47,8 +48,8 @@ VARIANTS = [
     pytest.param({}, {"sequence": True}, id="sequence"),
     pytest.param({"tie_embeddings": True, "attention_bias": True}, {"sequence": True}, id="sequence-tied-biases"),
     pytest.param({}, {"loss_parallel": False}, id="whole-logits"),
-    pytest.param({"dropout": 0.2}, {}, id="dropout"),
-    pytest.param({"dropout": 0.2}, {"sequence": True}, id="sequence-dropout"),
+    pytest.param({"dropout": 0.2, "attention_dropout": 0.1}, {}, id="dropout"),
+    pytest.param({"dropout": 0.2, "attention_dropout": 0.1}, {"sequence": True}, id="sequence-dropout"),
 ]
 
 
@@ -202,7 +203,7 @@ def recomputed(sequence: bool, dropout: float) -> list[tuple[Tensor, dict[str, T
     mesh = ProcessMesh.grid(dp=2, tp=2)
     results = []
     for again in (False, True):
-        model = make(replace(CONFIG, dropout=dropout))
+        model = make(replace(CONFIG, dropout=dropout, attention_dropout=dropout))
         parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
         if again:
             for layer in model.layers:
@@ -333,6 +334,15 @@ def test_tied_parameters_need_styles_that_agree() -> None:
     plan = ParallelPlan(tensor={"embed_tokens": VocabParallel()})
     with pytest.raises(ValueError, match=r"'embed_tokens.weight' and 'lm_head.weight' are one tied parameter"):
         collectives(model, ProcessMesh.grid(tp=2), plan)
+
+
+def test_more_ranks_than_key_heads_are_refused_at_once() -> None:
+    model = make(replace(CONFIG, num_kv_heads=2))
+    message = "layers.0.self_attn.k_proj has 2 heads of 8, which cannot be split evenly over 'tp' of size 4; sizes that work: 1, 2"
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, ProcessMesh.grid(tp=4), model.parallel_plan())
+    around = ParallelPlan(tensor={"layers.*.mlp.up_proj": ColwiseParallel(), "lm_head": ColwiseParallel()})
+    check_units(model, resolve(model, around), 4)  # a plan that leaves the heads whole is taken
 
 
 def test_degrees_that_do_not_divide_list_those_that_do() -> None:

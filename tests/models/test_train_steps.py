@@ -14,7 +14,7 @@ from weft import kernels
 from weft.kernels import cross_entropy
 from weft.models import Llama, LlamaConfig, initialize
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig
-from weft.models.train.data import find_corpus
+from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
 from weft.models.train.results import Results
@@ -67,6 +67,22 @@ def test_a_step_reads_nothing_on_the_host(pool: Pool, text: str, sequence: bool)
     losses = pool.run(steps_without_reading, text, sequence, ranks=4)
     assert losses == [losses[0]] * 4
     assert len(losses[0]) == 4
+
+
+def held_out_loss(text: str, sequence: bool) -> float:
+    return trainer(text, sequence).held_out_loss()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(pool: Pool, text: str, sequence: bool) -> None:
+    """Of 5 sequences in batches of 4: one data-parallel rank has none of the last. Without dropout."""
+    batches = Batches(find_corpus(Path(text)), sequence_length=8, batch_size=4, seed=CONFIG.seed)
+    tokens, target = batches.held_out(slice(None))
+    assert tokens.shape == (5, 8)
+    model = Llama(MODEL).eval()
+    initialize(model, seed=CONFIG.seed)
+    truth = torch.nn.functional.cross_entropy(model(tokens).double().flatten(0, 1), target.flatten()).item()
+    assert pool.run(held_out_loss, text, sequence, ranks=4) == pytest.approx([truth] * 4, rel=1e-6)
 
 
 def broken_at_step_three(text: str) -> str:

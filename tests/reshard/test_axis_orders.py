@@ -15,6 +15,7 @@ from weft.mesh import Layout, Partial, ProcessMesh, Replicate, Shard
 from weft.reshard import distribute, layout_of, reshard, to_global
 
 from tests.support.pool import Pool
+from tests.support.sample import Portion
 
 GRID = ProcessMesh.grid(dp=2, tp=2)
 MESHES = (
@@ -36,22 +37,21 @@ def in_every_order(mesh: ProcessMesh) -> Iterator[Layout]:
             yield Layout.in_order(mesh, dict(zip(names, chosen, strict=True)))
 
 
-def kept() -> int:
-    """Of each layout that of the DTensor, of what torch's ops make of it, and of what is resharded to it."""
-    number = 0
+def kept(layouts: list[Layout]) -> None:
+    """Of each layout that of the DTensor, and of what torch's ops make of it."""
+    for layout in layouts:
+        x = distribute(WHOLE, layout)
+        assert layout_of(x) == layout
+        if not layout.is_partial():  # which torch would reduce
+            assert layout_of(x.detach().clone()) == layout
+        assert x.to_local().shape == layout.local_shape(WHOLE.shape, dist.get_rank())
+
+
+def test_the_layout_of_a_dtensor_is_the_one_it_was_laid_in(portion: Portion, pool: Pool) -> None:
     for mesh in MESHES:
-        for layout in dict.fromkeys(in_every_order(mesh)):
-            x = distribute(WHOLE, layout)
-            assert layout_of(x) == layout
-            if not layout.is_partial():  # which torch would reduce
-                assert layout_of(x.detach().clone()) == layout
-            assert x.to_local().shape == layout.local_shape(WHOLE.shape, dist.get_rank())
-            number += 1
-    return number
-
-
-def test_the_layout_of_a_dtensor_is_the_one_it_was_laid_in(pool: Pool) -> None:
-    assert pool.run(kept, ranks=8) == [sum(len({*in_every_order(mesh)}) for mesh in MESHES)] * 8
+        layouts = list(portion.of(dict.fromkeys(in_every_order(mesh)), every=8))
+        assert layouts
+        pool.run(kept, layouts, ranks=8)
 
 
 def met_in_ops() -> None:

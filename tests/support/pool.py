@@ -35,10 +35,13 @@ from tests.support.limits import PATIENCE
 MAX_RANKS = 8
 MAX_THREADS = 40  # that a worker may have left: three for each group, and each group's loop wakes up 100 times a second
 GRACE_SECONDS = 3.0  # how long the other ranks may take to answer once one has failed
+# What torch.compile imports when it is first called, too: a second and a half of every worker.
+PRELOADED = ["torch", "torch._inductor.compile_fx", "weft.models", "pytest", __name__]
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else a worker that compiles starts a pool of its own, which imports torch again
     "TORCH_DIST_INIT_BARRIER": "1",  # else a rank with nothing to do leaves while others still connect, and they fail
 }
 
@@ -102,7 +105,7 @@ class Pool:
         self._calls = 0
         self._started = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.tensor.debug", "pytest", __name__])
+        self._context.set_forkserver_preload(PRELOADED)
 
     def __enter__(self) -> Pool:
         return self

@@ -86,9 +86,11 @@ def torch_loss_and_gradient(
     else:
         each = F.cross_entropy(z, classes, weight, reduction="none", **options)
         counts = classes != options.get("ignore_index", -100)
-        each = each + z_loss * torch.where(counts, z.logsumexp(-1), 0).square()
+        z_losses = z_loss * torch.where(counts, z.logsumexp(-1), 0).square()
         shares = counts.to(z.dtype) if weight is None else weight[classes.clamp(0)] * counts
-        loss = {"none": each, "sum": each.sum(), "mean": each.sum() / shares.sum()}[reduction]
+        mean = each.sum() / shares.sum() + z_losses.sum() / counts.sum()  # it has no class
+        both = each + z_losses
+        loss = {"none": both, "sum": both.sum(), "mean": mean}[reduction]
     if reduction == "none":
         loss = loss.view(target.shape)
     (gradient,) = torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))

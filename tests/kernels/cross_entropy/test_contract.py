@@ -180,17 +180,23 @@ def test_the_reference_is_the_same_in_any_chunks(monkeypatch, chunk):
     assert all(map(torch.equal, loss_and_gradient(logits, target, upstream), whole))
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "z_loss": 1e-4}, {"label_smoothing": 0.1}], ids=str)
+MORE = ({}, {"softcap": 30.0, "z_loss": 1e-4}, {"label_smoothing": 0.1}, {"return_token_accuracy": True})
+
+
+@pytest.mark.parametrize("options", MORE, ids=str)
 def test_six_bytes_a_bf16_logit(interpreted, options):
     """2 read forward; 2 read and 2 written backward; nothing read of an ignored row but its target and its statistics."""
     N, V, ignored = 5, 5000, 2
     logits, target, upstream = make(N, V, "cpu", torch.bfloat16)
     target[:ignored] = -100
     asked, smoothed = Options(**options), 4 * bool(options.get("label_smoothing"))  # one float32 more of each row
+    rivals = 4 * asked.return_token_accuracy
 
     with counted_traffic() as forward:
         _, saved = function.forward(logits, target, options=asked)
-    assert forward == Traffic(loaded=(N - ignored) * (V * 2 + 2) + N * (8 + 20 + smoothed), stored=N * (20 + smoothed))
+    assert forward == Traffic(
+        loaded=(N - ignored) * (V * 2 + 2) + N * (8 + 20 + smoothed), stored=N * (20 + smoothed + rivals)
+    )
     with counted_traffic() as backward:
         function.backward(saved, (upstream,), (True, False, False, False), options=asked)
     assert backward == Traffic(loaded=(N - ignored) * V * 2 + N * (8 + 12 + 4 + 4), stored=N * V * 2)

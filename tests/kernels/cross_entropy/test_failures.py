@@ -147,7 +147,7 @@ def test_anchor_10_no_gradient_lands_before_2_to_the_31(interpreted):
     out = memory.as_strided((3, V), (apart, 1))
     weights, denominator, options = (None, None), None, (-100, 1.0, None, None, None)
     kernel.statistics_and_gradient[(3,)](
-        logits, target, *weights, torch.ones(1), denominator, torch.empty(3, 3), out,
+        logits, target, *weights, torch.ones(1), denominator, torch.empty(3, 3), None, out,
         3, V, 3, 0, V, 1, apart, *options, RAGGED=False, BLOCK_V=8, STAGES=1,
     )  # fmt: skip
     _, expected = torch_loss_and_gradient(logits, target, torch.ones(3), reduction="none")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from weft.kernels import cross_entropy
+from weft.kernels import cross_entropy, linear_cross_entropy
 
 from tests.kernels.cross_entropy.cases import (
     ASKED,
@@ -162,3 +163,64 @@ def test_in_place_needs_memory_of_its_own(device, change):
     logits, target, _ = make(7, 31, device)
     with pytest.raises(ValueError, match=r"inplace_backward with logits of shape .* give contiguous logits"):
         in_place(change(logits), target)
+
+
+# Forms of logits and targets
+
+
+def test_uint8_targets_are_class_ids(device):
+    logits, target, upstream = make(7, 200, device)
+    target[0] = 156  # as an ignore_index of -100 would be in 8 bits
+    narrow = loss_and_gradient(logits, target.to(torch.uint8), upstream)
+    for ours, wide in zip(narrow, loss_and_gradient(logits, target, upstream), strict=True):
+        assert torch.equal(ours, wide)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 5, 5), (2, 5, 3, 4), (5,)], ids=str)
+def test_class_dim_1_is_torchs_form(device, shape):
+    generator = torch.Generator().manual_seed(0)
+    dim = 1 if len(shape) > 1 else 0
+    logits = torch.randn(shape, generator=generator).to(device).requires_grad_()
+    target = torch.randint(5, (*shape[:dim], *shape[dim + 1 :]), generator=generator).to(device)
+    loss, expected = cross_entropy(logits, target, class_dim=dim), F.cross_entropy(logits, target)
+    torch.testing.assert_close(loss, expected)
+    for one, other in zip(torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("logits", "target", "more", "message"),
+    [
+        pytest.param((2, 3), torch.rand(2, 3), {}, r"target has dtype torch.float32 and shape \(2, 3\), .* class ids of shape \(2,\); probabilities are not taken: of them give target.argmax", id="probabilities"),
+        pytest.param((2, 5, 3), torch.zeros(2, 3, dtype=torch.int64), {}, r"or class_dim=1 for logits as torch has them, \[N, C, ...\]", id="torchs-form"),
+        pytest.param((2, 5), torch.zeros(2, dtype=torch.int64), {"class_dim": 2}, r"class_dim is 2 for logits of shape \(2, 5\)", id="no-dim"),
+        pytest.param((2, 5), torch.zeros(2, dtype=torch.int16), {}, r"target has dtype torch.int16 and shape \(2,\), not torch.int32, torch.int64, torch.uint8", id="int16"),
+    ],
+)  # fmt: skip
+def test_what_is_no_target_is_named(logits, target, more, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(torch.randn(logits), target, **more)
+    if not more:
+        with pytest.raises(ValueError, match=message):
+            linear_cross_entropy(torch.randn(*logits[:-1], 4), torch.randn(logits[-1], 4), target)
+
+
+# z-loss and the weights of classes
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_a_mean_divides_z_loss_by_the_tokens_whatever_the_classes_weigh(device, label_smoothing):
+    logits, target, upstream = make(9, 40, device)
+    target[3] = -100
+    more = given({"weight": True, "z_loss": 0.03, "label_smoothing": label_smoothing}, 40, device)
+    assert_as_good_as_eager(logits, target, upstream, **more)
+    given_count = cross_entropy(logits, target, denominator=8.0, **more)
+    by_hand = cross_entropy(logits, target, reduction="sum", **more) / 8
+    torch.testing.assert_close(given_count, by_hand)
+
+
+def test_without_a_token_z_loss_and_weights_give_no_gradient(device):
+    logits, target, upstream = make(3, 40, device)
+    more = given({"weight": True, "z_loss": 0.03, "label_smoothing": 0.1}, 40, device)
+    loss, gradient = loss_and_gradient(logits, torch.full_like(target, -100), upstream, **more)
+    assert loss.isnan() and not gradient.any()

@@ -63,7 +63,7 @@ def test_on_a_gpu_a_sum_in_24_bits_leaves_chunks_half_the_memory_at_least():
 
 def test_ranks_that_would_take_other_chunks_for_a_gradient_of_float32_are_told():
     input, target = (torch.empty(16384, *dims, dtype=dtype, device="meta") for dims, dtype in SHAPES)
-    sizes = [sizes_of(input, target, (dtype,) * 3, None, 128256, 1, Options()) for dtype in GRADIENTS]
+    sizes = [sizes_of(input, target, torch.bfloat16, (dtype,) * 3, None, 128256, 1, Options()) for dtype in GRADIENTS]
     assert [each.chunk for each in sizes] == [1024, 1024, 2048]
     with pytest.raises(
         ValueError, match=r"at a time: 1024 on rank 1, 2048 on rank 2; .* gradients have the same dtype"

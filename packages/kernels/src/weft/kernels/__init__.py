@@ -1,6 +1,10 @@
 """Ops for large models, on plain tensors and on DTensors by their layout."""
 
-from .attention import attention
+from typing import TYPE_CHECKING
+
+from weft.mesh.version import version_of
+
+from .attention import KeyValueCache, attention
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
 from .elementwise import add
@@ -9,10 +13,11 @@ from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cr
 from .matmul import linear
 from .norm import rms_norm
 from .random import normal, uniform
-from .rope import rope
+from .rope import rope, rope_tables
 from .swiglu import swiglu
 
 __all__ = [
+    "KeyValueCache",
     "add",
     "attention",
     "cross_entropy",
@@ -23,8 +28,13 @@ __all__ = [
     "normal",
     "rms_norm",
     "rope",
+    "rope_tables",
     "swiglu",
     "uniform",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]
+
+__version__: str
+if not TYPE_CHECKING:  # to a type checker it would be every name there is
+    __getattr__ = version_of(__name__)

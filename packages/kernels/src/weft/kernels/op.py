@@ -22,8 +22,9 @@ class Op:
         It is linear in `grad`, so a Partial gradient may flow through it. Without it torch differentiates forward, which then
         has one output and returns that alone.
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
-    dtype(dtype of the first floating tensor) -> that of the output: ranks outside the mesh have nothing else to ask.
+    dtype(dtype of the first floating tensor, options) -> that of the output: ranks outside the mesh have nothing else to ask.
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
+    constants(options) -> how many of the last outputs have no gradient.
     overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
     """
 
@@ -31,8 +32,9 @@ class Op:
     forward: Callable[..., Any]
     backward: Callable[..., Tensors] | None
     rule: Callable[..., Any]
-    dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype] = lambda dtype, options: dtype
     varying: tuple[str, ...] = ()
+    constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 
     def __post_init__(self) -> None:

@@ -1,10 +1,13 @@
 """Meshes, layouts, inference and mesh-independent keys; the standard library alone."""
 
+from typing import TYPE_CHECKING
+
 from . import infer
 from .layout import Layout, LayoutError
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import ProcessMesh
 from .random import derive_key
+from .version import version_of
 
 __all__ = [
     "Layout",
@@ -18,3 +21,7 @@ __all__ = [
     "derive_key",
     "infer",
 ]
+
+__version__: str
+if not TYPE_CHECKING:  # to a type checker it would be every name there is
+    __getattr__ = version_of(__name__)

@@ -11,7 +11,7 @@ from .arguments import as_int, as_shape
 from .extents import chunk
 from .picture import WIDTH, coloured, draw
 from .placement import Partial, Placement, Replicate, Shard, as_placement
-from .process_mesh import ProcessMesh, as_mesh
+from .process_mesh import Axis, ProcessMesh, as_mesh
 
 Spec = Sequence[str | Sequence[str] | None]
 
@@ -35,15 +35,17 @@ class Layout:
     placements: {"dp": Shard(0)} (absent axes replicate), a sequence with one placement per axis, or text such as
         "dp: S(0), tp: P(sum)". Where several axes shard one dim, the first is the major one: in a mapping or a
         sequence that is the mesh's order; in text the order as written, so "tp: S(0), dp: S(0)" cuts by tp first.
+        A dim below 0 counts from the end; what has no tensor to count on, as `infer`, asks for `resolved(shape)`.
     Raises LayoutError for an axis that the mesh does not have, or a number of placements that is not its own.
     """
 
-    __slots__ = ("__dict__", "mesh", "placements", "shard_order")
+    __slots__ = ("__dict__", "_orders", "mesh", "placements", "shard_order")
+    _orders: tuple[tuple[str, ...], ...]  # axes that may shard one dim, major first
     mesh: ProcessMesh
     placements: tuple[Placement, ...]
     shard_order: Mapping[int, tuple[str, ...]]
 
-    def __init__(self, mesh: ProcessMesh | Any, placements: Mapping[str, Any] | Sequence[Any] | str = ()) -> None:
+    def __init__(self, mesh: ProcessMesh | Any, placements: Mapping[Any, Any] | Sequence[Any] | str = ()) -> None:
         mesh = as_mesh(mesh)
         if isinstance(placements, str):
             placements, names = _parse(placements), None
@@ -57,17 +59,20 @@ class Layout:
             placements = dict(zip(mesh.axis_names, placements, strict=False))
         self._set(mesh, placements, names)
 
-    def _set(self, mesh: ProcessMesh, placements: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    def _set(self, mesh: ProcessMesh, placements: Mapping[Any, Any], names: Sequence[str] | None = None) -> None:
         """names: the axes, major first where several shard one dim; by default as `placements` lists them."""
-        for name in placements:
-            if name not in mesh.axis_names:
-                raise LayoutError(f"the mesh has no axis {name!r}; its axes are {', '.join(mesh.axis_names)}")
+        if not set(placements).issubset(mesh.axis_names):
+            placements = _named(mesh, placements)
         listed = dict.fromkeys((*placements, *mesh.axis_names) if names is None else names)
         by_name = {str.__str__(name): as_placement(placements.get(name, Replicate())) for name in listed}
         order: dict[int, list[str]] = {}
         for name, placement in by_name.items():
             if isinstance(placement, Shard):
                 order.setdefault(placement.dim, []).append(name)
+        orders = tuple(tuple(order[dim]) for dim in sorted(order))
+        if order and min(order) < 0 <= max(order):  # they may turn out to be one dim
+            orders = (tuple(name for name, placement in by_name.items() if isinstance(placement, Shard)),)
+        object.__setattr__(self, "_orders", orders)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", tuple(by_name[name] for name in mesh.axis_names))
         object.__setattr__(self, "shard_order", MappingProxyType({dim: tuple(order[dim]) for dim in sorted(order)}))
@@ -102,7 +107,7 @@ class Layout:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return self.mesh, self.placements, tuple(self.shard_order.items())
+        return self.mesh, self.placements, self._orders
 
     @cached_property
     def _hash(self) -> int:
@@ -118,7 +123,7 @@ class Layout:
 
     def __str__(self) -> str:
         names = list(self.mesh.axis_names)
-        for order in self.shard_order.values():
+        for order in self._orders:
             slots = sorted(names.index(name) for name in order)
             for slot, name in zip(slots, order, strict=True):
                 names[slot] = name
@@ -127,24 +132,26 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout({self.mesh}, {str(self)!r})"
 
-    def __getitem__(self, axis: str) -> Placement:
+    def __getitem__(self, axis: Axis) -> Placement:
         return self.placements[self.mesh.axis(axis)]
 
     @property
     def spec(self) -> tuple[tuple[str, ...], ...]:
         """Per dim, the axes that shard it, major first; as long as the last sharded dim needs."""
+        self.check_counted()
         return tuple(self.shard_order.get(dim, ()) for dim in range(max(self.shard_order, default=-1) + 1))
 
     def replace(self, /, **placements: Placement | str) -> Layout:
         """This layout with other placements on the named axes; those that newly shard a dim are its minor ones, in order."""
         wanted = {name: as_placement(placement) for name, placement in placements.items()}
         changed = {name: placement for name, placement in wanted.items() if placement != self[name]}
-        kept = {name: self[name] for order in self.shard_order.values() for name in order if name not in changed}
+        kept = {name: self[name] for order in self._orders for name in order if name not in changed}
         others = {name: self[name] for name in self.mesh.axis_names if name not in changed}
         return Layout.in_order(self.mesh, kept | others | changed)
 
     def parts(self, dim: int) -> int:
         """In how many parts dim `dim` is cut."""
+        self.check_counted()
         return self.mesh.axis_size(*self.shard_order.get(dim, ()))
 
     def explain(self, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> str:
@@ -152,7 +159,8 @@ class Layout:
 
         width: columns that a picture should not exceed; fewer cells and shorter lists of ranks are drawn to that end.
         """
-        return "\n".join([f"{self} on {self.mesh}", *draw(self, global_shape, width=width)])
+        drawn = self if global_shape is None else self.resolved(global_shape)
+        return "\n".join([f"{self} on {self.mesh}", *draw(drawn, global_shape, width=width)])
 
     def __rich__(self) -> Any:
         """What `rich.print(layout)` shows: `explain` in colour, where the terminal has it."""
@@ -163,12 +171,35 @@ class Layout:
 
     def check_shape(self, global_shape: Sequence[int]) -> None:
         """Raises LayoutError where a dim is sharded that a tensor of this shape does not have."""
+        ndim = len(global_shape)
         for dim, axes in self.shard_order.items():
-            if dim >= len(global_shape):
+            if not -ndim <= dim < ndim:
                 raise LayoutError(
                     f"axis {axes[0]!r} shards dim {dim} of a tensor of shape {tuple(global_shape)}, which has "
-                    f"{len(global_shape)} dims; shard one of those, or replicate"
+                    f"{ndim} dims; shard one of those, or replicate"
                 )
+
+    def check_counted(self) -> None:
+        """Raises LayoutError where a dim is counted from the end."""
+        for dim, axes in self.shard_order.items():
+            if dim < 0:
+                raise LayoutError(
+                    f"axis {axes[0]!r} of ({self}) shards dim {dim}, counted from the end of a tensor that is not known here; "
+                    f"count it from the front, or give the shape, as to layout.resolved(shape)"
+                )
+
+    def resolved(self, global_shape: Sequence[int]) -> Layout:
+        """The layout of a tensor of this shape, each dim counted from the front.
+
+        Raises LayoutError where a dim is sharded that a tensor of this shape does not have.
+        """
+        self.check_shape(global_shape)
+        if min(self.shard_order, default=0) >= 0:
+            return self
+        listed = dict.fromkeys([*(name for order in self._orders for name in order), *self.mesh.axis_names])
+        ndim = len(global_shape)
+        placements = {name: Shard(p.dim % ndim) if isinstance(p := self[name], Shard) else p for name in listed}
+        return Layout.in_order(self.mesh, placements)
 
     def local_slices(self, global_shape: Sequence[int], rank: int) -> tuple[slice, ...]:
         """The part of the global tensor that `rank` holds, one slice per dim: nested `torch.chunk`s, major axis first.
@@ -189,7 +220,7 @@ class Layout:
 
 @lru_cache(maxsize=65536)
 def _local_slices(layout: Layout, global_shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-    layout.check_shape(global_shape)
+    layout = layout.resolved(global_shape)
     coordinate = layout.mesh.coordinate(rank)
     if coordinate is None:
         return tuple(slice(0, 0) for _ in global_shape)
@@ -201,6 +232,20 @@ def _local_slices(layout: Layout, global_shape: tuple[int, ...], rank: int) -> t
             start, stop = start + first, start + last
         parts.append(slice(start, stop))
     return tuple(parts)
+
+
+def _named(mesh: ProcessMesh, placements: Mapping[Any, Any]) -> dict[str, Any]:
+    """By the names of axes, where some are given by position."""
+    named: dict[str, Any] = {}
+    for axis, placement in placements.items():
+        try:
+            name = mesh.axis_name(axis)
+        except ValueError as error:
+            raise LayoutError(str(error)) from None
+        if name in named:
+            raise LayoutError(f"axis {name!r} stands twice in {dict(placements)}, by name and by position")
+        named[name] = placement
+    return named
 
 
 def _parse(text: str) -> dict[str, Placement]:

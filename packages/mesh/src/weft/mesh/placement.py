@@ -13,15 +13,12 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dim `dim` is cut along the axis, as `torch.chunk` cuts it."""
+    """Dim `dim` is cut along the axis, as `torch.chunk` cuts it; one below 0 is counted from the tensor's last, -1."""
 
     dim: int
 
     def __post_init__(self) -> None:
-        dim = as_int("the dim of Shard", self.dim)
-        if dim < 0:
-            raise ValueError(f"Shard needs a dim >= 0, got {dim}; count negative dims from the front")
-        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "dim", as_int("the dim of Shard", self.dim))
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -37,11 +34,13 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction by `op` of what the ranks of the axis hold."""
+    """The value is the reduction by `op` of what the ranks of the axis hold; "prod" is "product"."""
 
     op: str = "sum"
 
     def __post_init__(self) -> None:
+        if self.op == "prod":
+            object.__setattr__(self, "op", "product")
         if self.op not in REDUCTIONS:
             raise ValueError(f"Partial has no op {self.op!r}; use one of {', '.join(REDUCTIONS)}")
 
@@ -51,7 +50,7 @@ class Partial:
 
 Placement = Shard | Replicate | Partial
 
-_TEXT = re.compile(r"R|S\((\d+)\)|P(?:\((\w+)\))?", re.ASCII)
+_TEXT = re.compile(r"R|S\((-?\d+)\)|P(?:\((\w+)\))?", re.ASCII)
 
 
 def parse_placement(text: str) -> Placement:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice, product
-from typing import Any
+from typing import Any, overload
 
 from .arguments import as_int, as_name
 from .ranks import Ranks
 
+Axis = str | int  # its name, or its position among the axes, below 0 from the end
 Index = int | slice
 
 
 class ProcessMesh:
     """Ranks laid out on named axes, row-major: the last axis varies fastest.
 
+    ranks: nested sequences or an array of distinct ints >= 0, one level an axis; an int is a mesh of that one process.
+    axis_names: one for each level; without them axis0, axis1, … Wherever an axis is asked for, its position does too.
     Two meshes with the same names, shape and ranks are the same mesh, in every process and whatever was made
     before them: equal, same hash, same digest. A part of a grid is held as strides, at no cost for each rank.
     """
@@ -27,9 +31,10 @@ class ProcessMesh:
     axis_names: tuple[str, ...]
     _ranks: Ranks
 
-    def __init__(self, ranks: Sequence[Any], axis_names: Sequence[str]) -> None:
+    def __init__(self, ranks: Sequence[Any] | int, axis_names: Sequence[str] | None = None) -> None:
         shape, flat = _flatten(ranks)
-        names = _checked_names(shape, axis_names)
+        shape = shape or (1,)
+        names = _checked_names(shape, _numbered(len(shape)) if axis_names is None else axis_names)
         flat = [_as_rank(rank) for rank in flat]
         if len(set(flat)) != len(flat):
             [(repeated, _)] = Counter(flat).most_common(1)
@@ -116,14 +121,18 @@ class ProcessMesh:
         shown = ", ".join(map(str, islice(self, 2 if self.size > 16 else 16)))
         return f"ProcessMesh({sizes}, ranks=[{shown}{f', ... {self.size} ranks' if self.size > 16 else ''}])"
 
-    def axis(self, name: str) -> int:
+    def axis(self, name: Axis) -> int:
         """Position of axis `name` among the axes."""
         try:
-            return self.axis_names.index(name)
-        except ValueError:
+            return self.axis_names.index(name) if isinstance(name, str) else range(self.ndim)[as_int("an axis", name)]
+        except (ValueError, IndexError):
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(self.axis_names)}") from None
 
-    def axis_size(self, *names: str) -> int:
+    def axis_name(self, name: Axis) -> str:
+        """The name of an axis that is given by name or position."""
+        return self.axis_names[self.axis(name)]
+
+    def axis_size(self, *names: Axis) -> int:
         """Ranks along an axis, or along several together."""
         return math.prod(self.shape[self.axis(name)] for name in names)
 
@@ -133,67 +142,96 @@ class ProcessMesh:
         return None if index is None else dict(zip(self.axis_names, index, strict=True))
 
     def rank_at(self, /, **index: int) -> int:
-        """The rank at one index per axis: `mesh.rank_at(dp=0, tp=1)`."""
+        """The rank at one index per axis: `mesh.rank_at(dp=0, tp=1)`. An index below 0 counts from the end."""
         if set(index) != set(self.axis_names):
             raise ValueError(f"rank_at got {sorted(index)}; give one index for each of {', '.join(self.axis_names)}")
         return self._ranks.at([self._checked(name, index[name]) for name in self.axis_names])
 
     def _checked(self, name: str, index: int) -> int:
         size, index = self.axis_size(name), as_int(f"the index along axis {name!r}", index)
-        if not 0 <= index < size:
-            raise ValueError(f"index {index} is outside axis {name!r} of size {size}; use 0 to {size - 1}")
-        return index
+        if not -size <= index < size:
+            raise ValueError(
+                f"index {index} is outside axis {name!r} of size {size}; use 0 to {size - 1}, or {-size} to -1 from the end"
+            )
+        return index % size
 
     # Meshes made from it
 
     def select(self, /, **index: Index) -> ProcessMesh:
         """The part at `index`: an int drops its axis, a slice keeps it."""
-        picks: list[range | int] = [range(size) for size in self.shape]
-        for name, at in index.items():
-            axis = self.axis(name)
-            if isinstance(at, slice):
-                picks[axis] = _picked(name, self.shape[axis], at)
-            else:
-                picks[axis] = self._checked(name, at)
-        names = tuple(name for name, pick in zip(self.axis_names, picks, strict=True) if isinstance(pick, range))
+        names, picks = self._part({self.axis(name): at for name, at in index.items()})
         if not names:
             raise ValueError(f"select({index}) drops every axis; use rank_at for a single rank")
         return self._make(names, self._ranks.take(picks))
 
-    def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
-        """The mesh with axis `name` first; with `index`, that slice along it, and no mesh made in between."""
-        if index is not None:
-            return self.select(**{name: index})
-        return self.permute(name, *(other for other in self.axis_names if other != name))
+    def _part(self, index: dict[int, Index]) -> tuple[tuple[str, ...], list[range | int]]:
+        """The axes that are left of the part at `index`, by position, and what is picked along each axis."""
+        picks: list[range | int] = [range(size) for size in self.shape]
+        for axis, at in index.items():
+            name = self.axis_names[axis]
+            picks[axis] = _picked(name, self.shape[axis], at) if isinstance(at, slice) else self._checked(name, at)
+        return tuple(n for n, pick in zip(self.axis_names, picks, strict=True) if isinstance(pick, range)), picks
 
-    def submesh(self, rank: int, *names: str) -> ProcessMesh:
-        """The sub-mesh along `names` that holds `rank`."""
+    @overload
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> ProcessMesh: ...
+    @overload
+    def __getitem__(self, index: str | tuple[str, ...]) -> ProcessMesh | None: ...
+    def __getitem__(self, index: Index | str | tuple[Index, ...] | tuple[str, ...]) -> ProcessMesh | None:
+        """`mesh[0]`, `mesh[:, 1:]`: the part at those indices, as of an array; `mesh["tp"]`, `mesh["dp", "tp"]`: this process's.
+
+        An int drops its axis; of one int for each axis, the mesh of that one process.
+        With names it is `submesh` of this process's rank in torch.distributed, as of a DeviceMesh. Raises RuntimeError
+        where that is not initialized; `submesh(rank, *names)` and `groups(*names)` need no processes.
+        """
+        indices: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(at, str) for at in indices):
+            self._check_axes("mesh", indices)
+            return self.submesh(_this_rank(indices), *indices)
+        if len(indices) > self.ndim:
+            raise ValueError(f"{len(indices)} indices for the {self.ndim} axes of {self}; give at most one for each")
+        names, picks = self._part(dict(enumerate(indices)))
+        if names:
+            return self._make(names, self._ranks.take(picks))
+        return ProcessMesh(self._ranks.at([pick for pick in picks if isinstance(pick, int)]))
+
+    def get_mesh_with_dim(self, name: Axis, index: int | None = None) -> ProcessMesh:
+        """The mesh with axis `name` first; with `index`, that slice along it, and no mesh made in between."""
+        first = self.axis_name(name)
+        if index is not None:
+            return self.select(**{first: index})
+        return self.permute(first, *(other for other in self.axis_names if other != first))
+
+    def submesh(self, rank: int, *names: Axis) -> ProcessMesh | None:
+        """The sub-mesh along `names` that holds `rank`; None for a rank outside the mesh."""
+        chosen = self._check_axes("submesh", names)
         coordinate = self.coordinate(rank)
         if coordinate is None:
-            raise ValueError(f"rank {rank} is not in {self}")
-        self._check_axes("submesh", names)
-        part = self.select(**{name: at for name, at in coordinate.items() if name not in names})
-        return part.permute(*names)
+            return None
+        return self.select(**{name: at for name, at in coordinate.items() if name not in chosen}).permute(*chosen)
 
-    def groups(self, *names: str) -> tuple[ProcessMesh, ...]:
+    def groups(self, *names: Axis) -> tuple[ProcessMesh, ...]:
         """Every sub-mesh along `names`, in row-major order of the other axes."""
-        self._check_axes("groups", names)
-        others = [name for name in self.axis_names if name not in names]
+        chosen = self._check_axes("groups", names)
+        others = [name for name in self.axis_names if name not in chosen]
         indices = product(*(range(self.axis_size(name)) for name in others))
-        return tuple(self.select(**dict(zip(others, at, strict=True))).permute(*names) for at in indices)
+        return tuple(self.select(**dict(zip(others, at, strict=True))).permute(*chosen) for at in indices)
 
-    def _check_axes(self, call: str, names: Sequence[str]) -> None:
-        if not names or len({self.axis(name) for name in names}) != len(names):
+    def _check_axes(self, call: str, names: Sequence[Axis]) -> tuple[str, ...]:
+        chosen = tuple(map(self.axis_name, names))
+        if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError(
                 f"{call}{tuple(names)} must name one axis or more of {', '.join(self.axis_names)}, each once"
             )
+        return chosen
 
-    def permute(self, *names: str) -> ProcessMesh:
+    def permute(self, *names: Axis) -> ProcessMesh:
         """The same ranks with the axes in the order `names`."""
         axes = [self.axis(name) for name in names]
         if sorted(axes) != list(range(self.ndim)):
             raise ValueError(f"permute{names} must name each of {', '.join(self.axis_names)} once")
-        return self if axes == list(range(self.ndim)) else self._make(names, self._ranks.permute(axes))
+        if axes == list(range(self.ndim)):
+            return self
+        return self._make(tuple(self.axis_names[axis] for axis in axes), self._ranks.permute(axes))
 
     def rename(self, /, **names: str) -> ProcessMesh:
         """The same mesh with axes renamed: `mesh.rename(dp="data")`."""
@@ -202,7 +240,7 @@ class ProcessMesh:
         renamed = tuple(names.get(name, name) for name in self.axis_names)
         return self._make(_checked_names(self.shape, renamed), self._ranks)
 
-    def flatten(self, names: Sequence[str], *, into: str) -> ProcessMesh:
+    def flatten(self, names: Sequence[Axis], *, into: str) -> ProcessMesh:
         """Neighbouring axes `names`, major first, made into the one axis `into`."""
         axes = [self.axis(name) for name in names]
         if not axes or axes != list(range(axes[0], axes[0] + len(axes))):
@@ -212,7 +250,7 @@ class ProcessMesh:
         flat = (*self.axis_names[:first], into, *self.axis_names[end:])
         return self._make(_checked_names(ranks.shape, flat), ranks)
 
-    def unflatten(self, name: str, /, **sizes: int) -> ProcessMesh:
+    def unflatten(self, name: Axis, /, **sizes: int) -> ProcessMesh:
         """Axis `name` cut into the axes `sizes`, major first: `mesh.unflatten("dp", replica=2, shard=4)`."""
         at = self.axis(name)
         sizes = {part: _as_size(part, size) for part, size in sizes.items()}
@@ -224,7 +262,7 @@ class ProcessMesh:
 
 
 def as_mesh(value: Any) -> ProcessMesh:
-    """`value` as a mesh of ours; torch's DeviceMesh is taken too, its unnamed axes called axis0, axis1, …
+    """`value` as a mesh of ours; torch's DeviceMesh is taken too.
 
     torch is not imported: a DeviceMesh is known by its public attributes.
     """
@@ -232,14 +270,30 @@ def as_mesh(value: Any) -> ProcessMesh:
         return value
     if not hasattr(value, "mesh_dim_names"):
         raise ValueError(f"{value!r} is not a mesh; give a ProcessMesh or a DeviceMesh")
-    ranks = value.mesh.tolist()
-    return ProcessMesh(ranks, value.mesh_dim_names or [f"axis{axis}" for axis in range(value.ndim)])
+    return ProcessMesh(value.mesh.tolist(), value.mesh_dim_names)
 
 
 @lru_cache(maxsize=65536)
 def _index(mesh: ProcessMesh, rank: int) -> tuple[int, ...] | None:
     """Of `rank` along each axis. Kept, as every process asks for its own again and again."""
     return mesh._ranks.find(rank)
+
+
+def _this_rank(names: tuple[str, ...]) -> int:
+    """This process's rank in torch.distributed, which is not imported: who has not cannot have joined other processes."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        told = ", ".join(map(repr, names))
+        raise RuntimeError(
+            f"mesh[{told}] is the part of the mesh that holds this process, and torch.distributed is not initialized; "
+            f"ask for mesh.submesh(rank, {told}), or mesh.groups({told})"
+        )
+    return int(distributed.get_rank())
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    """The names of axes that were given none."""
+    return tuple(f"axis{position}" for position in range(count))
 
 
 def _checked_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
-    from .generation import generate
+    from .generation import generate, stream
     from .initialization import initialize
     from .llama.config import Llama3RopeScaling, LlamaConfig
     from .llama.model import Llama
     from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+    from .patching import Patch, patch
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
     "save_pretrained": ".checkpoint",
     "generate": ".generation",
+    "stream": ".generation",
     "initialize": ".initialization",
     "Llama3RopeScaling": ".llama.config",
     "LlamaConfig": ".llama.config",
@@ -29,6 +31,8 @@ _HOMES = {
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "parallelize": ".parallel",
+    "Patch": ".patching",
+    "patch": ".patching",
 }
 __all__ = [
     "ColwiseParallel",
@@ -36,19 +40,31 @@ __all__ = [
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
+    "Patch",
     "RowwiseParallel",
     "VocabParallel",
     "from_pretrained",
     "generate",
     "initialize",
     "parallelize",
+    "patch",
     "save_pretrained",
+    "stream",
 ]
 
 
-def __getattr__(name: str) -> object:
+__version__: str
+
+
+def _imported(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"weft.models has no {name!r}")
+        from weft.mesh.version import version_of
+
+        return version_of(__name__)(name)
     value = getattr(import_module(_HOMES[name], __name__), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # to a type checker it would be every name there is
+    __getattr__ = _imported

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from weft import kernels
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose parameters are left unset: `initialize` or a checkpoint fills them, once."""
+    """nn.Linear whose parameters are left unset: `initialize` or a checkpoint fills them, once.
+
+    unit: how many neighbours of the outputs stay together where they are sharded, as those of a head do.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, unit: int = 1) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.unit = unit
 
     def reset_parameters(self) -> None:
         """Nothing: the values come later."""
@@ -26,7 +35,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """tokens [...] -> [..., embedding_dim]"""
-        return kernels.embedding(input, self.weight)
+        return kernels.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
 class RMSNorm(nn.Module):
@@ -60,16 +69,25 @@ class Dropout(nn.Module):
     def forward(self, input: Tensor, key: int | Tensor | None) -> Tensor:
         """[...] -> [...]; the input itself where p is 0, and in eval mode.
 
-        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. Raises RuntimeError where elements are to be dropped and it is None.
+        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU.
+        Raises RuntimeError where elements are to be dropped and it is None.
+        """
+        options = self.options(key)
+        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name) if options else input
+
+    def options(self, key: int | Tensor | None) -> dict[str, Any]:
+        """What `kernels.attention` is given, which drops its weights itself; nothing where p is 0, and in eval mode.
+
+        Raises RuntimeError where elements are to be dropped and the key is None.
         """
         if self.p == 0 or not self.training:
-            return input
+            return {}
         if key is None:
             raise RuntimeError(
                 f"{self.name} drops elements with p={self.p} while training, but the model was given no key: call "
                 f'model(tokens, dropout_key=derive_key(seed, "dropout", step)), or model.eval() first'
             )
-        return kernels.dropout(input, self.p, key, self.name)
+        return {"dropout": self.p, "dropout_key": key, "dropout_name": self.name}
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -1,5 +1,9 @@
 """Planning and running layout changes of DTensors, within a mesh and across meshes, with autograd."""
 
+from typing import TYPE_CHECKING
+
+from weft.mesh.version import version_of
+
 from .planning.links import Link
 from .planning.plan import Plan, plan
 from .planning.simulate import simulate
@@ -48,3 +52,7 @@ __all__ = [
     "start_reshard",
     "to_global",
 ]
+
+__version__: str
+if not TYPE_CHECKING:  # to a type checker it would be every name there is
+    __getattr__ = version_of(__name__)

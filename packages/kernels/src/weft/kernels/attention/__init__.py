@@ -1,5 +1,5 @@
-"""attention: the op, its local computation and its layout rule."""
+"""attention: the op, its cache, its local computation and its layout rules."""
 
-from .sharded import attention
+from .sharded import KeyValueCache, attention
 
-__all__ = ["attention"]
+__all__ = ["KeyValueCache", "attention"]

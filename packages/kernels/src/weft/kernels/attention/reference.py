@@ -2,58 +2,154 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..dropout import function as dropping
+from ..random.part import Part
+
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, causal: bool = True, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    dropout_key: Tensor | None = None,
+    *,
+    head_dim: int,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    number: int = 0,
+    name: str | None = None,
+    first: int | None = None,
+    part: Part | None = None,
 ) -> Tensor:
-    """query [..., T, heads * D], key and value [..., S, kv_heads * D] -> [..., T, heads * D].
+    """query [..., T, heads * D], key and value [..., S, kv_heads * D], documents [..., S] -> [..., T, heads * D].
 
     Grouped queries: heads is a multiple of kv_heads, and head h reads the keys of kv head h // (heads // kv_heads).
-    causal: token t sees keys up to S - T + t, so the last query sees every key (a cache holds the first S - T).
-    scale: 1 / sqrt(D) where None.
+    first: which key is that of the first query's own token; S - T where None: the last query's is the last one.
+    causal: a query sees the keys up to its own. window: of those the last `window` alone. documents: of those, or of all,
+        the ones of its own document. scale: 1 / sqrt(D) where None.
+    dropout: the share of weights that are zeroed, by `dropout_key`, or `number` without it, and `name`, as in
+        `dropout.function`. part: which of the weights [..., heads, T, S] of the whole tensors are here; all where None.
     Torch differentiates it, and keeps for that what its own attention keeps: the inputs, the output and a logsumexp a row.
+    With dropout it keeps the weights.
     Raises ValueError where the widths or lengths do not fit.
     """
     _check(query, key, value, head_dim, causal)
-    return _attend(query, key, value, head_dim, causal, scale)
+    if query.numel() == 0 or key.numel() == 0:
+        return query * 0 + 0 * (key.sum() + value.sum())  # torch's attention takes no empty tensors; the graph stays
+    T, S = query.shape[-2], key.shape[-2]
+    first = S - T if first is None else first
+    own = None if documents is None else documents[..., first : first + T]
+    start = 0 if window is None else max(0, first - window + 1)
+    stop = first + T if causal else S
+    if stop - start < S:  # no query sees the others
+        key, value = key[..., start:stop, :], value[..., start:stop, :]
+        documents = None if documents is None else documents[..., start:stop]
+    q, k, v = (_heads(x, head_dim) for x in (query, key, value))  # [B, heads, T, D], twice [B, kv_heads, S, D]
+    triangle = causal and stop - start == T and documents is None and (window is None or window >= T)
+    mask = None
+    if not triangle or dropout:
+        mask = _visible(T, stop - start, first - start, causal, window, own, documents, q.device)
+    if not dropout:
+        output = _attend(q, k, v, mask, triangle, scale)
+    else:
+        here = Part.of((*query.shape[:-2], q.shape[1], T, S)) if part is None else part
+        here = Part(here.offset + start, (*here.sizes[:-1], stop - start), here.strides)
+        ones = torch.ones(here.sizes, dtype=q.dtype, device=q.device)
+        kept, _ = dropping.forward(ones, dropout_key, p=dropout, number=number, name=name, part=here)
+        output = _attend_to_some(q, k, v, mask, kept != 0, scale, dropout)
+    return output.transpose(1, 2).reshape(query.shape)
+
+
+def read_on(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    documents: Tensor | None = None,
+    *,
+    length: int,
+    **options: Any,
+) -> Tensor:
+    """`forward` of tokens that come after those of which keys and values are kept; theirs are kept too, in place.
+
+    query, key, value: of the new tokens. keys, values [..., capacity, kv_heads * D]: kept, the first `length` of them.
+    documents [..., capacity]: of the kept tokens and the new ones; those that would come later are not looked at.
+    """
+    new = key.shape[-2]
+    keys.narrow(-2, length, new).copy_(key)
+    values.narrow(-2, length, new).copy_(value)
+    stop = length + new
+    documents = None if documents is None else documents.narrow(-1, 0, stop)
+    return forward(query, keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop), documents, **options)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, head_dim {head_dim}"
-    if key.shape != value.shape or query.shape[:-2] != key.shape[:-2]:
-        raise ValueError(
-            f"attention: the shapes do not fit: {shapes}; key and value have one shape, and query's leading dims"
-        )
     heads, kv_heads = query.shape[-1] // head_dim, key.shape[-1] // head_dim
-    if query.shape[-1] % head_dim or key.shape[-1] % head_dim or (heads % kv_heads if kv_heads else heads):
-        raise ValueError(
-            f"attention: the widths do not fit: {shapes}; query's is a multiple of key's, and both of head_dim"
-        )
-    if causal and query.shape[-2] > key.shape[-2]:
-        raise ValueError(f"attention: causal needs at least as many keys as queries: {shapes}; give the missing keys")
+    why = ""
+    if key.shape != value.shape or query.shape[:-2] != key.shape[:-2]:
+        why = "the shapes do not fit: {}; key and value have one shape, and query's leading dims"
+    elif query.shape[-1] % head_dim or key.shape[-1] % head_dim or (heads % kv_heads if kv_heads else heads):
+        why = "the widths do not fit: {}; query's is a multiple of key's, and both of head_dim"
+    elif causal and query.shape[-2] > key.shape[-2]:
+        why = "causal needs at least as many keys as queries: {}; give the missing keys"
+    if why:
+        shapes = (f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
+        raise ValueError(f"attention: {why.format(', '.join((*shapes, f'head_dim {head_dim}')))}")
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool, scale: float | None) -> Tensor:
-    if query.numel() == 0 or key.numel() == 0:
-        return query * 0 + 0 * (key.sum() + value.sum())  # torch's attention takes no empty tensors; the graph stays
-    q, k, v = (_heads(x, head_dim) for x in (query, key, value))  # [B, heads, T, D], twice [B, kv_heads, S, D]
-    T, S = q.shape[-2], k.shape[-2]
+def _visible(
+    T: int,
+    S: int,
+    first: int,
+    causal: bool,
+    window: int | None,
+    own: Tensor | None,
+    documents: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """Whether query t, whose own key is first + t, sees key s: bool [T, S] or [B, 1, T, S]; None where all see all."""
     mask = None
-    if causal and 1 < T < S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if causal and (first < S - 1 or (window is not None and window < first + T)):
+        mask = torch.ones(T, S, dtype=torch.bool, device=device).tril_(first)
+        if window is not None:
+            mask = mask.triu_(first - window + 1)
+    if documents is not None:
+        assert own is not None, "they are the queries' part of the documents"
+        alike = (own.unsqueeze(-1) == documents.unsqueeze(-2)).reshape(-1, 1, T, S)
+        mask = alike if mask is None else alike & mask
+    return mask
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, triangle: bool, scale: float | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         # Of CUDA's fused attentions, the one for float32 takes no groups: with enable_gqa torch would run unfused.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
-    output = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and T == S, scale=scale, enable_gqa=grouped
-    )
-    return output.transpose(1, 2).reshape(query.shape)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=triangle, scale=scale, enable_gqa=grouped)
+
+
+def _attend_to_some(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor, scale: float | None, dropout: float
+) -> Tensor:
+    """Attention with weights of which those that are `kept` count, each divided by 1 - dropout."""
+    B, heads, T, D = q.shape
+    q = q.view(B, k.shape[1], heads // k.shape[1], T, D)  # [B, kv_heads, groups, T, D]
+    scores = q * (D**-0.5 if scale is None else scale) @ k.unsqueeze(2).mT  # [B, kv_heads, groups, T, S]
+    if mask is not None:
+        scores = scores.masked_fill(~(mask if mask.ndim == 2 else mask.unsqueeze(1)), -float("inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = weights.masked_fill(~kept.view(scores.shape), 0) * (1 / (1 - dropout) if dropout < 1 else 0.0)
+    return (weights.to(v.dtype) @ v.unsqueeze(2)).view(B, heads, T, D)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -74,7 +74,7 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def stand_in(target: Tensor, logits: Tensor, smoothing: bool) -> Tensor:
+def stand_in(target: Tensor, logits: Tensor, columns: int) -> Tensor:
     """Zeros for the statistics of a rank that has failed, of the shape and dtype that the other ranks gather."""
     dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
-    return torch.zeros(target.numel(), 4 if smoothing else 3, dtype=dtype, device=logits.device)
+    return torch.zeros(target.numel(), columns, dtype=dtype, device=logits.device)

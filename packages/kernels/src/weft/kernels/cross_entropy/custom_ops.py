@@ -15,9 +15,8 @@ from .agreement import Classes, stand_in
 from .options import SCHEMA, Options, check, form_of
 from .sharded.gather import Along, attempted
 
-Made = tuple[
-    Tensor, Tensor, Tensor, Tensor
-]  # loss, lse, denominator and statistics; the third empty unless counted here
+# Loss, lse, z-loss, accuracy, denominator and statistics; empty what is not asked for, and a denominator not counted here.
+Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
@@ -51,19 +50,20 @@ def compiled(
     options: Options,
     place: Place,
 ) -> tuple[Tensor, ...]:
-    """Loss and lse. inplace_backward is ignored: the compiler decides on memory."""
-    loss, lse, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
-    return loss, lse
+    """Loss and lse, and the constants that are asked for. inplace_backward is ignored: the compiler decides on memory."""
+    loss, lse, *constants, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
+    asked = (options.return_z_loss, options.return_token_accuracy)
+    return loss, lse, *(each.detach() for each, wanted in zip(constants, asked, strict=True) if wanted)
 
 
 @library.custom_op(
     "weft::cross_entropy",
     mutates_args=(),
-    schema=f"({TENSORS}, {PLACE}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({TENSORS}, {PLACE}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
     place, options = with_lse(asked)
-    (loss, lse), saved = function.forward(
+    (loss, lse, *constants), saved = function.forward(
         logits, target, weight, denominator,
         options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
         gather=_gather(logits, target, weight, denominator, place, options),
@@ -72,7 +72,10 @@ def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: 
     assert statistics is not None, "forward saves them"
     if counted is None or denominator is not None:
         counted = statistics.new_empty(0)  # an output of a custom op may not be one of its inputs
-    return loss, lse, counted, statistics.contiguous()  # a slice, where the gather is `Checked`
+    remaining, nothing = iter(constants), statistics.new_empty(0)
+    z_loss = next(remaining) if options.return_z_loss else nothing
+    accuracy = next(remaining) if options.return_token_accuracy else nothing.clone()
+    return loss, lse, z_loss, accuracy, counted, statistics.contiguous()  # a slice, where the gather is `Checked`
 
 
 def _gather(
@@ -86,7 +89,7 @@ def _gather(
         lambda: check(form_of(logits), target, weight, denominator, options, start, vocab_size),
         along.groups[0],
         Classes(start, V, vocab_size),
-        lambda: stand_in(target, logits, options.label_smoothing > 0),
+        lambda: stand_in(target, logits, options.columns),
     )
     return gather
 
@@ -96,11 +99,14 @@ def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor
     place, options = with_lse(asked)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     counts = options.reduction == "mean" and denominator is None
+    reduced = target.shape if options.reduction == "none" else ()
     return (
-        torch.empty_like(lse) if options.reduction == "none" else lse.new_empty(()),
+        lse.new_empty(reduced),
         lse,
-        lse.new_empty(() if counts else 0),
-        lse.new_empty(place.shards, target.numel(), 4 if options.label_smoothing else 3),
+        lse.new_empty(reduced if options.return_z_loss else 0),
+        lse.new_empty(reduced if options.return_token_accuracy else 0),
+        lse.new_empty(((2,) if options.weighs_apart(weight) else ()) if counts else 0),
+        lse.new_empty(place.shards, target.numel(), options.columns),
     )
 
 
@@ -136,8 +142,8 @@ def _(grad: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *rest: Any) 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
     logits, target, weight, denominator, *ctx.asked = inputs
-    _, _, counted, statistics = output
-    ctx.save_for_backward(logits, target, weight, counted if counted.ndim == 0 else denominator, statistics)
+    *_, counted, statistics = output
+    ctx.save_for_backward(logits, target, weight, counted if counted.numel() else denominator, statistics)
     ctx.set_materialize_grads(False)
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from ..backend import is_recorded, on_cpu, use_triton
 from ..op import Tensors
 from . import reference
+from .accuracy import correct
 from .guess import Once, guess
 from .options import Options, check, check_contiguous, form_of
 from .reference import Shard, Upstream, of_target
 
-# Starts the all-gather of this shard's statistics [N, 3 or 4]. What it returns waits for it: [shards, N, 3 or 4].
+# Starts the all-gather of this shard's statistics [N, 3 to 5]. What it returns waits for it: [shards, N, 3 to 5].
 Gather = Callable[[Tensor], Callable[[], Tensor]]
 Count = Callable[[Tensor], Tensor]  # the all-reduce, perhaps in place, of a sum over this rank's tokens
 
@@ -34,7 +35,9 @@ def forward(
     count: Count | None = None,
     once: Once | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
-    """(loss,) or (loss, lse), float32 (float64 for float64 logits), and what `backward` needs.
+    """The outputs that are asked for, float32 (float64 for float64 logits), and what `backward` needs.
+
+    The outputs: loss, lse, z-loss, accuracy.
 
     logits: [..., V], any strides: the classes vocab_start to vocab_start + V of vocab_size; a shard may be empty.
     target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
@@ -50,22 +53,40 @@ def forward(
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(logits)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        denominator = mean_denominator(weight, target.reshape(-1), options.ignore_index, wide, count)
+        denominator = mean_denominator(weight, target.reshape(-1), options, wide, count)
+    class_weight, divided = weight, denominator  # as they are saved
+    weight, denominator = per_token(weight, denominator)
     guessed = dlogits = None
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
-        statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 or 4]
+        statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 5]
     else:
         guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)
         statistics = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
-    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 or 4]
+    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 to 5]
     loss, lse = passes.losses(gathered, target, weight, shard)
-    if options.reduction != "none":
-        loss = loss.sum()
-    if denominator is not None:
-        loss = loss / denominator
-    saved = (logits, target, weight, denominator, gathered, guessed, dlogits)
-    return ((loss, lse) if options.return_lse else (loss,)), saved
+    is_correct = correct(gathered, target, options.ignore_index) if options.return_token_accuracy else None
+    saved = (logits, target, class_weight, divided, gathered, guessed, dlogits)
+    return outputs_of(loss, lse, is_correct, denominator, options), saved
+
+
+def outputs_of(
+    loss: Tensor, lse: Tensor, is_correct: Tensor | None, denominator: Tensor | None, options: Options
+) -> tuple[Tensor, ...]:
+    """Those that are asked for, from what each token has. denominator: of a mean."""
+
+    def reduced(each: Tensor) -> Tensor:
+        each = each if options.reduction == "none" else each.sum()
+        return each if denominator is None else each / denominator
+
+    outputs = [reduced(loss)]
+    if options.return_lse:
+        outputs.append(lse)
+    if options.return_z_loss:
+        outputs.append(reduced(options.z_loss * lse.square()))
+    if is_correct is not None:
+        outputs.append(reduced(is_correct))
+    return tuple(outputs)
 
 
 def backward(
@@ -88,10 +109,11 @@ def backward(
         return None, None, None, None
     logits, target, weight, denominator, gathered, guessed, from_forward = saved
     assert logits is not None and target is not None and gathered is not None, "forward saves them"
+    weight, denominator = per_token(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + logits.shape[-1]
     shard = Shard(vocab_start, vocab_size, options)
-    upstream = Upstream(grads[0], grads[1] if len(grads) > 1 else None, denominator)
+    upstream = Upstream(grads[0], grads[1] if options.return_lse else None, denominator)
     rest = (logits, target, weight, gathered, upstream, shard)
     if from_forward is not None and guessed is not None and once is not None and not once.given:
         once.given = True
@@ -110,11 +132,26 @@ def backward(
 
 
 def mean_denominator(
-    weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype, count: Count | None
+    weight: Tensor | None, classes: Tensor, options: Options, dtype: torch.dtype, count: Count | None
 ) -> Tensor:
-    """The denominator of a mean: the sum of the weights of all tokens that are not ignored; without weights their number."""
-    total = of_target(weight, classes, ignore_index, dtype).sum()
+    """What a mean divides by: the sum of the weights of all tokens that are not ignored; without weights their number.
+
+    Where not all is weighted, see `Options.weighs_apart`, both, [2]; see `per_token`.
+    """
+    classes = classes.long()
+    total = of_target(weight, classes, options.ignore_index, dtype).sum()
+    if options.weighs_apart(weight):
+        total = torch.stack([total, (classes != options.ignore_index).sum().to(dtype)])
     return total if count is None else count(total)
+
+
+def per_token(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weights and denominator of a mean that divides all by the number of tokens: the weights then bear what they are divided by."""
+    if weight is None or denominator is None or denominator.ndim == 0:
+        return weight, denominator
+    of_weights, tokens = denominator.unbind()
+    ratio = torch.where(tokens == 0, 1.0, tokens.double() / of_weights)  # of no token the gradient is 0
+    return weight.double() * ratio, tokens
 
 
 def _like(logits: Tensor) -> Tensor:

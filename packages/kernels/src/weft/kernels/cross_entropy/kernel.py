@@ -33,7 +33,7 @@ def _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_s
 # What differs between ranks or calls without mattering to the generated code is not compiled in.
 @triton.jit(do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"])
 def statistics(
-    x_ptr, target_ptr, shard_weight_ptr, statistics_ptr,
+    x_ptr, target_ptr, shard_weight_ptr, statistics_ptr, rival_ptr,
     V, T, stride_xb, stride_xt, stride_xv,
     vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -41,15 +41,17 @@ def statistics(
     """Of each row: lse_hi and lse_lo, the target's logit, and with SUM the sum of all logits.
 
     The logsumexp leaves the target out. With a shard_weight, of this shard's classes, the sum is of weight * logit. The target's logit is 0 where this shard does not hold it. An ignored row is not read: -inf, 0, 0, 0.
-    A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot raise.
+    A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot raise. rival: see `accuracy.rival`.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
-    lse_hi, lse_lo, target_logit, logit_sum = row_statistics(
+    lse_hi, lse_lo, target_logit, logit_sum, rival = row_statistics(
         x_ptr, row_offset(row, T, stride_xb, stride_xt), target, shard_weight_ptr,
-        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, RAGGED, BLOCK_V, 1,
+        V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, rival_ptr is not None, RAGGED, BLOCK_V, 1,
     )  # fmt: skip
     _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
+    if rival_ptr is not None:
+        tl.store(rival_ptr + row, rival)
 
 
 @triton.jit
@@ -318,7 +320,7 @@ def gradient_unless_guessed(
     do_not_specialize_on_alignment=["weight_sum_ptr", "grad_ptr", "denominator_ptr", "statistics_ptr"],
 )
 def statistics_and_gradient(
-    x_ptr, target_ptr, weight_ptr, weight_sum_ptr, grad_ptr, denominator_ptr, statistics_ptr, dx_ptr,
+    x_ptr, target_ptr, weight_ptr, weight_sum_ptr, grad_ptr, denominator_ptr, statistics_ptr, rival_ptr, dx_ptr,
     N, V, T, stride_xb, stride_xt, stride_xv, stride_dn,
     ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
@@ -338,11 +340,13 @@ def statistics_and_gradient(
     while row < N:
         offset = row_offset(row, T, stride_xb, stride_xt)
         target = tl.load(target_ptr + row).to(tl.int64)
-        lse_hi, lse_lo, target_logit, logit_sum = row_statistics(
+        lse_hi, lse_lo, target_logit, logit_sum, rival = row_statistics(
             x_ptr, offset, target, weight_ptr,
-            V, stride_xv, 0, V, ignore_index, scale, cap, SUM, RAGGED, BLOCK_V, STAGES,
+            V, stride_xv, 0, V, ignore_index, scale, cap, SUM, rival_ptr is not None, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
         _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
+        if rival_ptr is not None:
+            tl.store(rival_ptr + row, rival)
         if has_grad:
             largest, log_sum, log_odds = _odds(lse_hi.to(wide), tl.exp(lse_lo.to(wide)), target_logit.to(wide))
             softmax_scale, target_grad, smoothing = _row_factors(

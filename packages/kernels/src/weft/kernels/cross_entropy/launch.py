@@ -67,18 +67,34 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     x = as_batches(logits)  # [B, T, V]
     _, T, V = x.shape
     N = target.numel()
-    out = torch.empty(N, shard.columns, dtype=torch.float32, device=logits.device)
+    out, rivals = _for_statistics(N, shard, logits.device)
     if N == 0:
-        return out
+        return _joined(out, rivals)
     launch, options = config(V, x.itemsize), shard.options
     with device_of(logits):
         kernel.statistics[(N,)](
-            x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), out,
+            x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), out, rivals,
             V, T, *x.stride(),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
             SUM=shard.sums, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
-    return out
+    return _joined(out, rivals)
+
+
+def _for_statistics(N: int, shard: Shard, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Memory for the statistics, and for the rivals [N, 1] where those are asked for: the other kernels do not read them."""
+    asked = shard.options.return_token_accuracy
+    widths = (shard.options.columns - asked, 1)
+    out, rivals = (torch.empty(N, width, dtype=torch.float32, device=device) for width in widths)
+    return out, rivals if asked else None
+
+
+def _joined(statistics: Tensor, rivals: Tensor | None) -> Tensor:
+    return statistics if rivals is None else torch.cat((statistics, rivals), 1)
+
+
+def _without_rivals(statistics: Tensor, shard: Shard) -> Tensor:
+    return statistics[..., : shard.options.columns - shard.options.return_token_accuracy].contiguous()
 
 
 def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> tuple[Tensor, Tensor]:
@@ -90,7 +106,8 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     options = shard.options
     with device_of(statistics):
         kernel.losses[(-(-N // ROWS),)](
-            statistics.contiguous(), target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), loss, lse,
+            _without_rivals(statistics, shard), target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard),
+            loss, lse,
             N, R, shard.size, options.ignore_index, _or_none(options.label_smoothing), _or_none(options.z_loss),
             BLOCK_N=ROWS, num_warps=1,
         )  # fmt: skip
@@ -114,7 +131,7 @@ def gradient(
         return _gradient_unless_guessed(logits, target, weight, statistics, upstream, shard, out, guessed)
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
-    options, launch, statistics = shard.options, config(V, x.itemsize), statistics.contiguous()
+    options, launch, statistics = shard.options, config(V, x.itemsize), _without_rivals(statistics, shard)
     (grad, stride_gn), (grad_lse, stride_ln) = (_rows(each, N) for each in (upstream.loss, upstream.lse))
     with device_of(logits):
         kernel.gradient[(N,)](
@@ -145,7 +162,7 @@ def _gradient_unless_guessed(
     options, launch = shard.options, config(V, x.itemsize)
     with device_of(logits):
         kernel.gradient_unless_guessed[(min(N, _programs(x, launch, fused=False)),)](
-            x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), statistics.contiguous(),
+            x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), _without_rivals(statistics, shard),
             _float32(upstream.loss), _float32(upstream.denominator), guessed, guess.history(logits.device), out,
             N, V, T, *x.stride(), V,
             options.ignore_index, options.logit_scale, options.softcap,
@@ -167,17 +184,17 @@ def statistics_and_gradient(
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
     options, launch = shard.options, config(V, x.itemsize)
-    found = torch.empty(N, shard.columns, dtype=torch.float32, device=logits.device)
+    row_statistics, rivals = _for_statistics(N, shard, logits.device)
     with device_of(logits):
         kernel.statistics_and_gradient[(min(N, _programs(x, launch, fused=True)),)](
             x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard),
-            _float32(upstream.loss), _float32(upstream.denominator), found, out,
+            _float32(upstream.loss), _float32(upstream.denominator), row_statistics, rivals, out,
             N, V, T, *x.stride(), V,
             options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
             RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(options), num_warps=launch.warps,
         )  # fmt: skip
-    return found
+    return _joined(row_statistics, rivals)
 
 
 def _ragged(*tensors: Tensor) -> bool:
@@ -192,7 +209,8 @@ def _ragged(*tensors: Tensor) -> bool:
 
 def _stages(options: Options) -> int:
     """Of the first pass of `statistics_and_gradient`: one where more than a plain logsumexp is computed."""
-    return 1 if options.label_smoothing or options.softcap is not None else FUSED_STAGES
+    more = options.label_smoothing or options.softcap is not None or options.return_token_accuracy
+    return 1 if more else FUSED_STAGES
 
 
 def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
@@ -239,7 +257,7 @@ def _or_none(factor: float) -> float | None:
 def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     """A kernel for long rows of `dtype`, contiguous and 16-byte aligned.
 
-    asked: "strided" or "ragged" for other rows; options; "no_grad" and "grad_lse" for what arrives.
+    asked: "strided" or "ragged" for other rows; options; "rival" for the accuracy; "no_grad" and "grad_lse" for what arrives.
     """
     name = "-".join(
         (dtype, "strided" if "strided" in asked else "contiguous", *(each for each in asked if each != "strided"))
@@ -256,6 +274,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
         kinds["statistics_ptr"] = "*fp32:16"
     for argument, kind, is_given in (
         ("cap", "fp32", "cap" in asked),
+        ("rival_ptr", "*fp32:16", "rival" in asked),
         ("label_smoothing", "fp32", "sum" in asked),
         ("z_loss", "fp32", "z_loss" in asked),
         ("shard_weight_ptr", "*fp32:16", "weighted" in asked),
@@ -266,7 +285,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     ):
         kinds[argument] = kind if is_given else "None"
     constexprs = {"SUM": int("sum" in asked), "RAGGED": int("ragged" in asked), "BLOCK_V": launch.block_v}
-    constexprs["STAGES"] = 1 if "sum" in asked or "cap" in asked else FUSED_STAGES
+    constexprs["STAGES"] = 1 if {"sum", "cap", "rival"} & set(asked) else FUSED_STAGES
     return Variant(
         f"cross_entropy.{of.__name__}/{name}",
         of,
@@ -315,6 +334,7 @@ _FUSED: tuple[tuple[str, ...], ...] = (
     ("bf16", "z_loss"),
     ("bf16", "weighted"),
     ("bf16", "sum"),
+    ("bf16", "rival"),
     ("bf16", "sum", "weighted", "cap", "z_loss"),
     ("fp32",),
     ("fp32", "z_loss"),
@@ -322,6 +342,7 @@ _FUSED: tuple[tuple[str, ...], ...] = (
 )
 VARIANTS = (
     *(_variant(kernel.statistics, *row) for row in _ROWS),
+    _variant(kernel.statistics, "bf16", "rival"),
     *(_variant(kernel.gradient, *row) for row in _ROWS),
     _variant(kernel.gradient, "bf16", "no_grad", "grad_lse"),
     _variant(kernel.gradient_unless_guessed, "bf16"),

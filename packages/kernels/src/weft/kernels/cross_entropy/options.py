@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,20 +13,30 @@ from ..backend import can_read
 
 REDUCTIONS = ("mean", "sum", "none")
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-TARGET_DTYPES = (torch.int32, torch.int64)
+TARGET_DTYPES = (torch.int32, torch.int64, torch.uint8)
 
 
-class Asked(TypedDict, total=False):
-    """The options of cross-entropy as arguments."""
+Reduction = Literal["none", "mean", "sum"]
+
+
+class AskedOfLoss(TypedDict, total=False):
+    """The options of cross-entropy as arguments: those that leave it to return the loss alone."""
 
     ignore_index: int
-    reduction: str
+    reduction: Reduction
     label_smoothing: float
     z_loss: float
     softcap: float | None
     logit_scale: float
     inplace_backward: bool
+
+
+class Asked(AskedOfLoss, total=False):
+    """All of them."""
+
     return_lse: bool
+    return_z_loss: bool
+    return_token_accuracy: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,8 @@ class Options:
     logit_scale: float = 1.0
     inplace_backward: bool = False
     return_lse: bool = False
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -64,6 +76,25 @@ class Options:
         """
         return self.reduction != "none" and not self.return_lse and dtype != torch.float16
 
+    def weighs_apart(self, weight: Tensor | None) -> bool:
+        """Whether a mean weighs the tokens by class for one part, and not for another: z-loss and accuracy know no class."""
+        return weight is not None and (self.z_loss > 0 or self.return_token_accuracy)
+
+    @property
+    def columns(self) -> int:
+        """How many statistics a row has."""
+        return 3 + (self.label_smoothing > 0) + self.return_token_accuracy
+
+    @property
+    def constants(self) -> int:
+        """How many outputs have no gradient; they are the last ones."""
+        return self.return_z_loss + self.return_token_accuracy
+
+    @property
+    def outputs(self) -> int:
+        """Loss and lse, and then the constants."""
+        return 1 + self.return_lse + self.constants
+
     def flat(self) -> tuple[Any, ...]:
         """As arguments of a custom op, in the order of SCHEMA."""
         return tuple(getattr(self, part.split()[1]) for part in SCHEMA.split(", "))
@@ -75,7 +106,7 @@ class Options:
 
 
 # Of a custom op. inplace_backward is not among them, since torch.compile decides on memory.
-SCHEMA = "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, bool return_lse"
+SCHEMA = "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, bool return_lse, bool return_z_loss, bool return_token_accuracy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +141,7 @@ def check(
             f"logits of shape {logits.shape} and dtype {logits.dtype}; give [..., classes] in "
             f"{', '.join(str(dtype) for dtype in LOGITS_DTYPES)}"
         )
-    if target.dtype not in TARGET_DTYPES:
-        raise ValueError(
-            f"target has dtype {target.dtype}, not {' or '.join(str(dtype) for dtype in TARGET_DTYPES)}; "
-            "give class ids (probabilities over the classes are not supported)"
-        )
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"target of shape {tuple(target.shape)} for logits of shape {logits.shape}; "
-            f"give one class id for each row: {logits.shape[:-1]}, classes being the last dim of logits"
-        )
+    check_target(logits.shape, target)
     if weight is not None and (weight.shape != (vocab_size,) or not weight.is_floating_point()):
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} and dtype {weight.dtype}; give one float for each of the {vocab_size} "
@@ -133,6 +155,23 @@ def check(
     _check_shard(logits.shape[-1], vocab_start, vocab_size)
     if can_read(target):
         _check_values(target, options.ignore_index, vocab_size)
+
+
+def check_target(logits: tuple[int, ...], target: Tensor) -> None:
+    """Raises ValueError for a target that is no class id for each row of logits of that shape."""
+    if target.dtype not in TARGET_DTYPES:
+        remedy = "; probabilities are not taken: of them give target.argmax(-1), or write (-target * logits.log_softmax(-1)).sum(-1)"
+        raise ValueError(
+            f"target has dtype {target.dtype} and shape {tuple(target.shape)}, not {', '.join(map(str, TARGET_DTYPES))}; give class "
+            f"ids of shape {tuple(logits[:-1])}" + (remedy if target.is_floating_point() else "")
+        )
+    if tuple(target.shape) != tuple(logits[:-1]):
+        torchs = len(logits) > 2 and tuple(target.shape) == (*logits[:1], *logits[2:])
+        raise ValueError(
+            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits)}; give one class id for each row: "
+            f"{tuple(logits[:-1])}, classes being the last dim of logits"
+            + ("; or class_dim=1 for logits as torch has them, [N, C, ...]" if torchs else "")
+        )
 
 
 def check_contiguous(logits: Tensor, options: Options) -> None:

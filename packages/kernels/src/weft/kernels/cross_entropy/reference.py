@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ..backend import can_read
 from . import guess
+from .accuracy import rival
 from .options import Options
 
 # Logits widened at a time by each thread: 4 MiB in float64, which stay in the L3. A chunk's numbers per row cost the host some
 # 0.1 ms, whatever its size.
 CHUNK = 1 << 19
-# exp(x) itself needs no maximum to be subtracted where its sum is between these: it does not overflow, and the share of the sum
-# of what underflows is below what the gradient's dtype holds. By the dtype of the logits.
+LOG2_E = math.log2(math.e)  # exp(x) is exp2(x * LOG2_E), which takes a CPU three quarters of the time of exp
+# No base needs to be subtracted from the logits of a row whose sum of exponentials is between these: nothing overflows, and the
+# share of the sum of what underflows is below what the gradient's dtype holds. By the dtype of the logits.
 SUMS = {
     torch.float64: (1.0, math.exp(600)),
     torch.float32: (math.exp(-600), math.exp(600)),  # widened to float64
@@ -42,11 +44,6 @@ class Shard:
     def sums(self) -> bool:
         """Whether the sum of the logits is wanted."""
         return self.options.label_smoothing > 0
-
-    @property
-    def columns(self) -> int:
-        """Statistics of a row."""
-        return 4 if self.sums else 3
 
     def part(self, weight: Tensor, V: int) -> Tensor:
         """The weights of this shard's classes, of those of all."""
@@ -73,47 +70,49 @@ class Upstream:
 
 
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
-    """What each row of this shard contributes to the loss: [N, 3 or 4], float32 (float64 for float64 logits).
+    """What each row of this shard contributes to the loss: [N, 3 to 5], float32 (float64 for float64 logits).
 
     The columns are
     - lse_hi: the logsumexp over the non-target classes; -inf where there is none, or all their logits are -inf;
     - lse_lo: what rounding to float32 takes from it; NaN for a target that is no class;
     - target_logit: 0 if another shard holds it;
-    - logit_sum, where label smoothing asks for it: of all logits, times the weights [size] of the classes where there are any.
-    A row to ignore gives -inf, 0, 0, 0.
+    - logit_sum, where label smoothing asks for it: of all logits, times the weights [size] of the classes where there are any;
+    - rival, where the accuracy asks for it.
+    A row to ignore gives -inf, 0, 0, 0, -inf.
     The target is left out of the logsumexp because the sum of the others is 1 - p, the loss and the gradient of a likely
     target. Beside exp(0) of such a target float32 would drop it.
     """
     V, classes = logits.shape[-1], target.reshape(-1).long()  # [N]
-    out = torch.empty(len(classes), shard.columns, dtype=_narrow(logits.dtype), device=logits.device)
+    out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
     if V == 0:
-        return _without_ignored(out.copy_(_nothing(out)), classes, shard)
+        return _without_ignored(out.copy_(_nothing(out, shard)), classes, shard)
     x = logits.reshape(-1, V)  # [N, V]
     for some, space in _chunks(x):
-        out[some] = _without_ignored(
-            _exponentials(x[some], classes[some], weight, shard, space).found, classes[some], shard
-        )
+        exponentials = _exponentials(x[some], classes[some], weight, shard, space)
+        out[some] = _without_ignored(exponentials.statistics, classes[some], shard)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class Exponentials:
-    """Of some rows, in `_wide` numbers: exp(logit - base) [n, V], 0 for the target, and what was found on the way.
+    """Of some rows, in `_wide` numbers: exp(logit - base) [n, V], 0 for the target, and the statistics of the rows.
 
-    base: [n, 1] in float64; 0, or the largest logit but the target's, -inf where there is none.  index: [n, 1], of the target; is_here: whether this
-    shard holds it, None where it holds all classes.  found: the statistics [n, 3 or 4].
+    base: [n, 1] in float64: 0, or the largest logit but the target's, -inf where there is none. None where it is 0 in every row,
+    and all numbers are finite.
+    index: [n, 1], of the target; is_here: whether this shard holds it, None where it holds all classes.
+    statistics: [n, 3 or 4].
     """
 
     values: Tensor
-    base: Tensor
+    base: Tensor | None
     index: Tensor
     is_here: Tensor | None
-    found: Tensor
+    statistics: Tensor
 
 
 def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, space: Tensor) -> Exponentials:
     """Of logits [n, V], in the memory of `space`."""
-    V, local = x.shape[-1], (classes - shard.start).unsqueeze(1)  # [n, 1]
+    V, local = x.shape[-1], (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     index, is_here = local.clamp(0, V - 1), None if shard.size == V else (local >= 0) & (local < V)
     z = _count(space[: len(x)].copy_(x), shard)
     logit = z.gather(1, index)
@@ -122,55 +121,77 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
         logits_summed = z if weight is None else z * shard.part(weight, V).to(z.dtype)
         columns.append(logits_summed.sum(-1, keepdim=True))
     hidden = torch.full_like(logit, -torch.inf) if is_here is None else logit.masked_fill(is_here, -torch.inf)
-    total = z.scatter_(1, index, hidden).exp_().sum(-1, keepdim=True).double()  # [n, 1]
-    base, (low, high) = torch.zeros_like(total), SUMS[x.dtype]
-    fits = (total > low) & (total < high)
-    if not can_read(fits) or not bool(fits.all()):
+    z.scatter_(1, index, hidden)
+    if shard.options.return_token_accuracy:
+        columns.append(rival(z, local, _narrow(x.dtype)))
+    total = _exp(z).sum(-1, keepdim=True).double()  # [n, 1]
+    if _all_between(total, *SUMS[x.dtype]):
+        base, lse = None, total.log()
+        lse_hi = lse.to(_narrow(x.dtype))
+        lse_lo = lse - lse_hi
+    else:
+        low, high = SUMS[x.dtype]
         z = _count(z.copy_(x), shard).scatter_(1, index, hidden)
-        base = torch.where(fits, base, z.amax(-1, keepdim=True).double())
-        total = z.sub_(_finite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
-    log_total = total.log()
-    lse = (base + log_total).to(_narrow(x.dtype))
-    rest = ((base - lse) + log_total).masked_fill_(total == 0, 0)
-    return Exponentials(z, base, index, is_here, torch.cat([each.to(lse.dtype) for each in (lse, rest, *columns)], 1))
+        base = torch.where((total > low) & (total < high), 0, z.amax(-1, keepdim=True).double())
+        total = _exp(z.sub_(_finite(base).to(z.dtype))).sum(-1, keepdim=True).double()
+        log_total = total.log()
+        lse_hi = (base + log_total).to(_narrow(x.dtype))
+        lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0)
+    return Exponentials(z, base, index, is_here, torch.cat([lse_hi, lse_lo, *columns], 1).to(lse_hi.dtype))
 
 
-def _nothing(like: Tensor) -> Tensor:
+def _exp(z: Tensor) -> Tensor:
+    """In the memory of z."""
+    return z.mul_(LOG2_E).exp2_()
+
+
+def _all_between(numbers: Tensor, low: float, high: float) -> bool:
+    """Whether the host knows that all numbers are between these; it does not wait for them."""
+    if not can_read(numbers) or numbers.numel() == 0:
+        return False
+    smallest, largest = (each.item() for each in numbers.aminmax())
+    return low < smallest and largest < high  # a NaN is no less
+
+
+def _nothing(like: Tensor, shard: Shard) -> Tensor:
     """The statistics of no class."""
     nothing = like.new_zeros(like.shape[-1])
     nothing[0].fill_(-torch.inf)
+    if shard.options.return_token_accuracy:
+        nothing[-1].fill_(-torch.inf)
     return nothing
 
 
-def _without_ignored(found: Tensor, classes: Tensor, shard: Shard) -> Tensor:
+def _without_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
     """The statistics, NaN for a target that is no class, and nothing for rows to ignore."""
+    ignore_index = shard.options.ignore_index
+    if not 0 <= ignore_index < shard.size and _all_between(classes, -1, shard.size):
+        return statistics
     wrong = (classes < 0) | (classes >= shard.size)  # those to ignore mostly among them
-    ignored = classes == shard.options.ignore_index
-    if can_read(found) and not bool((wrong | ignored).any()):
-        return found
-    found[:, 1].masked_fill_(wrong, torch.nan)
-    return torch.where(ignored.unsqueeze(1), _nothing(found), found)
+    statistics[:, 1].masked_fill_(wrong, torch.nan)
+    return torch.where((classes == ignore_index).unsqueeze(1), _nothing(statistics, shard), statistics)
 
 
 def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three statistics [shards, N, 3] of all shards as one: largest, log_sum and log_odds, each [N].
+    """The first three statistics [shards, N, 3] of all shards as one: base, log_sum and log_odds, each [N].
 
-    log_sum is of exp(logit - largest) over all classes, so logsumexp is largest + log_sum. They stay apart because
-    their sum rounds at the size of the logits. Where every logit is -inf, largest is 0 and log_sum is -inf.
+    log_sum is of exp(logit - base) over all classes, so the logsumexp is base + log_sum. They stay apart because
+    their sum rounds at the size of the logits. base is 0 where every logit is -inf, and log_sum is -inf.
     log_odds is log((1 - p) / p) for the p of the true class: the loss is softplus(log_odds), and p - 1 is
     -sigmoid(log_odds), both accurate for p near 1. All in float64: it is little beside the logits.
     The result depends on nothing but the statistics, so ranks that gathered the same numbers get the same bits.
     """
     lse_hi, lse_lo, target_logits = statistics.double().unbind(-1)  # [shards, N] each
     if len(statistics) == 1:
-        other, target_logit, other_sum = lse_hi[0], target_logits[0], lse_lo[0].exp()
+        target_logit = target_logits[0]
+        base = _finite(torch.maximum(lse_hi[0], target_logit))
+        others = (lse_hi[0] - base) + lse_lo[0]
     else:
-        other, target_logit = lse_hi.amax(0), target_logits.sum(0)
-        other_sum = ((lse_hi - _finite(other)) + lse_lo).exp().sum(0)
-    largest = _finite(torch.maximum(other, target_logit))
-    other, target_logit = other - largest, target_logit - largest  # one of the two is 0
-    log_sum = (other_sum * other.exp() + target_logit.exp()).log()
-    return largest, log_sum, (other - target_logit) + other_sum.log()
+        target_logit = target_logits.sum(0)
+        base = _finite(torch.maximum(lse_hi.amax(0), target_logit))
+        others = ((lse_hi - base) + lse_lo).logsumexp(0)
+    target_logit = target_logit - base  # an infinite logit gives NaN
+    return base, torch.logaddexp(others, target_logit), others - target_logit
 
 
 def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> tuple[Tensor, Tensor]:
@@ -179,42 +200,42 @@ def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     weight: [size]. Both are 0 at a row to ignore.
     """
     options = shard.options
-    largest, log_sum, log_odds = merge(statistics[..., :3])
+    base, log_sum, log_odds = merge(statistics[..., :3])
+    lse = base + log_sum
     classes = target.reshape(-1).long()
-    ignored = classes == options.ignore_index
-    target_weight = of_target(weight, classes, options.ignore_index, log_sum.dtype)
-    loss = -F.logsigmoid(-log_odds) * target_weight * (1 - options.label_smoothing)
+    loss = F.softplus(log_odds, threshold=100)  # above it log_odds itself
+    if weight is not None:
+        loss = loss * of_target(weight, classes, options.ignore_index, loss.dtype)
     if shard.sums:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
         # Each over the size before they are subtracted: both grow with it.
-        uniform = (weight_sum * largest - statistics[..., 3].sum(0)) / shard.size + (weight_sum / shard.size) * log_sum
-        loss = loss + options.label_smoothing * uniform  # the loss of a uniform target
-    lse = largest + log_sum
+        uniform = (weight_sum * base - statistics[..., 3].sum(0)) / shard.size + (weight_sum / shard.size) * log_sum
+        loss = (1 - options.label_smoothing) * loss + options.label_smoothing * uniform  # the loss of a uniform target
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
     # Masked last: autograd forbids changing a view in place where it is an output.
-    ignored, loss, lse = ignored.view(target.shape), *(x.to(statistics.dtype).view(target.shape) for x in (loss, lse))
-    return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+    ignored = (classes == options.ignore_index).view(target.shape)
+    loss, lse = (x.to(statistics.dtype).view(target.shape).masked_fill(ignored, 0) for x in (loss, lse))
+    return loss, lse
 
 
 def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weight of each token's class, [N]; 0 at a token to ignore. A target that is no class has made the loss NaN."""
-    ignored = classes.long() == ignore_index
     if weight is None:
-        return (~ignored).to(dtype)
+        return (classes != ignore_index).to(dtype)
     if len(weight) == 0:
         return torch.zeros(len(classes), dtype=dtype, device=classes.device)
-    return weight[classes.long().clamp(0, len(weight) - 1)].to(dtype).masked_fill(ignored, 0)
+    return weight[classes.long().clamp(0, len(weight) - 1)].to(dtype).masked_fill(classes == ignore_index, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The scalars of each row's gradient, [N] in float64: softmax_scale * softmax - smoothing * weight, target_grad at the target.
 
-    largest, log_sum: as `merge` gives them; the lse is their sum. smoothing: None without label smoothing.
+    base, log_sum: as `merge` gives them; the logsumexp is their sum. smoothing: None without label smoothing.
     """
 
-    largest: Tensor
+    base: Tensor
     log_sum: Tensor
     softmax_scale: Tensor
     target_grad: Tensor
@@ -224,7 +245,7 @@ class Rows:
 def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
     """From the statistics of all shards and the gradients that arrive."""
     options = shard.options
-    largest, log_sum, log_odds = merge(statistics[..., :3])
+    base, log_sum, log_odds = merge(statistics[..., :3])
     classes = target.reshape(-1).long()
     ignored = classes == options.ignore_index
     if upstream.loss is None:
@@ -245,7 +266,7 @@ def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Up
         )
         nll_scale = nll_scale * (1 - options.label_smoothing)
     if options.z_loss:
-        of_lse = 2 * options.z_loss * torch.where(ignored, 0, largest + log_sum) * grad
+        of_lse = 2 * options.z_loss * torch.where(ignored, 0, base + log_sum) * grad
         lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
     if upstream.lse is not None:
         of_lse = torch.where(ignored, 0, upstream.lse.reshape(-1).to(grad.dtype))
@@ -254,13 +275,8 @@ def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Up
     if lse_scale is not None:
         nll_at_target = nll_at_target - lse_scale * torch.sigmoid(-log_odds)
     target_grad = -nll_at_target if target_grad is None else target_grad - nll_at_target
-    return Rows(
-        largest,
-        log_sum,
-        nll_scale if lse_scale is None else nll_scale + lse_scale,
-        torch.where(ignored, 0, target_grad),
-        smoothing,
-    )
+    softmax_scale = nll_scale if lse_scale is None else nll_scale + lse_scale
+    return Rows(base, log_sum, softmax_scale, torch.where(ignored, 0, target_grad), smoothing)
 
 
 def gradient(
@@ -300,12 +316,12 @@ def statistics_and_gradient(
     if out.numel() == 0 or nothing_guessed:
         return statistics(logits, target, weight, shard)
     classes, x = target.reshape(-1).long(), logits.reshape(-1, logits.shape[-1])
-    dx, found = out.view(x.shape), []
+    dx, parts = out.view(x.shape), []
     for some, space in _chunks(x):
         exponentials = _exponentials(x[some], classes[some], weight, shard, space)
-        found.append(_without_ignored(exponentials.found, classes[some], shard))
-        _write(exponentials, x[some], classes[some], weight, found[-1].unsqueeze(0), upstream.of(some), shard, dx[some])
-    return torch.cat(found)
+        parts.append(_without_ignored(exponentials.statistics, classes[some], shard))
+        _write(exponentials, x[some], classes[some], weight, parts[-1].unsqueeze(0), upstream.of(some), shard, dx[some])
+    return torch.cat(parts)
 
 
 def _write(
@@ -320,7 +336,7 @@ def _write(
 ) -> None:
     """The gradient of some rows, from their exponentials, whose memory it takes."""
     row, each = rows(statistics, classes, weight, upstream, shard), of.values
-    scale = row.softmax_scale * ((of.base.squeeze(1) - row.largest) - row.log_sum).exp_()
+    scale = row.softmax_scale * ((-row.base if of.base is None else of.base.squeeze(1) - row.base) - row.log_sum).exp_()
     slope = _slope(x, each.dtype, shard)  # before dx is written: it may be x
     each.mul_(scale.to(each.dtype).unsqueeze(1))
     if row.smoothing is not None:
@@ -334,10 +350,10 @@ def _write(
     )
     if slope is not None:
         each.mul_(slope)
-    is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
-    if row.smoothing is not None:
-        is_zero &= row.smoothing == 0
-    if not can_read(is_zero) or bool(is_zero.any()):
+    if of.base is not None or row.smoothing is not None:  # 0 times what need not be finite
+        is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
+        if row.smoothing is not None:
+            is_zero &= row.smoothing == 0
         each.masked_fill_(is_zero.unsqueeze(1), 0)
     dx.copy_(each)
 

@@ -98,13 +98,21 @@ def _read(
 
 
 @triton.jit
+def _next_above(x):
+    """The next float32 above x; of 0 the smallest normal one."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x == 0.0, 0x00800000, tl.where(x > 0.0, bits + 1, bits - 1))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def row_statistics(
     x_ptr, offset, target, shard_weight_ptr,
     V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
-    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """lse_hi, lse_lo, target_logit and logit_sum of one row; see `kernel.statistics`."""
+    """lse_hi, lse_lo, target_logit, logit_sum and rival of one row; see `kernel.statistics`."""
     ignored = target == ignore_index
     classes_read = tl.where(ignored, 0, V)
 
@@ -115,31 +123,35 @@ def row_statistics(
     target_col = tl.where(is_here, local, -1).to(tl.int32)
 
     if x_ptr.dtype.element_ty == tl.float32:
-        base, sum_exp, logit_sum = _exact_sum(
-            x_ptr + offset, classes_read, stride_xv, target_logit, target_col, shard_weight_ptr, scale, cap,
-            SUM, BLOCK_V, STAGES,
+        base, sum_exp, logit_sum, largest, before = _exact_sum(
+            x_ptr + offset, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, scale, cap,
+            SUM, RIVAL, BLOCK_V, STAGES,
         )  # fmt: skip
     else:
-        base, sum_exp, logit_sum = _sum(
-            x_ptr, offset, classes_read, V, stride_xv, target_col, shard_weight_ptr, scale, cap,
-            SUM, RAGGED, BLOCK_V, STAGES,
+        base, sum_exp, logit_sum, before = _sum(
+            x_ptr, offset, classes_read, V, stride_xv, target_col, local, shard_weight_ptr, scale, cap,
+            SUM, RIVAL, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
+        largest = base
+    rival = largest
+    if RIVAL:
+        rival = tl.where(before == largest, _next_above(largest), largest)
     lse_hi, lse_lo = plus(base, tl.log(sum_exp))
     lse_hi = tl.where(sum_exp == 0.0, -float("inf"), lse_hi)
     lse_lo = tl.where(sum_exp == 0.0, 0.0, lse_lo)
     is_class = (target >= 0) & (target < vocab_size)
     tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
     lse_lo = tl.where(ignored | is_class, lse_lo, float("nan"))
-    return lse_hi, lse_lo, target_logit, logit_sum
+    return lse_hi, lse_lo, target_logit, logit_sum, rival
 
 
 @triton.jit
 def _sum(
-    x_ptr, offset, classes_read, V, stride_xv, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    x_ptr, offset, classes_read, V, stride_xv, target_col, local, shard_weight_ptr, scale, cap,
+    SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The row's max, the sum of exp(logit - max) and the sum of the logits, by one online pass.
+    """The row's max, the sum of exp(logit - max) and the sum of the logits, by one online pass; with RIVAL the max before `local`.
 
     The sum of exponentials is 0 where all logits are -inf. Each lane has a running max and sum of its own. They are reduced
     once, after the loop, so the loop has no barrier. Of exp(old - new) and exp(x - new) one is always exp(0), so a logit costs
@@ -149,6 +161,7 @@ def _sum(
     largest = tl.full([BLOCK_V], LOWEST, tl.float32)
     sum_exp = tl.zeros([BLOCK_V], tl.float32)
     logit_sum = tl.zeros([BLOCK_V], tl.float32)
+    before = tl.full([BLOCK_V], -float("inf"), tl.float32)
     first, count = aligned_span(x_ptr, offset, V, RAGGED)
     aligned_ptr = aligned(x_ptr, offset, first, RAGGED)
     for start in tl.range(0, tl.minimum(classes_read, count), BLOCK_V, num_stages=STAGES):
@@ -162,7 +175,12 @@ def _sum(
         decay = tl.exp(-tl.abs(delta))
         sum_exp = tl.where(delta > 0, sum_exp * decay + 1.0, sum_exp + decay)
         largest = tl.maximum(largest, x)
+        if RIVAL:
+            before = tl.maximum(before, tl.where(first + at < local, x, -float("inf")))
     row_largest = tl.max(largest, 0)
+    row_before = row_largest
+    if RIVAL:
+        row_before = tl.max(before, 0)
     row_logit_sum = tl.sum(logit_sum, 0)
     if RAGGED:
         cols, in_row = unaligned_cols(x_ptr, first, count, V)
@@ -171,19 +189,22 @@ def _sum(
             SUM,
         )  # fmt: skip
         row_largest = tl.maximum(row_largest, tl.max(x, 0))
+        if RIVAL:
+            row_before = tl.maximum(row_before, tl.max(tl.where(cols < local, x, -float("inf")), 0))
         row_logit_sum += tl.sum(added, 0)
     row_sum_exp = tl.sum(sum_exp * tl.exp(largest - row_largest), 0)
     if RAGGED:
         row_sum_exp += tl.sum(tl.exp(x - row_largest), 0)
-    return row_largest, row_sum_exp, row_logit_sum
+    return row_largest, row_sum_exp, row_logit_sum, row_before
 
 
 @triton.jit
 def _exact_sum(
-    x_ptr, classes_read, stride_xv, target_logit, target_col, shard_weight_ptr, scale, cap,
-    SUM: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, scale, cap,
+    SUM: tl.constexpr, RIVAL: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A base, the sum of exp(logit - base) in float64, and the sum of the logits; for float32 logits.
+    """A base, the sum of exp(logit - base) in float64, the sum of the logits, and the max, with RIVAL also that before `local`;
+    for float32 logits.
 
     The sum of exponentials is 0 where all logits are -inf. The first base is target_logit: that of a likely class is near the
     max. Where the row's max is not NEAR it, the row is read a second time with the max as the base.
@@ -191,12 +212,14 @@ def _exact_sum(
     lanes = tl.arange(0, BLOCK_V)
     base = tl.where(target_logit == -float("inf"), 0.0, target_logit)
     row_sum_exp, row_logit_sum = base.to(tl.float64), base  # of the types that they will have
+    row_largest, row_before = base, base
     tries = 0
     while tries < 2:
         largest = tl.full([BLOCK_V], -float("inf"), tl.float32)
         sum_exp = tl.zeros([BLOCK_V], tl.float32)
         sum_exp_lo = tl.zeros([BLOCK_V], tl.float32)
         logit_sum = tl.zeros([BLOCK_V], tl.float32)
+        before = tl.full([BLOCK_V], -float("inf"), tl.float32)
         for start in tl.range(0, classes_read, BLOCK_V, num_stages=STAGES):
             at = start + lanes
             x, added = _read(
@@ -205,18 +228,22 @@ def _exact_sum(
             )  # fmt: skip
             logit_sum += added
             largest = tl.maximum(largest, x)
+            if RIVAL:
+                before = tl.maximum(before, tl.where(at < local, x, -float("inf")))
             delta, delta_lo, underflows = _minus(x, base)
             exp_hi, exp_lo, k = exp(delta, delta_lo)
             two_to_k = tl.where(underflows, 0.0, exp2(tl.maximum(k, -126)))
             sum_exp, rounded_off = two_sum(sum_exp, exp_hi * two_to_k)
             sum_exp_lo += rounded_off + exp_lo * two_to_k
         row_largest = tl.max(largest, 0)
+        if RIVAL:
+            row_before = tl.max(before, 0)
         row_sum_exp = tl.sum(sum_exp.to(tl.float64) + sum_exp_lo.to(tl.float64), 0)
         row_logit_sum = tl.sum(logit_sum, 0)
         near = (tl.abs(row_largest - base) <= NEAR) | (row_largest == -float("inf"))
         base = tl.where(near, base, row_largest)
         tries = tl.where(near, 2, tries + 1)
-    return base, row_sum_exp, row_logit_sum
+    return base, row_sum_exp, row_logit_sum, row_largest, row_before
 
 
 @triton.jit

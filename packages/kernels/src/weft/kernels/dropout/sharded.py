@@ -12,10 +12,11 @@ from weft.mesh import Layout, infer
 from ..op import Op
 from ..random.philox import check_key
 from ..random.sharded import DTYPES, part_of
-from ..sharded import Shapes, Sharding, apply, independent
+from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import function
 
 
+@autocasts("dropout")
 def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> Tensor:
     """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
 
@@ -30,23 +31,30 @@ def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> 
     and a Partial(sum) gradient may flow. Communication: none.
     Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
     """
-    operand, number = (key, 0) if isinstance(key, Tensor) else (None, key)
-    if operand is None and torch.compiler.is_compiling():
-        raise ValueError(
-            f"dropout is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)"
-        )
-    if operand is None:
-        check_key(number)
-    elif operand.shape != () or operand.dtype != torch.uint64 or operand.device.type != "cpu":
-        raise ValueError(
-            f"dropout: the key is a tensor of shape {tuple(operand.shape)}, {operand.dtype}, on {operand.device}; give "
-            f"torch.tensor(derive_key(...), dtype=torch.uint64)"
-        )
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p is {p}; it is a probability, 0 to 1")
+    operand, number = check_dropout("dropout", "p", p, key)
     if x.dtype not in DTYPES:
         raise ValueError(f"dropout: x is {x.dtype}; give one of {', '.join(map(str, DTYPES))}")
     return x if p == 0 else apply(DROPOUT, x, operand, p=p, number=number, name=name)
+
+
+def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) -> tuple[Tensor | None, int]:
+    """The key as an operand, or as a number; ValueError for a probability or a key that is none. name: of the op."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: {option} is {p}; it is a probability, 0 to 1")
+    if isinstance(key, Tensor):
+        if key.shape != () or key.dtype != torch.uint64 or key.device.type != "cpu":
+            raise ValueError(
+                f"{name}: the key is a tensor of shape {tuple(key.shape)}, {key.dtype}, on {key.device}; give "
+                f"torch.tensor(derive_key(...), dtype=torch.uint64)"
+            )
+        return key, 0
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)"
+        )
+    number: Any = key
+    check_key(number)
+    return None, number
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:

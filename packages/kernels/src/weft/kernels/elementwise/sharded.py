@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..op import Op
-from ..sharded import apply
+from ..sharded import apply, autocasts
 from . import reference
 from .pairs import check_same_shape, pair_rule
 
 
+@autocasts("add")
 def add(x: Tensor, y: Tensor) -> Tensor:
     """`x + y`, for residual streams: unlike DTensor's own addition it never communicates to make layouts agree.
 

@@ -13,9 +13,14 @@ from ..op import Tensors
 
 
 def forward(
-    tokens: Tensor, weight: Tensor, *, vocab_start: int = 0, vocab_size: int | None = None
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """tokens [...] of ints, weight [V_local, H] -> [..., H].
+    """tokens [...] of ints, weight [V_local, H] -> [..., H]. padding_idx changes backward alone.
 
     weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows (all of them where None). A token
         of another rank's rows gives a row of zeros, so the sum over the ranks is the whole table's.
@@ -37,9 +42,18 @@ def forward(
 
 
 def backward(
-    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, vocab_start: int = 0, vocab_size: int | None = None
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    padding_idx: int | None = None,
 ) -> Tensors:
-    """dweight[v] = the sum of grad over the places of token v, summed in float32 at least and in one fixed order."""
+    """dweight[v] = the sum of grad over the places of token v, summed in float32 at least and in one fixed order.
+
+    That of row padding_idx is 0.
+    """
     if not needed[1]:
         return None, None
     tokens, weight = saved
@@ -49,9 +63,12 @@ def backward(
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     # torch's own backward of an embedding: sorted on CUDA, so it is deterministic where index_add_ is not.
     if rows == size:
-        dweight = torch.ops.aten.embedding_dense_backward(wide, tokens, rows, -1, False)
+        skipped = -1 if padding_idx is None else padding_idx
+        dweight = torch.ops.aten.embedding_dense_backward(wide, tokens, rows, skipped, False)
     else:
         index = tokens - vocab_start
+        if padding_idx is not None:
+            index = index.masked_fill(tokens == padding_idx, rows)
         index = index.masked_fill((index < 0) | (index >= rows), rows)  # other ranks' tokens: one more row, skipped
         dweight = torch.ops.aten.embedding_dense_backward(wide, index, rows + 1, rows, False)[:rows]
     return None, dweight.to(weight.dtype)

@@ -10,14 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply
+from ..sharded import Shapes, Sharding, apply, autocasts
 from . import reference
 
 
-def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+@autocasts("embedding")
+def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """The rows of `weight` that `tokens` name.
 
     tokens: [...] of ints. weight: [V, H]. Returns [..., H].
+    padding_idx: a row without a gradient, negative counted from the end, as of torch.nn.functional.embedding.
     Layouts: as of a one-hot matrix times the table: a table sharded on V gives Partial(sum), sharded on H it shards the
     output's last dim; sharded tokens shard the output, and need a table that is replicated on that axis.
     Communication: none. Raises LayoutError for any other layouts, ValueError on the CPU for a token outside 0..V-1.
@@ -26,7 +28,14 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}")
     if tokens.is_floating_point():
         raise ValueError(f"embedding takes int tokens, got {tokens.dtype}")
-    return apply(EMBEDDING, tokens, weight)
+    if padding_idx is not None:
+        rows = weight.shape[0]
+        if not -rows <= padding_idx < rows:
+            raise ValueError(
+                f"padding_idx is {padding_idx}, outside the table of {rows} rows; give one of {-rows} to {rows - 1}"
+            )
+        padding_idx %= rows
+    return apply(EMBEDDING, tokens, weight, padding_idx=padding_idx)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:

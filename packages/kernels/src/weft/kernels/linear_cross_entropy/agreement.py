@@ -33,15 +33,17 @@ def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> Clas
 def sizes_of(
     input: Tensor,
     target: Tensor,
+    dtype: torch.dtype,
     wanted: Wanted,
     chunk_tokens: int | None,
     vocab_size: int,
     shards: int,
     options: Options,
 ) -> Sizes:
-    chunks = chunked(input, target, wanted, chunk_tokens, vocab_size, shards, 2)
-    wide = torch.promote_types(input.dtype, torch.float32)
-    return Sizes(target.numel(), chunks[0].stop if chunks else 0, (4 if options.label_smoothing else 3) * wide.itemsize)
+    """dtype: of the logits."""
+    chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
+    wide = torch.promote_types(dtype, torch.float32)
+    return Sizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
 
 
 def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
@@ -54,7 +56,7 @@ def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
     if len(token_bytes) > 1:
         raise ValueError(
             f"the ranks gather different numbers of bytes for a token: {', '.join(token_bytes)}; give every rank of the "
-            f"group the same label_smoothing, and input of the same dtype"
+            f"group the same label_smoothing, return_token_accuracy and compute_dtype, and input of the same dtype"
         )
     if len(chunks) > 1:
         raise ValueError(

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from weft.mesh.extents import chunk
 
 from ..cross_entropy.agreement import Classes
-from ..cross_entropy.options import Form, Options, check, form_of
+from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check, form_of
 from .agreement import Sizes, sizes_of
 from .gradients import Wanted
 
 
-def check_factors(input: Form, linear_weight: Tensor, linear_bias: Tensor | None, chunk_tokens: int | None) -> None:
+def computed(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
+    """The input as it is in the GEMMs. Raises ValueError for a compute_dtype in which there is no loss."""
+    if compute_dtype is not None and compute_dtype not in LOGITS_DTYPES:
+        raise ValueError(
+            f"compute_dtype is {compute_dtype}; give one of {', '.join(map(str, LOGITS_DTYPES))}, or None for the input's"
+        )
+    return replace(form_of(input), dtype=compute_dtype or input.dtype)
+
+
+def check_factors(
+    input: Form,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    chunk_tokens: int | None,
+    compute_dtype: torch.dtype | None,
+) -> None:
+    """input: as `computed` gives it."""
     if linear_weight.ndim != 2 or not input.shape or input.shape[-1] != linear_weight.shape[1]:
         raise ValueError(
             f"linear_cross_entropy takes input [..., H] and linear_weight [V, H], got {input.shape} and "
@@ -24,9 +41,13 @@ def check_factors(input: Form, linear_weight: Tensor, linear_bias: Tensor | None
             f"linear_cross_entropy takes a linear_bias of shape {tuple(linear_weight.shape[:1])}, got {tuple(linear_bias.shape)}"
         )
     for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and (tensor.dtype, tensor.device) != (input.dtype, input.device):
+        if tensor is None:
+            continue
+        is_as_input = tensor.dtype == input.dtype if compute_dtype is None else tensor.is_floating_point()
+        if not is_as_input or tensor.device != input.device:
             raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, input {input.dtype} on {input.device}; convert one of them"
+                f"{name} is {tensor.dtype} on {tensor.device}, input {input.dtype} on {input.device}; convert one of them, "
+                f"or give a compute_dtype for both"
             )
     if chunk_tokens is not None and (
         not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1
@@ -63,14 +84,15 @@ def checked_sizes(
     held: Classes,
     wanted: Wanted,
     chunk_tokens: int | None,
+    compute_dtype: torch.dtype | None,
     rank: int,
     ranks: int,
     sequence_parallel: bool,
 ) -> Sizes:
     """The sizes that this rank gathers. Raises ValueError for arguments that do not fit."""
     check_part(input, target, rank, ranks, sequence_parallel)
-    form = form_of(input)
-    check_factors(replace(form, shape=(*target.shape, *input.shape[-1:])), linear_weight, linear_bias, chunk_tokens)
+    form = replace(computed(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
+    check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
     check(logits, target, weight, denominator, options, held.start, held.vocab_size)
-    return sizes_of(input, target, wanted, chunk_tokens, held.vocab_size, ranks, options)
+    return sizes_of(input, target, form.dtype, wanted, chunk_tokens, held.vocab_size, ranks, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .agreement import classes_of
 from .checks import checked_sizes
 from .function import in_forward
 from .gradients import Wanted
-from .sharded.settle import settled_by
+from .sharded.compare import compared
 
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 
@@ -25,49 +26,51 @@ def compiled(
     options: Options,
     wanted: Wanted,
     chunk_tokens: int | None,
+    compute_dtype: torch.dtype | None,
     place: Place,
-    settled: Tensor | None,
+    disagreement: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """(loss,) or (loss, lse) of the tensors of TENSORS. A second backward may follow whatever was asked: the compiler decides
+    """The outputs of cross-entropy, of the tensors of TENSORS. A second backward may follow whatever was asked: the compiler decides
     on memory.
 
-    The gradients have the inputs' dtype: in torch 2.13 the compiler does not know of another.
-    settled: what `settle` gave, where it was asked.
+    Each gradient has the dtype of its tensor: in torch 2.13 the compiler does not know of another.
+    disagreement: what `compare` gave, where it was asked.
     """
     flags = [each is not None for each in wanted]
-    made = forward(*tensors, settled, flags, chunk_tokens, *place, *options.flat())
-    return tuple(made[: 1 + options.return_lse])
+    outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *place, *options.flat())
+    first = 1 + options.return_lse
+    return *outputs[:first], *(each.detach() for each in outputs[first : options.outputs])
 
 
 @library.custom_op(
-    "weft::linear_cross_entropy_settle",
+    "weft::linear_cross_entropy_compare",
     mutates_args=(),
-    schema=f"({TENSORS}, int? chunk_tokens, bool sequence_parallel, {PLACE}, {SCHEMA}) -> Tensor",
+    schema=f"({TENSORS}, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, {PLACE}, {SCHEMA}) -> Tensor",
 )
-def settle(*given: Any) -> Tensor:
-    """What `settled_by` gives, for the one group of the place."""
-    *tensors, chunk_tokens, sequence_parallel = given[:8]
-    place, options = place_and_options(given[8:])
+def compare(*given: Any) -> Tensor:
+    """What `compared` gives, for the one group of the place."""
+    *tensors, chunk_tokens, compute_dtype, sequence_parallel = given[:9]
+    place, options = place_and_options(given[9:])
     along, vocab_size = Along.named(place.groups), place.vocab_size
     assert along is not None and vocab_size is not None, "only the form for groups asks for it"
     (group,), held = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
     wanted = (None,) * 3  # compiled, gradients have the inputs' dtype: chunks are cut as where none is wanted
-    _, settled = settled_by(
+    _, disagreement = compared(
         lambda: (
             None,
             checked_sizes(
-                *tensors, options=options, held=held, wanted=wanted, chunk_tokens=chunk_tokens, rank=group.rank(),
-                ranks=group.size(), sequence_parallel=sequence_parallel,
+                *tensors, options=options, held=held, wanted=wanted, chunk_tokens=chunk_tokens,
+                compute_dtype=compute_dtype, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
             ),
         ),
         group,
         held,
         tensors[0].device,
     )  # fmt: skip
-    return settled
+    return disagreement
 
 
-@settle.register_fake
+@compare.register_fake
 def _(input: Tensor, *given: Any) -> Tensor:
     return input.new_empty((), dtype=torch.float32)
 
@@ -75,81 +78,100 @@ def _(input: Tensor, *given: Any) -> Tensor:
 @library.custom_op(
     "weft::linear_cross_entropy",
     mutates_args=(),
-    schema=f"({TENSORS}, Tensor? settled, bool[] wanted, int? chunk_tokens, {PLACE}, {SCHEMA}) -> Tensor[]",
+    schema=f"({TENSORS}, Tensor? disagreement, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, {SCHEMA}) -> Tensor[]",
 )
 def forward(*given: Any) -> list[Tensor]:
     """The outputs, then what backward needs and is no input: the gradients made in forward, or denominator and statistics."""
-    *tensors, settled, wanted, chunk_tokens = given[:9]
-    place, options = place_and_options(given[9:])
-    (loss, *lse), saved = function.forward(
-        *tensors, options=options, wanted=_wanted(tensors[0], wanted), chunk_tokens=chunk_tokens, **_shard(place)
+    *tensors, disagreement, flags, chunk_tokens, compute_dtype = given[:10]
+    place, options = place_and_options(given[10:])
+    factors = (tensors[0], tensors[1], tensors[3])
+    wanted = _wanted(factors, flags)
+    (loss, *more), saved = function.forward(
+        *tensors,
+        options=options,
+        wanted=wanted,
+        compute_dtype=compute_dtype,
+        chunk_tokens=chunk_tokens,
+        **_shard(place),
     )
-    if settled is not None:
-        loss = loss + settled
-    if _in_forward(options, tensors[0], wanted):
-        # Of the inputs' dtype, however many chunks there were: that a trace need not know.
-        made = [None if each is None else each.to(tensors[0].dtype) for each in saved[1:]]
+    if disagreement is not None:
+        loss = loss + disagreement
+    if in_forward(options, compute_dtype or tensors[0].dtype, wanted):
+        # Of the dtype that is wanted, however many chunks there were: that a trace need not know.
+        kept = [None if part is None else part.to(dtype) for part, dtype in zip(saved[1:], wanted, strict=True)]
     else:
-        made = [saved[5] if tensors[5] is None else None, saved[6]]
-    return [loss, *lse, *(loss.new_empty(0) if each is None else each for each in made)]
+        kept = [saved[5] if tensors[5] is None else None, saved[6]]
+    return [loss, *more, *(loss.new_empty(0) if each is None else each for each in kept)]
 
 
 @forward.register_fake
 def _(*given: Any) -> list[Tensor]:
-    input, linear_weight, target, linear_bias, _, denominator, _, wanted, _ = given[:9]
-    place, options = place_and_options(given[9:])
-    lse = torch.empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32), device=input.device)
+    input, linear_weight, target, linear_bias, weight, denominator, _, flags, _, compute_dtype = given[:10]
+    place, options = place_and_options(given[10:])
+    dtype = compute_dtype or input.dtype
+    lse = torch.empty(target.shape, dtype=torch.promote_types(dtype, torch.float32), device=input.device)
     nothing = lse.new_empty(0)
     loss = torch.empty_like(lse) if options.reduction == "none" else lse.new_empty(())
-    outputs = [loss, lse] if options.return_lse else [loss]
-    if _in_forward(options, input, wanted):
-        factors = zip((input, linear_weight, linear_bias), wanted, strict=True)
-        return [*outputs, *(x.new_empty(x.shape) if want and x is not None else nothing.clone() for x, want in factors)]
-    counted = lse.new_empty(()) if options.reduction == "mean" and denominator is None else nothing
-    columns = 4 if options.label_smoothing else 3
-    return [*outputs, counted, lse.new_empty(place.shards, target.numel(), columns)]
+    outputs = [loss, *([lse] * options.return_lse), *(torch.empty_like(loss) for _ in range(options.constants))]
+    factors = (input, linear_weight, linear_bias)
+    if in_forward(options, dtype, _wanted(factors, flags)):
+        gradients = zip(factors, flags, strict=True)
+        return [
+            *outputs,
+            *(x.new_empty(x.shape) if want and x is not None else nothing.clone() for x, want in gradients),
+        ]
+    counted = nothing
+    if options.reduction == "mean" and denominator is None:
+        counted = lse.new_empty((2,) if options.weighs_apart(weight) else ())
+    return [*outputs, counted, lse.new_empty(place.shards, target.numel(), options.columns)]
 
 
 @library.custom_op(
     "weft::linear_cross_entropy_backward",
     mutates_args=(),
-    schema=f"(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, {PLACE}, {SCHEMA}) -> Tensor[]",
+    schema=f"(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, {SCHEMA}) -> Tensor[]",
 )
 def backward(
     grads: list[Tensor | None],
     tensors: list[Tensor | None],
     needed: list[bool],
     chunk_tokens: int | None,
+    compute_dtype: torch.dtype | None,
     *asked: Any,
 ) -> list[Tensor]:
     """The gradients of input, linear_weight and linear_bias, those that are needed."""
     place, options = place_and_options(asked)
     of_each = (needed[0], needed[1], False, needed[2], False, False)
-    assert tensors[0] is not None, "forward saves the input, or an empty tensor of its dtype"
-    wanted = _wanted(tensors[0], needed)
-    found = function.backward(
-        tensors, grads, of_each, options=options, wanted=wanted, chunk_tokens=chunk_tokens, **_shard(place)
-    )
-    return [each for each in found if each is not None]
+    gradients = function.backward(
+        tensors, grads, of_each,
+        options=options, wanted=_wanted(_factors(tensors), needed), compute_dtype=compute_dtype, chunk_tokens=chunk_tokens,
+        **_shard(place),
+    )  # fmt: skip
+    return [each for each in gradients if each is not None]
 
 
 @backward.register_fake
 def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[bool], *asked: Any) -> list[Tensor]:
-    factors = tensors[1:] if len(tensors) == 4 else (tensors[0], tensors[1], tensors[3])
-    return [x.new_empty(x.shape) for x, need in zip(factors, needed, strict=True) if need and x is not None]
+    return [x.new_empty(x.shape) for x, need in zip(_factors(tensors), needed, strict=True) if need and x is not None]
+
+
+def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Of what was saved, those whose dtypes the gradients of input, linear_weight and linear_bias have."""
+    return saved[1:] if len(saved) == 4 else (saved[0], saved[1], saved[3])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, _, wanted, ctx.chunk_tokens = inputs[:9]
-    ctx.asked = inputs[9:]
+    *tensors, _, flags, ctx.chunk_tokens, ctx.compute_dtype = inputs[:10]
+    ctx.asked = inputs[10:]
     _, options = place_and_options(ctx.asked)
-    ctx.outputs = 1 + options.return_lse
-    made = output[ctx.outputs :]
-    if _in_forward(options, tensors[0], wanted):
-        ctx.save_for_backward(tensors[0].new_empty(0), *made)
+    dtype = ctx.compute_dtype or tensors[0].dtype
+    ctx.outputs = options.outputs
+    kept = output[ctx.outputs :]
+    if in_forward(options, dtype, _wanted((tensors[0], tensors[1], tensors[3]), flags)):
+        ctx.save_for_backward(tensors[0].new_empty(0, dtype=dtype), *kept)
     else:
-        counted, statistics = made
-        tensors[5] = counted if tensors[5] is None and counted.ndim == 0 else tensors[5]
+        counted, statistics = kept
+        tensors[5] = counted if tensors[5] is None and counted.numel() else tensors[5]
         ctx.save_for_backward(*tensors, statistics)
     ctx.set_materialize_grads(False)
 
@@ -157,11 +179,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     arrived = grads[: ctx.outputs]
     if all(grad is None for grad in arrived):  # autograd's zeros
-        return (None,) * (9 + len(ctx.asked))
+        return (None,) * (10 + len(ctx.asked))
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    found = iter(backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, *ctx.asked))
-    dinput, dweight, dbias = (next(found) if need else None for need in needed)
-    return dinput, dweight, None, dbias, *(None,) * (5 + len(ctx.asked))
+    gradients = iter(
+        backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, ctx.compute_dtype, *ctx.asked)
+    )
+    dinput, dweight, dbias = (next(gradients) if need else None for need in needed)
+    return dinput, dweight, None, dbias, *(None,) * (6 + len(ctx.asked))
 
 
 forward.register_autograd(_gradients, setup_context=_keep)
@@ -177,9 +201,6 @@ def _shard(place: Place) -> dict[str, Any]:
     }
 
 
-def _in_forward(options: Options, input: Tensor, wanted: list[bool]) -> bool:
-    return in_forward(options, input.dtype, _wanted(input, wanted))
-
-
-def _wanted(input: Tensor, flags: list[bool]) -> Wanted:
-    return tuple(input.dtype if flag else None for flag in flags)
+def _wanted(factors: Sequence[Tensor | None], flags: Sequence[bool]) -> Wanted:
+    """Each gradient that is wanted has the dtype of its tensor."""
+    return tuple(x.dtype if flag and x is not None else None for x, flag in zip(factors, flags, strict=True))

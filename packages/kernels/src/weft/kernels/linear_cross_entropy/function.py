@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import Count, Gather, mean_denominator, passes_on
+from ..cross_entropy.accuracy import correct
+from ..cross_entropy.function import Count, Gather, mean_denominator, outputs_of, passes_on, per_token
 from ..cross_entropy.options import Form, Options, check
 from ..cross_entropy.reference import Shard, Upstream
 from ..op import Tensors
@@ -29,6 +30,7 @@ def forward(
     *,
     options: Options,
     wanted: Wanted,
+    compute_dtype: torch.dtype | None = None,
     chunk_tokens: int | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -36,10 +38,11 @@ def forward(
     gather: Gather | None = None,
     count: Count | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
-    """(loss,) or (loss, lse), float32 (float64 for float64 input), and what `backward` needs.
+    """The outputs of cross-entropy, float32 (float64 for float64 logits), and what `backward` needs.
 
-    input: [..., H]. linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size, all of
-    the input's dtype. target, weight, denominator: as of cross-entropy.
+    input: [..., H]. linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size.
+    target, weight, denominator: as of cross-entropy.
+    compute_dtype: of the GEMMs and the logits; the input's without it, which weight and bias then have too.
     wanted: the dtypes of the gradients that backward will be asked for.  shards: how many there are of the vocabulary.
     gather: see `Gather`; called once a chunk, the next chunk's GEMM running before what it returned is called.
     count: see `Count`; for "mean" without a denominator.
@@ -47,36 +50,44 @@ def forward(
     V = len(linear_weight)
     if vocab_size is None:
         vocab_size = vocab_start + V
-    form = Form((*input.shape[:-1], V), input.dtype, input.device)
+    dtype = compute_dtype or input.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    form = Form((*input.shape[:-1], V), dtype, input.device)
     check(form, target, weight, denominator, options, vocab_start, vocab_size)
-    product = _product(input, linear_weight, linear_bias, target)
-    chunks = chunked(input, target, wanted, chunk_tokens, vocab_size, shards, 1 if gather is None else 2)
-    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
+    product = _product(input, linear_weight, linear_bias, target, dtype)
+    chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1 if gather is None else 2)
+    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
     if options.reduction == "mean" and denominator is None:
-        wide = torch.promote_types(input.dtype, torch.float32)
-        denominator = mean_denominator(weight, product.classes, options.ignore_index, wide, count)
+        denominator = mean_denominator(weight, product.classes, options, wide, count)
+    class_weight, divided = weight, denominator  # as they are saved
+    weight, denominator = per_token(weight, denominator)
     upstream = sums = None
-    if in_forward(options, input.dtype, wanted):
-        upstream, sums = Upstream(torch.ones((), device=input.device), None, denominator), Sums(product, wanted, chunks)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each chunk the statistics, the loss and the lse
+    if in_forward(options, dtype, wanted):
+        upstream, sums = (
+            Upstream(torch.ones((), device=input.device), None, denominator),
+            Sums(product, wanted, chunks),
+        )
+    of_chunks: list[tuple[Tensor, Tensor, Tensor]] = []  # the statistics, the loss and the lse
+    is_correct: list[Tensor] = []
     for rows, logits, gathered in sweep(product, weight, shard, chunks, upstream, gather):
-        found.append((gathered, *passes.losses(gathered, product.classes[rows], weight, shard)))
+        of_chunks.append((gathered, *passes.losses(gathered, product.classes[rows], weight, shard)))
+        if options.return_token_accuracy:
+            is_correct.append(correct(gathered, product.classes[rows], options.ignore_index))
         if sums is not None:
             sums.add(rows, logits)
-    nothing = torch.zeros(0, dtype=torch.promote_types(input.dtype, torch.float32), device=input.device)
-    loss, lse = (torch.cat([nothing, *(each[i] for each in found)]).reshape(target.shape) for i in (1, 2))
-    if options.reduction != "none":
-        loss = loss.sum()
-    if denominator is not None:
-        loss = loss / denominator
-    outputs = (loss, lse) if options.return_lse else (loss,)
+    nothing = torch.zeros(0, dtype=wide, device=input.device)
+    loss, lse = (torch.cat([nothing, *(each[i] for each in of_chunks)]).reshape(target.shape) for i in (1, 2))
+    accuracy = torch.cat([nothing, *is_correct]).reshape(target.shape) if options.return_token_accuracy else None
+    outputs = outputs_of(loss, lse, accuracy, denominator, options)
     if sums is not None:
         dx = None if sums.dx is None else sums.dx.view(input.shape)
-        return outputs, (input.new_empty(0), dx, sums.dweight, sums.dbias)
+        return outputs, (product.x.new_empty(0), dx, sums.dweight, sums.dbias)
     statistics = (
-        torch.cat([gathered for gathered, _, _ in found], 1) if found else nothing.new_empty(1, 0, shard.columns)
+        torch.cat([gathered for gathered, _, _ in of_chunks], 1)
+        if of_chunks
+        else nothing.new_empty(1, 0, shard.options.columns)
     )
-    return outputs, (input, linear_weight, target, linear_bias, weight, denominator, statistics)
+    return outputs, (input, linear_weight, target, linear_bias, class_weight, divided, statistics)
 
 
 def in_forward(options: Options, dtype: torch.dtype, wanted: Wanted) -> bool:
@@ -91,6 +102,7 @@ def backward(
     *,
     options: Options,
     wanted: Wanted,
+    compute_dtype: torch.dtype | None = None,
     chunk_tokens: int | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -105,27 +117,29 @@ def backward(
     """
     asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))
     input = saved[0]
-    assert input is not None, "forward saves it, or an empty tensor of its dtype"
+    assert input is not None, "forward saves it, or an empty tensor of the dtype of the GEMMs"
     if all(each is None for each in asked):
         return (None,) * 6
-    if in_forward(options, input.dtype, wanted):
+    dtype = compute_dtype or input.dtype
+    if in_forward(options, dtype, wanted):
         assert grads[0] is not None, "the loss is the only output"
-        made = [
-            None if dtype is None or part is None else scaled(part, grads[0], dtype, reuse)
-            for part, dtype in zip(saved[1:], asked, strict=True)
+        gradients = [
+            None if of_part is None or part is None else scaled(part, grads[0], of_part, reuse)
+            for part, of_part in zip(saved[1:], asked, strict=True)
         ]
-        return made[0], made[1], None, made[2], None, None
+        return gradients[0], gradients[1], None, gradients[2], None, None
 
     _, linear_weight, target, linear_bias, weight, denominator, statistics = saved
     assert linear_weight is not None and target is not None and statistics is not None, "forward saves them"
+    weight, denominator = per_token(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
-    product = _product(input, linear_weight, linear_bias, target)
-    chunks = chunked(input, target, wanted, chunk_tokens, vocab_size, shards, 1)
-    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(input)
+    product = _product(input, linear_weight, linear_bias, target, dtype)
+    chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
+    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
     sums, space = Sums(product, asked, chunks), product.space(chunks)
     for rows in chunks:
-        loss, lse = (_of_rows(grad, rows) for grad in (*grads, None)[:2])
+        loss, lse = (_of_rows(grad, rows) for grad in (grads[0], grads[1] if options.return_lse else None))
         upstream = Upstream(loss, lse, denominator)
         logits = product.logits(rows, space)
         dlogits = passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, logits)
@@ -133,8 +147,8 @@ def backward(
         del logits, dlogits
     del space  # before the sums are rounded
     dx = None if sums.dx is None else sums.dx.view(input.shape)
-    totals = zip((sums.dweight, sums.dbias), asked[1:], strict=True)
-    dweight, dbias = (None if total is None else total.to(dtype) for total, dtype in totals)
+    totals = zip((dx, sums.dweight, sums.dbias), asked, strict=True)
+    dx, dweight, dbias = (None if total is None else total.to(of_total) for total, of_total in totals)
     return dx, dweight, None, dbias, None, None
 
 
@@ -144,14 +158,25 @@ def _of_rows(grad: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def chunked(
-    input: Tensor, target: Tensor, wanted: Wanted, chunk_tokens: int | None, vocab_size: int, shards: int, held: int
+    input: Tensor,
+    target: Tensor,
+    dtype: torch.dtype,
+    wanted: Wanted,
+    chunk_tokens: int | None,
+    vocab_size: int,
+    shards: int,
+    held: int,
 ) -> list[slice]:
-    """The chunks of the tokens, the same on every shard; see `chunks_of`."""
+    """The chunks of the tokens, the same on every shard; see `chunks_of`. dtype: of the logits."""
     share = -(-vocab_size // shards)
-    sum_bytes = share * input.shape[-1] if may_be_in_24_bits(input.dtype, wanted) else 0
-    return chunks_of(target.numel(), chunk_tokens, share, held, input, sum_bytes)
+    sum_bytes = share * input.shape[-1] if may_be_in_24_bits(dtype, wanted) else 0
+    return chunks_of(target.numel(), chunk_tokens, share, held, input.new_empty(0, dtype=dtype), sum_bytes)
 
 
-def _product(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor) -> Product:
-    x = input.reshape(target.numel(), input.shape[-1])  # [N, H]
-    return Product(x, linear_weight, linear_bias, target.reshape(-1))
+def _product(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, dtype: torch.dtype
+) -> Product:
+    """In the dtype of the GEMMs."""
+    x = input.reshape(target.numel(), input.shape[-1]).to(dtype)  # [N, H]
+    bias = None if linear_bias is None else linear_bias.to(dtype)
+    return Product(x, linear_weight.to(dtype), bias, target.reshape(-1))

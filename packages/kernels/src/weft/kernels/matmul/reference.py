@@ -19,8 +19,7 @@ def forward(
     add_bias: False leaves the bias out of this rank's output, where the ranks' outputs are summed and another rank
         adds it. The bias' gradient does not change: the sum is linear in the bias, wherever it was added.
     """
-    output = F.linear(_rows(input), weight, bias if add_bias else None)  # [N, M]
-    return _shaped(output, input), (input, weight)
+    return F.linear(input, weight, bias if add_bias else None), (input, weight)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:

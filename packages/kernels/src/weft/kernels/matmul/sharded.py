@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, infer
 
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply
+from ..sharded import Shapes, Sharding, apply, autocasts
 from . import reference
 
 
+@autocasts("linear")
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input @ weight.T + bias`.
 

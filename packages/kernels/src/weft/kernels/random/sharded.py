@@ -96,6 +96,7 @@ def _made(
 ) -> Tensor:
     _check(name, shape, key, layout, dtype)
     sizes = tuple(shape)
+    layout = None if layout is None else layout.resolved(sizes)
     part = _part(sizes, layout)
     held = sizes if layout is None else layout.local_shape(sizes, this_rank())  # [0] outside the mesh
     local = torch.empty(held, dtype=dtype, device=device)

@@ -1,5 +1,5 @@
-"""rope: the op, its local computation and its layout rule."""
+"""rope: the op and what makes its tables, their local computations and layout rules."""
 
-from .sharded import rope
+from .sharded import rope, rope_tables
 
-__all__ = ["rope"]
+__all__ = ["rope", "rope_tables"]

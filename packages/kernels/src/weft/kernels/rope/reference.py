@@ -11,17 +11,17 @@ from ..op import Tensors
 
 
 def forward(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensors]:
-    """x [..., T, heads * D], cos and sin [T, D // 2] -> [..., T, heads * D].
+    """x [..., T, heads * D], cos and sin [T, D // 2] or [..., T, D // 2] -> [..., T, heads * D].
 
     Elements i and i + D // 2 of a head are turned together, by the angle of (token, i): Hugging Face's convention.
     Computed in float32 at least, then rounded to x's dtype.
-    Raises ValueError where the last dim is no multiple of D, or the tables are of another length than T.
+    Raises ValueError where the last dim is no multiple of D, or the tables are of other tokens than x.
     """
-    T, half = cos.shape
-    if x.shape[-1] % (2 * half) or x.shape[-2] != T:
+    *rows, half = cos.shape
+    if x.shape[-1] % (2 * half) or list(x.shape[-1 - len(rows) : -1]) != rows:
         raise ValueError(
             f"rope: x of shape {tuple(x.shape)} does not fit tables of shape {tuple(cos.shape)}; "
-            f"x is [..., {T}, heads * {2 * half}]"
+            f"x is [..., {', '.join(map(str, rows))}, heads * {2 * half}]"
         )
     return _turn(x, cos, sin), (cos, sin)
 
@@ -38,8 +38,18 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     pairs = wide.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
     first, second = pairs.unbind(-2)
-    cos, sin = cos.to(wide.dtype).unsqueeze(-2), sin.to(wide.dtype).unsqueeze(-2)  # [T, 1, D // 2]
-    turned = pairs * cos.unsqueeze(-2)
-    turned.select(-2, 0).addcmul_(second, sin, value=-1)
-    turned.select(-2, 1).addcmul_(first, sin)
-    return turned.flatten(-3).to(x.dtype)
+    cos, sin = (
+        cos.to(wide.dtype)[..., None, None, :],
+        sin.to(wide.dtype).unsqueeze(-2),
+    )  # [..., T, 1, 1, D // 2], [..., T, 1, D // 2]
+    turned = pairs * cos
+    turned_first, turned_second = turned.unbind(-2)
+    turned_first.addcmul_(second, sin, value=-1)
+    turned_second.addcmul_(first, sin)
+    return turned.view(x.shape).to(x.dtype)
+
+
+def table(positions: Tensor, frequencies: Tensor, *, function: str) -> Tensor:
+    """The cosine or sine of each angle: positions [...] of ints, frequencies [D // 2] -> [..., D // 2]."""
+    angles = positions.unsqueeze(-1) * frequencies
+    return angles.cos() if function == "cos" else angles.sin()

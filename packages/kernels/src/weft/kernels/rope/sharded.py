@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
+from string import ascii_lowercase
 from typing import Any
 
 from torch import Tensor
 from weft.mesh import Layout, infer
+from weft.mesh.infer import terms
 
 from ..attention.heads import check_heads
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, independent
+from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import reference
 
 
+@autocasts("rope")
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., 2021): the pairs (i, i + D/2) of every head turned by their angle.
 
-    x: [..., T, heads * D]. cos, sin: [T, D / 2], of float32. Returns the shape of `x`.
-    Layouts: any that leaves the tokens and each head whole; the output lies as `x`. Communication: none.
-    Raises LayoutError where tokens are sharded, a head is cut, or `x` is Partial.
+    x: [..., T, heads * D]. cos, sin: of float32, [T, D / 2], or [..., T, D / 2] where tokens of one place differ in position.
+    Returns the shape of `x`.
+    Layouts: any that leaves each head whole, with the tables sharded on rows and tokens as `x` is; the output lies as `x`.
+    Communication: none.
+    Raises LayoutError where a head is cut, `x` is Partial, or the tables lie otherwise.
     """
     head_dim = 2 * cos.shape[-1]
-    if cos.ndim != 2 or cos.shape != sin.shape or x.ndim < 2 or x.shape[-2] != cos.shape[0] or x.shape[-1] % head_dim:
+    rows = cos.shape[:-1]
+    fits = cos.ndim >= 2 and cos.shape == sin.shape and x.ndim >= 2 and len(rows) in (1, x.ndim - 1)
+    if not fits or x.shape[-1 - len(rows) : -1] != rows or x.shape[-1] % head_dim:
         raise ValueError(
-            f"rope takes x [..., T, heads * D] and cos, sin [T, D / 2], got {tuple(x.shape)}, {tuple(cos.shape)} and "
-            f"{tuple(sin.shape)}"
+            f"rope takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(x.shape)}, "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     return apply(ROPE, x, cos, sin)
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """`cos` and `sin` of `rope`, for tokens at any positions: those of `positions * frequencies`.
+
+    positions: [..., T] of ints. frequencies: [D / 2] of float32. Returns two tensors [..., T, D / 2], without gradients.
+    Layouts: any of the positions, but for Partial; the tables lie the same. Communication: none.
+    """
+    if positions.is_floating_point() or frequencies.ndim != 1:
+        raise ValueError(
+            f"rope_tables takes positions [..., T] of ints and frequencies [D / 2], got {tuple(positions.shape)} of "
+            f"{positions.dtype} and {tuple(frequencies.shape)}"
+        )
+    cos, sin = (apply(ROPE_TABLE, positions, frequencies, function=function) for function in ("cos", "sin"))
+    return cos, sin
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     x, cos, sin = layouts
     shape, table, _ = shapes
     assert x is not None and cos is not None and sin is not None and shape and table, "all are given"
-    output = infer.whole("rope", "x", x, len(shape) - 2)
-    for name, layout in (("cos", cos), ("sin", sin)):
-        infer.whole("rope", name, layout, (0, 1))
-    check_heads("rope", x, shape, 2 * table[1])
+    tokens = ascii_lowercase[: len(shape) - 1]
+    each = tokens[1 - len(table) :] + "y"
+    operation = terms.Operation(
+        "rope", (tokens + "z", each, each), tokens + "z", terms.never, operands=("x", "cos", "sin"),
+        whole="y", why_whole="rope needs all angles of a token",
+    )  # fmt: skip
+    output = terms.infer(operation, (x, cos, sin))
+    check_heads("rope", x, shape, 2 * table[-1])
     return Sharding(output, shape, independent(output, layouts))
 
 
+def _table_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    positions, frequencies = layouts
+    shape, angles = shapes
+    assert positions is not None and frequencies is not None and shape is not None and angles, "both are given"
+    infer.whole("rope_tables", "the frequencies", frequencies, 0)
+    output = infer.whole("rope_tables", "the positions", positions, ())
+    return Sharding(output, (*shape, *angles), independent(output, layouts))
+
+
 ROPE = Op("rope", reference.forward, reference.backward, _rule)
+ROPE_TABLE = Op("rope_table", reference.table, None, _table_rule)

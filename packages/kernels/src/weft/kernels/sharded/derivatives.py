@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autocast import autocast_dtype, autocast_off
 from ..op import Tensors
 
 
@@ -31,6 +32,10 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
         arrived = grads[:-1]
         if all(grad is None for grad in arrived):  # they are zeros, and so is what is asked for
             return (None,) * len(ctx.needs_input_grad)
+        first = next(grad for grad in arrived if grad is not None)
+        if autocast_dtype(first) is not None and not torch.compiler.is_compiling():  # backward is called in its region
+            with autocast_off(first):
+                return once(ctx, *grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *arrived)
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ class Plain(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         last = anchor(saved)
         ctx.save_for_backward(*saved, last)
-        return (*output, last) if ctx.many else (output, last)
+        if not ctx.many:
+            return output, last
+        ctx.mark_non_differentiable(*_constants(op, output, options))
+        return *output, last
 
     @staticmethod
     @first_order
@@ -40,22 +44,13 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
-        locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        op, sharding = call.op, call.sharding
-        ctx.call, ctx.overwritten = call, tensors[0] if op.overwrites(options) else None
-        saved: Tensors = ()
-        if call.options is None:
-            output = _nothing(op, locals_, sharding)
-        else:
-            ctx.options = options = {**options, **call.options} if call.options else options
-            output, saved = op.forward(*locals_, **options)
+        ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
+        outputs, saved, ctx.options = computed(call, options, tensors)
         last = anchor(saved)
         ctx.save_for_backward(*saved, last)
         ctx.set_materialize_grads(False)
-        if sharding.more is None:
-            return wrap(output, sharding.output, sharding.shape), last
-        lying = zip(output, sharding.outputs, strict=True)
-        return *(wrap(part, layout, shape) for part, (layout, shape) in lying), last
+        ctx.mark_non_differentiable(*_constants(call.op, outputs, options))
+        return *outputs, last
 
     @staticmethod
     @first_order
@@ -115,8 +110,31 @@ class FromLocal(torch.autograd.Function):
         return None, None, *(refusing((part,), grad) if torch.is_grad_enabled() else (part,))
 
 
-def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding) -> Any:
+def computed(
+    call: Call, options: dict[str, Any], tensors: tuple[Tensor | None, ...]
+) -> tuple[list[DTensor], Tensors, dict[str, Any]]:
+    """The outputs of an op on DTensors, what its backward needs, and the options with those of this rank."""
+    locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    op, sharding = call.op, call.sharding
+    saved: Tensors = ()
+    if call.options is None:
+        output = _nothing(op, locals_, sharding, options)
+    else:
+        options = {**options, **call.options} if call.options else options
+        output = op.forward(*locals_, **options)
+        if op.backward is not None:
+            output, saved = output
+    parts = (output,) if sharding.more is None else output
+    return [wrap(part, *lying) for part, lying in zip(parts, sharding.outputs, strict=True)], saved, options
+
+
+def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:
+    """Those without a gradient."""
+    return outputs[len(outputs) - op.constants(options) :]
+
+
+def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: dict[str, Any]) -> Any:
     """The empty outputs of a rank outside the mesh."""
     like = next(local for local in locals_ if local is not None and local.is_floating_point())
-    empty = [like.new_empty(0, dtype=op.dtype(like.dtype)) for _ in sharding.outputs]
+    empty = [like.new_empty(0, dtype=op.dtype(like.dtype, options)) for _ in sharding.outputs]
     return empty[0] if sharding.more is None else tuple(empty)

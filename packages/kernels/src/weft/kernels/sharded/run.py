@@ -13,7 +13,7 @@ from weft.reshard.running.dynamo import in_graph
 
 from ..op import OPS, Op
 from .calls import Call
-from .functions import FromLocal, Plain, Sharded, ToLocal
+from .functions import FromLocal, Plain, Sharded, ToLocal, computed
 
 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -42,12 +42,17 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
             return _on_mesh(op, tensor.device_mesh, tensors, options)
     if op.backward is None:
         return op.forward(*tensors, **options), None
+    if not torch.is_grad_enabled():  # an autograd function costs the host more than many an op
+        output, _ = op.forward(*tensors, **options)
+        return (*output, None) if isinstance(output, tuple) else (output, None)
     return Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     """`_run` on DTensors."""
     call = Call.of(op, tensors, mesh, options)
+    if not torch.is_grad_enabled():
+        return *computed(call, options, tensors)[0], None
     if op.backward is not None or call.options is None:
         return Sharded.apply(call, options, *tensors)  # type: ignore[no-untyped-call]
     layouts: list[Layout | None] = []

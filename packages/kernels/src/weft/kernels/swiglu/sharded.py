@@ -6,10 +6,11 @@ from torch import Tensor
 
 from ..elementwise.pairs import check_same_shape, pair_rule
 from ..op import Op
-from ..sharded import apply
+from ..sharded import apply, autocasts
 from . import reference
 
 
+@autocasts("swiglu")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` (Shazeer, 2020).
 

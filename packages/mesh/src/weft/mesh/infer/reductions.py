@@ -33,7 +33,7 @@ def reduction(
 
 @lru_cache(maxsize=65536)
 def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...], keepdim: bool) -> Layout:
-    layout.check_shape(shape)
+    layout = layout.resolved(shape)
     term = letters(len(shape))
     output = "".join("." if dim in dims else term[dim] for dim in range(len(shape)) if keepdim or dim not in dims)
     name = f"{op} over dims {dims} of {shape}"

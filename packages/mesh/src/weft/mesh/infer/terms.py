@@ -100,6 +100,7 @@ def one_mesh(layouts: Sequence[Layout], operation: str = "") -> ProcessMesh:
         raise LayoutError("no operands: give the layout of each")
     first = layouts[0].mesh
     for layout in layouts:
+        layout.check_counted()
         if layout.mesh != first:
             told = str(first) != str(layout.mesh)
             names = (first, layout.mesh) if told else (f"{mesh} {mesh.digest[:8]}" for mesh in (first, layout.mesh))

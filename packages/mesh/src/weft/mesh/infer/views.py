@@ -44,7 +44,7 @@ def reshape(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> L
 
 @lru_cache(maxsize=65536)
 def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout:
-    layout.check_shape(shape)
+    layout = layout.resolved(shape)
     if math.prod(shape) != math.prod(new_shape):
         raise ValueError(
             f"reshape from {shape} to {new_shape}: {math.prod(shape)} elements are not {math.prod(new_shape)}"

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dtensor import one_mesh, wrap
 
 from ..initialization import local_slices
 from ..llama import weights as llama
@@ -39,15 +39,18 @@ def from_pretrained(
     mesh: ProcessMesh | DeviceMesh | None = None,
     plan: ParallelPlan | None = None,
     *,
+    device_mesh: ProcessMesh | DeviceMesh | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The model of a Hugging Face folder, on one device, or laid out on `mesh` by `plan` (its own where None).
 
     Each rank reads the slices that it holds, no more.
+    device_mesh: torch's name for the mesh; give one of the two.
     dtype: of the parameters; as stored where None.
     Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model.
     """
+    mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
     config = _read_config(folder)
     weights = _architecture(folder, config)
@@ -57,7 +60,7 @@ def from_pretrained(
         tensors = _open(folder, files)
         _check(model, tensors, folder, weights)
         if mesh is not None:
-            model = parallelize(model, mesh, model.parallel_plan() if plan is None else plan)  # type: ignore[operator]
+            model = parallelize(model, mesh, plan)
         loaded: dict[Tensor, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             stored = tensors[weights.tensor_name(name)].get_slice(weights.tensor_name(name))

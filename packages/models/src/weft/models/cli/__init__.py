@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,7 +33,7 @@ Examples
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; exits with 0, with 1 where a run stopped, and with 2 for input that cannot be used."""
+    """Runs a command; exits with 0, with 1 where a run stopped, with 2 for input that cannot be used, with 130 by Ctrl-C."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help", "help"):
         print(wrapped(HELP, shutil.get_terminal_size().columns))
@@ -46,8 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{PROGRAM}: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
         status = import_module(f".{command}", __name__).run(rest)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM} {command}: interrupted; what was saved is whole", file=sys.stderr)
+        status = 130  # as a shell gives it for SIGINT
     except BrokenPipeError:  # a pager or `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         status = 1  # as rich ends then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -14,6 +15,7 @@ import tyro
 from ..terminal import PROGRAM, wrapped
 
 T = TypeVar("T")
+SILENT_SECONDS = 15.0  # ten times what the processes of one launcher begin apart on busy cores
 
 
 def parse(
@@ -35,22 +37,44 @@ def parse(
     on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro asks the one, and writes to both
     tyro._experimental_options["utf8_boxes"] = on_terminal
     tyro._experimental_options["ansi_codes"] = on_terminal and not os.environ.get("NO_COLOR")
-    return tyro.cli(
-        kind,
-        default=tyro.MISSING_NONPROP if default is None else default,
-        args=arguments,
-        prog=f"{PROGRAM} {command}",
-        description=wrapped(about, width),
-        compact_help=width < compact_below,
-        config=(tyro.conf.AvoidSubcommands,),  # a rope scaling that a recipe has not is not to be chosen here
-    )
+    try:
+        return tyro.cli(
+            kind,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            args=arguments,
+            prog=f"{PROGRAM} {command}",
+            description=wrapped(about, width),
+            compact_help=width < compact_below,
+            console_outputs=speaks(),
+            config=(tyro.conf.AvoidSubcommands,),  # a rope scaling that a recipe has not is not to be chosen here
+        )
+    except SystemExit as end:
+        if end.code:
+            _after_the_one_that_speaks()
+        raise
 
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:
-    """Input that cannot be used is one line, and status 2; what goes wrong later keeps its traceback."""
+    """Input that cannot be used is one line, and status 2; what goes wrong later keeps its traceback.
+
+    Of the processes that a launcher such as torchrun has started, rank 0 says it; the others only what is wrong with them
+    alone.
+    """
     try:
         yield
     except ValueError as error:
+        _after_the_one_that_speaks()
         print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def speaks() -> bool:
+    """Whether this process speaks for all that a launcher has started; without one, it is the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _after_the_one_that_speaks() -> None:
+    """Waits until rank 0 has said the same, and its launcher ends this process for that."""
+    if not speaks():
+        time.sleep(SILENT_SECONDS)

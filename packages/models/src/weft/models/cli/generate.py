@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from ..terminal import PROGRAM, printable
+from ..train.data import VOCAB_SIZE, decode_each, encode
+from ..train.folder import find_checkpoint
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Lets a trained model go on with a text, on one process, and prints both.
+  Lets a trained model go on with a text, on one process, and prints both, each byte as it is drawn.
 
 Examples
   {PROGRAM} generate \\
-    outputs/RUN/checkpoint --prompt 'def '
+    outputs/RUN --prompt 'def '
   {PROGRAM} generate \\
-    outputs/RUN/checkpoint --prompt 'I ' \\
+    outputs/RUN --prompt 'I ' \\
     --tokens 500 --temperature 0.3
 
 Exit status
@@ -32,7 +36,7 @@ class GenerateOptions:
     """Let a trained model go on with a text."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """A checkpoint whose tokens are bytes, as `weft train` saves it."""
+    """Of a run of `weft train`, of which the last checkpoint is taken; or of a checkpoint."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
     """What to go on with."""
     tokens: Annotated[int, tyro.conf.arg(metavar="INT")] = 200
@@ -45,29 +49,43 @@ class GenerateOptions:
 
 def run(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, command="generate", about=ABOUT)
-    import torch
-
-    from ..checkpoint import from_pretrained
-    from ..generation import generate
-    from ..train.data import VOCAB_SIZE, decode, encode
-
     with refusing("generate"):
         if not options.prompt:
             raise ValueError("--prompt is empty; give a text to go on with")
-        model = from_pretrained(options.folder)
-        vocab_size = model.get_parameter("embed_tokens.weight").shape[0]
-        if vocab_size != VOCAB_SIZE:
-            raise ValueError(
-                f"{options.folder} has {vocab_size} tokens; this command speaks bytes, which are {VOCAB_SIZE}: use "
-                f"weft.models.generate with the model's own tokenizer"
-            )
-        tokens = generate(
-            model,
+        folder = find_checkpoint(options.folder)
+        _check_bytes(folder)
+        import torch
+
+        from ..checkpoint import from_pretrained
+        from ..generation import stream
+
+        drawn = stream(
+            from_pretrained(folder).eval(),
             torch.tensor([encode(options.prompt)]),
             max_new_tokens=options.tokens,
             temperature=options.temperature,
             seed=options.seed,
         )
-    text = decode(tokens[0].tolist())
-    print(printable(text) if sys.stdout.isatty() else text)
+    shown = printable if sys.stdout.isatty() else str
+    for text in chain([options.prompt], decode_each(int(tokens) for tokens in drawn)):
+        print(shown(text), end="", flush=True)
+    print()
     return 0
+
+
+def _check_bytes(folder: Path) -> None:
+    """Raises ValueError for a folder without a model, or with one whose tokens are no bytes; the rest is for the reader."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give that of a run of `weft train`, or of one of its checkpoints")
+    config = folder / "config.json"
+    try:
+        vocab_size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(
+            f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own"
+        ) from None
+    if vocab_size != VOCAB_SIZE:
+        raise ValueError(
+            f"{folder} has {vocab_size} tokens; this command speaks bytes, which are {VOCAB_SIZE}: use "
+            f"weft.models.generate with the model's own tokenizer"
+        )

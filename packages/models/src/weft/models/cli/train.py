@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 from ..llama.config import check_tensor_parallel
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, mesh_sizes
-from ..train.data import check_enough, find_corpus
+from ..train.data import check_enough, check_vocabulary, find_corpus
+from ..train.folder import check_new
 from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
 from ..train.recipes import RECIPES, recipe, size_in_words
 from ..train.report import describe
-from .arguments import parse, refusing
+from .arguments import parse, refusing, speaks
 
 DEFAULT_RECIPE = "llama-tiny"
 ABOUT = f"""\
@@ -30,20 +30,20 @@ Recipes
   The options show the defaults of the one that is named; of {DEFAULT_RECIPE} where none is.
 
 Prints
-  the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside that of one process; the steps; a sample.
+  the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside that of one process; the steps; a sample; the loss on held-out text, before and after.
 
 Saves
   metrics.jsonl, config.json, plan.txt, versions.json, and checkpoint/, which transformers loads.
 
 Exit status
-  0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted.
+  0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted; 143: ended by SIGTERM.
 """
 
 
 def run(arguments: list[str]) -> int:
     with refusing("train"):
         settled, gpus = _settle(arguments)
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         print(describe(settled, gpus=gpus), flush=True)
     return launch(settled, gpus=gpus)
 
@@ -63,9 +63,10 @@ def _settle(arguments: list[str]) -> tuple[Run, int]:
     gpus, world = gpu_count(), launched_processes()
     dp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
+    check_vocabulary(config.model.vocab_size)
     corpus = find_corpus(config.data.path)
     check_enough(corpus, config.data.sequence_length)
     folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists():
-        raise ValueError(f"the output folder {folder} exists; give another with --output, or remove it")
+    if speaks():  # of several at once, the others would meet what it makes
+        check_new(folder)
     return Run(recipe=name, config=config, corpus=corpus, dp=dp, tp=tp, folder=folder), gpus

@@ -48,7 +48,7 @@ class LlamaConfig:
     head_dim: int = 0
     """Width of a head; 0: hidden_size / num_heads."""
     max_seq_len: int = 2048
-    """Tokens in the longest sequence."""
+    """Tokens in the longest sequence that the model is trained on."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths."""
     rope_scaling: Llama3RopeScaling | None = None
@@ -63,6 +63,8 @@ class LlamaConfig:
     """Biases in the MLPs' projections."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    attention_dropout: float = 0.0
+    """Probability of zeroing a weight of the attention."""
     dropout: float = 0.0
     """Probability of zeroing an element of the embedding's output, and of what a block adds to the residual stream."""
 
@@ -88,9 +90,13 @@ class LlamaConfig:
             raise ValueError(
                 f"LlamaConfig: head_dim {self.head_dim} is odd, but rotary embedding turns pairs; make it even"
             )
-        _positive(self, "rope_theta", "norm_eps", "initializer_range")
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"LlamaConfig: dropout is {self.dropout!r}; it must be a number in 0 <= dropout < 1")
+        _positive(self, "rope_theta", "norm_eps")
+        if self.initializer_range != 0:
+            _positive(self, "initializer_range")
+        for name in ("attention_dropout", "dropout"):
+            p = getattr(self, name)
+            if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
+                raise ValueError(f"LlamaConfig: {name} is {p!r}; it must be a number in 0 <= {name} < 1")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, Llama3RopeScaling):
             raise ValueError(f"LlamaConfig: rope_scaling is {self.rope_scaling!r}; give a Llama3RopeScaling, or None")
 

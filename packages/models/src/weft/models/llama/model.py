@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from weft import kernels
+from weft.kernels import KeyValueCache
 from weft.kernels.backend import has_data
 
 from ..initialization import Constant, Initial, Normal
@@ -36,21 +37,43 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor, dropout_key: int | Tensor | None = None) -> Tensor:
-        T, limit = tokens.shape[-1], self.config.max_seq_len
-        if limit < T:
-            raise ValueError(
-                f"{T} tokens in a sequence, but the model was made for max_seq_len {limit}; give fewer, or raise it"
-            )
-        length = min(limit, 1 << max(0, T - 1).bit_length())  # a power of two: few lengths, so few tables are kept
-        kept = has_data(tokens) and not torch.compiler.is_compiling()
-        tables = rotary_tables if kept else compute_rotary_tables
-        cos, sin = (table[:T] for table in tables(self.config, length, tokens.device))  # [T, D // 2]
+    def forward(
+        self,
+        tokens: Tensor,
+        dropout_key: int | Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """positions: [B, T] of ints, each token's own; where None they count from 0, or on from the tokens in `cache`.
+
+        documents: [B, T] of ints, the same number for the tokens that see one another, as in packed rows; with a cache
+        [B, capacity], see `kernels.attention`. cache: of `make_cache`; it is given the tokens' keys and values.
+        On a mesh tokens, positions and documents are given in one layout.
+        """
+        cos, sin = self._tables(tokens, positions, cache[0].length if cache else 0)
         x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
-        for layer in self.layers:
-            x = layer(x, cos, sin, dropout_key)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, dropout_key, documents, cache[i] if cache else None)
         logits: Tensor = self.lm_head(self.norm(x))  # [B, T, V]
         return logits
+
+    def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the tokens' angles, [T, D // 2] or [B, T, D // 2] each. first: the position of the first one."""
+        kept = has_data(tokens) and not torch.compiler.is_compiling()
+        if positions is not None:
+            frequencies = rotary_frequencies if kept else compute_rotary_frequencies
+            return kernels.rope_tables(positions, frequencies(self.config, tokens.device))
+        stop = first + tokens.shape[-1]
+        length = 1 << max(0, stop - 1).bit_length()  # a power of two: few lengths, so few tables are kept
+        tables = rotary_tables if kept else compute_rotary_tables
+        cos, sin = tables(self.config, length, tokens.device)
+        return cos[first:stop], sin[first:stop]
+
+    def make_cache(self, capacity: int) -> list[KeyValueCache]:
+        """A cache for each layer, with room for `capacity` tokens of a sequence."""
+        return [KeyValueCache(capacity) for _ in self.layers]
 
     def initial_value(self, name: str) -> Initial:
         """How parameter `name` starts: norms 1, biases 0, weights normal with initializer_range.
@@ -89,33 +112,53 @@ class Layer(nn.Module):
     def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, f"{name}.self_attn")
         self.self_attn_dropout = Dropout(config.dropout, f"{name}.self_attn_dropout")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_dropout")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dropout_key: int | Tensor | None = None) -> Tensor:
-        x = kernels.add(x, self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin), dropout_key))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dropout_key: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
+        x = kernels.add(x, self.self_attn_dropout(mixed, dropout_key))
         return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries and rotary positions."""
+    """Causal attention with grouped queries and rotary positions. name: its own in the model."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v_proj = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o_proj = Linear(width, config.hidden_size, bias=config.attention_bias)
+        bias, head_dim = config.attention_bias, config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, bias=bias, unit=head_dim)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=bias, unit=head_dim)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=bias, unit=head_dim)
+        self.o_proj = Linear(width, config.hidden_size, bias=bias)
+        self.dropout = Dropout(config.attention_dropout, f"{name}.dropout")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dropout_key: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         query = kernels.rope(self.q_proj(x), cos, sin)  # [B, T, heads * D]
         key = kernels.rope(self.k_proj(x), cos, sin)  # [B, T, kv_heads * D]
-        mixed = kernels.attention(query, key, self.v_proj(x), head_dim=self.head_dim)  # [B, T, heads * D]
+        options = {"documents": documents, "cache": cache, **self.dropout.options(dropout_key)}
+        mixed = kernels.attention(query, key, self.v_proj(x), head_dim=self.head_dim, **options)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
 
@@ -140,6 +183,12 @@ def compute_rotary_tables(config: LlamaConfig, length: int, device: torch.device
     Made from the config on demand, so they are right wherever the model was built. In float32 as Hugging Face
     computes them, for that is what the published weights were trained with.
     """
+    angle = torch.outer(torch.arange(length, device=device).float(), compute_rotary_frequencies(config, device))
+    return angle.cos(), angle.sin()
+
+
+def compute_rotary_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
+    """By how much the angle of each pair of elements turns from token to token: [D // 2] float32."""
     exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim  # [D // 2]
     frequency = 1.0 / config.rope_theta**exponent
     scaling = config.rope_scaling
@@ -148,8 +197,7 @@ def compute_rotary_tables(config: LlamaConfig, length: int, device: torch.device
         blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         blend = blend.clamp(0, 1)  # 0: a long wave, stretched; 1: a short one, kept
         frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
-    angle = torch.outer(torch.arange(length, device=device).float(), frequency)
-    return angle.cos(), angle.sin()
+    return frequency
 
 
 @lru_cache(maxsize=32)
@@ -158,3 +206,11 @@ def compute_rotary_tables(config: LlamaConfig, length: int, device: torch.device
 def rotary_tables(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`compute_rotary_tables`, kept; a graph that is traced computes its own."""
     return compute_rotary_tables(config, length, device)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+@torch.no_grad()
+def rotary_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
+    """`compute_rotary_frequencies`, kept as the tables are."""
+    return compute_rotary_frequencies(config, device)

@@ -25,6 +25,7 @@ _CONFIG_NAMES = {  # ours: Hugging Face's
     "attention_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
     "initializer_range": "initializer_range",
+    "attention_dropout": "attention_dropout",
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SCALING_NAMES = {

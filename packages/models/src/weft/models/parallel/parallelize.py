@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import distribute, layout_of, reshard
-from weft.reshard.running.dtensor import as_process_mesh
+from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 from weft.reshard.running.dynamo import in_graph
 
 from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, Style, VocabParallel, resolve
@@ -20,20 +21,34 @@ from .plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, RowwiseParallel, S
 TOKENS_DIM = 1  # activations are [B, T, ...]
 
 
-def parallelize(model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: ParallelPlan) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    plan: ParallelPlan | None = None,
+    *,
+    device_mesh: ProcessMesh | DeviceMesh | None = None,
+) -> nn.Module:
     """`model` itself, laid out on `mesh` by `plan`: parameters become DTensors, and the layers' boundaries reshard.
 
+    plan: the model's own where None. device_mesh: torch's name for the mesh; give one of the two.
     Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
     model is left as it is. Give it tokens as a DTensor, sharded over the data axes; plain tokens count as replicated.
     Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
     row- or vocab-parallel layer one reduction of its output, and in the backward one for every input that
     column-parallel layers share.
-    Raises ValueError as `resolve` does, and where tied parameters are given two layouts.
+    Raises ValueError as `resolve` does, where tied parameters are given two layouts, where a head would be cut, and for no mesh or two.
     """
-    mesh = as_process_mesh(mesh)
+    given = one_mesh(mesh, device_mesh)
+    if given is None:
+        raise ValueError("parallelize needs a mesh to lay the model out on")
+    mesh = as_process_mesh(given)
+    if plan is None:
+        plan = model.parallel_plan()  # type: ignore[operator]
     styles = resolve(model, plan)  # a mistake in the plan is one on any mesh
     if mesh.size == 1:
         return model
+    if has_tensor_axis(mesh):
+        check_units(model, styles, mesh.axis_size(TENSOR_AXIS))
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -45,6 +60,24 @@ def parallelize(model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: Parallel
     if has_tensor_axis(mesh):
         _hook(model, styles, plan)
     return model
+
+
+def check_units(model: nn.Module, styles: dict[str, Style], ways: int) -> None:
+    """Raises ValueError where the outputs of a column-parallel layer would be parted within a unit: a head would be cut."""
+    layers: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(styles.get(name), ColwiseParallel) and getattr(module, "unit", 1) > 1
+    }
+    counts = {name: layer.out_features // layer.unit for name, layer in layers.items()}
+    for name, count in counts.items():
+        if count % ways:
+            most = math.gcd(*counts.values())
+            works = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            raise ValueError(
+                f"{name} has {count} heads of {layers[name].unit}, which cannot be split evenly over {TENSOR_AXIS!r} of "
+                f"size {ways}; sizes that work: {works}"
+            )
 
 
 def has_tensor_axis(mesh: ProcessMesh) -> bool:

@@ -1,27 +1,24 @@
-"""The processes of a run: started together, ended together."""
+"""The processes of a run, and what each of them does."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 from datetime import timedelta
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import PROGRAM
+from .processes import ProcessFailed, run_together
 
 if TYPE_CHECKING:
     from .config import Run
 
 STOPPED = 3  # exit status of a process that has said why it stops
-INTERRUPTED = 130  # as a shell gives it for SIGINT
 CPU_PROCESSES = 4
 ECHO_SECONDS = 1.0
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -47,56 +44,36 @@ def launched_processes() -> int | None:
 def launch(run: Run, *, gpus: int) -> int:
     """Runs `run` on dp x tp processes of this machine, or as one of those that a launcher has started.
 
-    Returns the exit status: 0, or 1 where the run stopped. When one process fails the others are ended, and its error
-    is printed first, with its rank.
+    Returns the exit status: 0, or 1 where the run stopped; SIGTERM ends this process with 143. Raises KeyboardInterrupt.
+    When one process fails the others are ended, and its error is printed first, with its rank. All end with this one.
     """
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.dp * run.tp
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["weft.models.train.loop"])  # torch is imported once, not once a process
-    ensure_running()  # while this process imports torch, too
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        return _start_and_watch(run, processes, Path(folder) / "store", gpus)
-
-
-def _start_and_watch(run: Run, processes: int, store: Path, gpus: int) -> int:
-    from torch.multiprocessing.spawn import (
-        ProcessExitedException,
-        ProcessRaisedException,
-        start_processes,
-    )
-
-    # It would warn of every process it ends, before the error that is the reason.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    started: Any = start_processes(  # type: ignore[no-untyped-call]
-        _work, (run, processes, str(store), gpus), nprocs=processes, join=False, start_method="forkserver"
-    )
+    signal.signal(signal.SIGTERM, _exit)
     try:
-        while not started.join(grace_period=2):
-            pass
-    except ProcessRaisedException as error:
-        print(f"\nrank {error.error_index} failed:{error.msg.partition('error:')[2]}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+            run_together(
+                *(_work, run, processes, str(Path(folder) / "store"), gpus),
+                processes=processes,
+                folder=Path(folder),
+                preload=["weft.models.train.loop"],  # torch is imported once, not once a process
+            )
+    except ProcessFailed as failure:
+        if failure.status != STOPPED:
+            print(f"\n{failure}", file=sys.stderr)
         return 1
-    except ProcessExitedException as error:
-        if error.exit_code != STOPPED:
-            how = f"killed by {error.signal_name}" if error.signal_name else f"exited with status {error.exit_code}"
-            print(f"\nrank {error.error_index} {how}; the other processes were ended", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; checkpoints that were saved are whole", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        for process in started.processes:
-            process.terminate()
     return 0
 
 
+def _exit(signum: int, frame: object) -> None:
+    """Ends this process as by `sys.exit`, so that it ends the others and leaves no folder."""
+    sys.exit(128 + signum)  # as a shell gives it
+
+
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
-    # Ends it at once: the parent speaks for all, and torch sends this signal to orphans.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 

@@ -25,12 +25,12 @@ from ..parallel import parallelize
 from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
+from .folder import CHECKPOINT
 from .observe import CollectiveCount
 from .optimizer import clip_gradients, learning_rate, make_optimizer
 from .report import Metrics, Report, next_steps
 from .results import Results
 
-SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 60
 
 
@@ -54,8 +54,8 @@ def train(run: Run, device: torch.device) -> None:
     report.predicted(trainer.predicted)
     results = Results(run.folder, writes=trainer.rank == 0)
     results.begin(config, trainer.plan, trainer.mesh, layouts)
+    first = trainer.held_out_loss()
     start = time.perf_counter()
-    losses = []
     with report.steps(config) as shown:
         for step in range(config.steps):
             trainer.first_step() if step == 0 else trainer.step(step)
@@ -63,15 +63,14 @@ def train(run: Run, device: torch.device) -> None:
             saves = config.save_every and (step + 1) % config.save_every == 0
             if saves or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
                 for metrics in trainer.read(results):
-                    losses.append(metrics.loss)
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
-                results.save(trainer.model, f"checkpoint-{step + 1}")
+                results.save(trainer.model, f"{CHECKPOINT}-{step + 1}")
     seconds = time.perf_counter() - start
-    results.save(trainer.model, "checkpoint")
+    results.save(trainer.model, CHECKPOINT)
     report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    report.line(next_steps(run.folder, run.recipe, losses[0], losses[-1], seconds))
+    report.line(next_steps(run, first, trainer.held_out_loss(), seconds, on_cpu=device.type == "cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,7 @@ class _Trainer:
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
         self._optimizer = make_optimizer(self.model, run.config.optimizer)
+        self._prompt = run.corpus.prompt
         data = run.config.data
         self._batches = Batches(
             run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
@@ -168,22 +168,46 @@ class _Trainer:
         if alone is not None:
             self.report.check(float(self._taken[0].loss), alone, self.mesh.size)
 
+    def held_out_loss(self) -> float:
+        """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
+
+        Communication: for each batch the model's own forward, and the sum of the losses over "dp".
+        """
+        self.model.eval()
+        (size, T), count = self._shape, self._batches.num_held_out
+        total = torch.zeros((), device=self._device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # without gradients it would be compiled anew
+            for start in range(0, count, size):
+                shape = (min(size, count - start), T)
+                rows = self._layout.local_slices(shape, self.rank)[0]
+                batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
+                tokens, target = self._laid_out(batch, shape)
+                loss = cross_entropy(self.model(tokens), target, denominator=float(count * T))
+                total += _local(reshard(loss) if isinstance(loss, DTensor) else loss)
+        self.model.train()
+        return total.item()
+
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
-        prompt = torch.tensor([encode(SAMPLE_PROMPT)], device=self._device)
+        prompt = torch.tensor([encode(self._prompt)], device=self._device)
         with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
 
     def _loss(self, step: int) -> tuple[Tensor, Tensor]:
         """The mean loss over the global batch of `step`, whole on every rank, and this rank's part of it."""
-        tokens, target = (part.to(self._device) for part in self._batches.batch(step, self._rows))
-        if self.mesh.size > 1:
-            tokens, target = (wrap(part, self._layout, self._shape) for part in (tokens, target))
+        tokens, target = self._laid_out(self._batches.batch(step, self._rows), self._shape)
         logits = self.model(tokens, dropout_key=self._dropout_key(step))
         loss = cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
         return (reshard(loss) if isinstance(loss, DTensor) else loss), loss.detach()
+
+    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
+        tokens, target = (part.to(self._device) for part in batch)
+        if self.mesh.size == 1:
+            return tokens, target
+        return wrap(tokens, self._layout, shape), wrap(target, self._layout, shape)
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""

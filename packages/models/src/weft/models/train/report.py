@@ -7,18 +7,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from weft.mesh import Layout
 
-from ..terminal import PROGRAM
+from ..terminal import printable
 from .config import Run, TrainConfig, general_name
 from .recipes import size_in_words
+from .suggestions import suggestions
 
-BESIDE_BAR = 75  # columns of what stands beside the bar: without as many and more there is none
+NAMED = 3  # files that are named of those that were left out
+BESIDE_BAR = 87  # columns of what stands beside the bar: without as many and more there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Metrics:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tokens/s  "
-            f"{self.memory_bytes / 2**20:,.0f} MiB"
+            f"peak memory {self.memory_bytes / 2**20:,.0f} MiB"
         )
 
 
@@ -122,22 +123,26 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def describe(run: Run, *, gpus: int) -> str:
-    """The one line of what runs."""
+    """What runs, in one line, and what was left out of its text, in another."""
     processes = run.dp * run.tp
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
-    return (
+    line = (
         f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
         f"{processes} process{'es' if processes > 1 else ''}, mesh dp={run.dp} x tp={run.tp}"
     )
+    skipped = run.corpus.skipped
+    if not skipped:
+        return line
+    names = printable(", ".join(map(str, skipped[:NAMED]))) + (", ..." if len(skipped) > NAMED else "")
+    return f"{line}\nskipped {len(skipped)} file{'s' if len(skipped) > 1 else ''}, not UTF-8 text: {names}"
 
 
-def next_steps(folder: Path, recipe: str, first: float, last: float, seconds: float) -> str:
-    """The closing lines."""
-    per_token = f"{last / math.log(2):.2f} bits a byte"
+def next_steps(run: Run, first: float, last: float, seconds: float, *, on_cpu: bool) -> str:
+    """The closing lines. first, last: the loss on the text that is held out, before the first step and after the last."""
+    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a byte"
+    commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
-        f"loss {first:.4f} -> {last:.4f} ({per_token}) in {seconds:.0f} s\n"
-        f"saved {folder}: config.json, metrics.jsonl, plan.txt, versions.json, and checkpoint/ for transformers\n"
-        f"next  {PROGRAM} generate {folder / 'checkpoint'} --prompt 'def '\n"
-        f"      {PROGRAM} train {recipe} --mesh.dp 4 --mesh.tp 1    the same loss on another mesh\n"
-        f"      {PROGRAM} train {recipe} --data.path FILE_OR_FOLDER    your own text"
+        f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
+        f"saved {run.folder}: config.json, metrics.jsonl, plan.txt, versions.json, and checkpoint/ for transformers\n"
+        f"next  {commands}"
     )

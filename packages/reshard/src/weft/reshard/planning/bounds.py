@@ -76,8 +76,9 @@ def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str]
         return 0
     most = 0
     for rank in islice(dst.mesh, LOOKED_AT):
-        group = dst.mesh.submesh(rank, *shared).ranks
+        group = dst.mesh.submesh(rank, *shared)
+        assert group is not None, "a rank of the mesh"
         need = dst.local_slices(shape, rank)
         held = sum(volume(overlap(need, src.local_slices(shape, other))) for other in group)
-        most = max(most, -(-(volume(need) - held) // len(group)))
+        most = max(most, -(-(volume(need) - held) // group.size))
     return most

@@ -52,7 +52,8 @@ def taking_part(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
     if src.mesh != dst.mesh:
         return tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
     axes = exchanging_axes(src, dst)
-    return tuple(sorted(src.mesh.submesh(rank, *axes).ranks)) if axes else (rank,)
+    group = src.mesh.submesh(rank, *axes) if axes else None
+    return (rank,) if group is None else tuple(sorted(group))
 
 
 @lru_cache(maxsize=4096)

@@ -177,8 +177,7 @@ def _plan(
     topology: Links | None,
     memory_limit: int | None,
 ) -> Plan:
-    for layout in (src, dst):
-        layout.check_shape(shape)
+    src, dst = src.resolved(shape), dst.resolved(shape)
     if src.mesh != dst.mesh and _same_but_for_the_order_of_axes(src, dst):
         dst = Layout(src.mesh, str(dst))
     peaks: list[int] = []

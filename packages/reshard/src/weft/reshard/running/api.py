@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,49 +11,76 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from weft.mesh import Layout, LayoutError, Partial, Placement, ProcessMesh, Replicate, Shard
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.mesh.placement import as_placement
 
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from .collectives import Pending
-from .dtensor import as_process_mesh, kind_of, layout_of, layout_on, wrap
+from .dtensor import (
+    Placements,
+    as_process_mesh,
+    is_strided,
+    kind_of,
+    layout_given,
+    layout_of,
+    of_kind,
+    one_mesh,
+    wrap,
+)
 from .dynamo import in_graph
 from .executor import started
 from .groups import of_this_world, this_rank
 from .topology import Topology
 from .traced import traced
 
-Placements = Mapping[str, Placement] | Sequence[Placement] | str
-
 
 def reshard(
     dtensor: DTensor,
-    mesh: ProcessMesh | DeviceMesh | None = None,
+    mesh: ProcessMesh | DeviceMesh | Layout | None = None,
     placements: Placements | Layout | None = None,
     *,
+    device_mesh: ProcessMesh | DeviceMesh | None = None,
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> DTensor:
     """`dtensor` in the layout of `placements` on `mesh` (absent: its own mesh; absent axes replicate).
 
-    mesh: of the same ranks or of others; ranks outside it then hold an empty local part with the metadata.
+    mesh: of the same ranks or of others; ranks outside it then hold an empty local part with the metadata. A Layout is both.
+    device_mesh: torch's name for it; give one of the two.
     topology, memory_limit: see `plan`.
     Differentiable, twice as well: the gradient is brought to the layout of `dtensor`, Replicate where that is Partial,
     also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
     Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes. Where
     the target's mesh is new to this process group world, its ranks make its groups.
     Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout;
-    ValueError in compiled code for a mesh, a Layout, a topology or a memory_limit: there it takes placements alone.
+    ValueError where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit: there it takes placements alone.
     """
     if torch.compiler.is_dynamo_compiling():
-        if mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
+        where, placements = _asked(mesh, device_mesh, placements)
+        if where is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
             # Dynamo cannot make a LayoutError.
             raise ValueError(
                 "compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest"
             )
         return _in_graph(dtensor, *_in_words(placements))
-    return start_reshard(dtensor, mesh, placements, topology=topology, memory_limit=memory_limit).wait()
+    options: dict[str, Any] = {"topology": topology, "memory_limit": memory_limit}
+    return start_reshard(dtensor, mesh, placements, device_mesh=device_mesh, **options).wait()
+
+
+def _asked(
+    mesh: ProcessMesh | DeviceMesh | Layout | None,
+    device_mesh: ProcessMesh | DeviceMesh | None,
+    placements: Placements | Layout | None,
+) -> tuple[ProcessMesh | DeviceMesh | None, Placements | Layout | None]:
+    """The mesh and the placements that are meant."""
+    if isinstance(mesh, Layout):
+        if device_mesh is not None or placements is not None:
+            raise ValueError(
+                f"reshard was given the layout ({mesh}) and a mesh or placements beside it; give the layout alone"
+            )
+        return None, mesh
+    return one_mesh(mesh, device_mesh), placements
 
 
 @in_graph
@@ -84,16 +111,18 @@ def _word(placement: Any) -> str:
 
 def start_reshard(
     dtensor: DTensor,
-    mesh: ProcessMesh | DeviceMesh | None = None,
+    mesh: ProcessMesh | DeviceMesh | Layout | None = None,
     placements: Placements | Layout | None = None,
     *,
+    device_mesh: ProcessMesh | DeviceMesh | None = None,
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> StartedReshard:
     """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
-    change = _change_of(dtensor, mesh, placements, topology, memory_limit)
+    where, placements = _asked(mesh, device_mesh, placements)
+    change = _change_of(dtensor, where, placements, topology, memory_limit)
     with torch.no_grad():
         local = dtensor.to_local()
         if local.shape != change.part and this_rank() in change.src.mesh:
@@ -107,13 +136,18 @@ def start_reshard(
 
 
 class _Change(NamedTuple):
-    """What reshards of one kind of DTensor have in common. part: the shape of this rank's local tensor."""
+    """What reshards of one kind of DTensor have in common.
+
+    part: the shape of this rank's local tensor.
+    strided: the kind of the DTensor where torch spells its layout in a way of its own, in which its gradient has to lie.
+    """
 
     src: Layout
     target: Layout
     cotangent: Layout
     plan: Plan
     part: tuple[int, ...]
+    strided: Any
     topology: Topology | None
     memory_limit: int | None
 
@@ -144,10 +178,11 @@ def _change(
     memory_limit: int | None,
 ) -> _Change:
     src = layout_of(dtensor)
-    target = _target(src, mesh, placements)
+    target = _target(src, mesh, placements).resolved(dtensor.shape)
     made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     part = src.local_shape(dtensor.shape, this_rank())
-    return _Change(src, target, cotangent(src), made, part, topology, memory_limit)
+    strided = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
+    return _Change(src, target, cotangent(src), made, part, strided, topology, memory_limit)
 
 
 class StartedReshard:
@@ -173,9 +208,7 @@ def _misshapen(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
     if not isinstance(placements, Layout):
-        if isinstance(mesh, DeviceMesh) and isinstance(placements, list | tuple) and len(placements) == mesh.ndim:
-            return layout_on(mesh, placements)  # in the order of its own axes
-        return Layout(src.mesh if mesh is None else as_process_mesh(mesh), () if placements is None else placements)
+        return layout_given(src.mesh if mesh is None else mesh, () if placements is None else placements)
     if mesh is not None and as_process_mesh(mesh) != placements.mesh:
         raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
     return placements
@@ -196,10 +229,10 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        _, _, wanted, _, _, topology, memory_limit = ctx.change
+        _, _, wanted, _, _, strided, topology, memory_limit = ctx.change
         if layout_of(grad) != wanted:
             grad = reshard(grad, placements=wanted, topology=topology, memory_limit=memory_limit)
         elif this_rank() not in wanted.mesh:
             # One that nobody else holds, so that autograd keeps it: it would copy another, which DTensor cannot do here.
             grad = wrap(grad.to_local(), wanted, grad.shape)
-        return grad, None, None
+        return grad if strided is None else of_kind(grad.to_local(), strided), None, None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from weft.mesh import Layout, Replicate, Shard
@@ -29,7 +30,9 @@ class GradientSync:
 
     A gradient is Partial over every axis that sharded something its parameter was applied to, whichever dim that was;
     it says so itself, so no dim is looked for. Gradients that go the same way travel together: one collective for each
-    bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` is None.
+    bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` is None, and a step of
+    a torch optimizer that holds such a parameter is a RuntimeError. Backward passes add up until `wait()`. A step is given
+    up by `sync.wait()` and then `zero_grad()`, which alone clears nothing that is on its way.
 
     shard_over: axes (one, or several) over which the gradient of a parameter that is replicated there ends as a shard:
         reduce-scattered instead of all-reduced, over the first dim that divides evenly, else dim 0.
@@ -38,7 +41,7 @@ class GradientSync:
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
 
-        sync = GradientSync(model)
+        sync = GradientSync(model)  # kept for as long as the model is trained
         loss.backward(); sync.wait(); optimizer.step()
         with sync.paused(): ...   # backward passes that only accumulate
     """
@@ -70,7 +73,10 @@ class GradientSync:
         self._sent: list[Bucket] = []
         self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
         self._paused = False
-        self._hooks: list[RemovableHandle] = []
+        self._names = {parameter: name for name, parameter in named.items()}
+        self._unsynchronized: set[DTensor] = set()  # parameters that a backward pass gave gradients to since `wait()`
+        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self._before_step))]
+        weakref.finalize(self, self._hooks[0].remove)
         for parameter in self._targets:
             _synchronized[parameter] = weakref.ref(self)
             before, ready = partial(_weakly(self._before), parameter), _weakly(self._ready)
@@ -106,6 +112,7 @@ class GradientSync:
         self._filling.clear()
         self._sent.clear()
         self._held.clear()
+        self._unsynchronized.clear()
 
     def close(self) -> None:
         """Takes the hooks off the parameters, whose gradients stay as they are. Call `wait()` before."""
@@ -115,6 +122,21 @@ class GradientSync:
             _synchronized.pop(parameter, None)  # type: ignore[no-untyped-call]
         self._hooks.clear()
         self._targets.clear()
+        self._names.clear()
+        self._unsynchronized.clear()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Refuses a step that would pass over parameters, or take addends of their gradients."""
+        if not self._unsynchronized:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p in self._unsynchronized]
+        if held:
+            others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() before sync.wait(): the gradients of {self._names[held[0]]}{others} are "
+                f"still addends, or on their way, and the step would not apply them; call sync.wait() between "
+                f"loss.backward() and optimizer.step(). To give these gradients up, sync.wait() and then zero_grad()"
+            )
 
     def _before(self, parameter: DTensor, incoming: Tensor | None) -> None:
         """Sets an older gradient in another layout aside: added up, DTensor would move one of them unasked."""
@@ -128,6 +150,7 @@ class GradientSync:
             by_layout[layout] = _sum(by_layout.get(layout), older)
 
     def _ready(self, parameter: Tensor) -> None:
+        self._unsynchronized.add(_dtensor(parameter))
         if not self._paused:
             self._add(_dtensor(parameter))
 

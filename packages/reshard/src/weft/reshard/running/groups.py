@@ -50,7 +50,7 @@ def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | Non
         with unset_fake_temporarily():
             ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
             if world.rank in mesh:
-                groups = [group_of(_sorted(mesh.submesh(world.rank, axis))) for axis in mesh.axis_names]
+                groups = [group_of(_sorted(_along(mesh, axis))) for axis in mesh.axis_names]
                 made = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axis_names)
             else:
                 made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False)
@@ -92,7 +92,7 @@ def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGrou
     torch sorts the ranks of a group; a mesh may list them in any order.
     Communication: over several axes as in `group_of`; the groups along one are those of the mesh.
     """
-    part = process_mesh(mesh).submesh(this_rank(), *axes)
+    part = _along(process_mesh(mesh), *axes)
     group = axis_group(mesh, axes[0]) if len(axes) == 1 else group_of(_sorted(part))
     position = {rank: i for i, rank in enumerate(part)}
     return group, [position[rank] for rank in dist.get_process_group_ranks(group)]
@@ -154,6 +154,12 @@ def this_rank() -> int:
 def _check_in_world(what: object, rank: int) -> None:
     if rank >= (size := dist.get_world_size()):
         raise ValueError(f"{what} names rank {rank}, but the world has {size} processes (0 to {size - 1})")
+
+
+def _along(mesh: ProcessMesh, *axes: str) -> ProcessMesh:
+    part = mesh.submesh(this_rank(), *axes)
+    assert part is not None, "ranks outside have no groups"
+    return part
 
 
 def _sorted(mesh: ProcessMesh) -> tuple[int, ...]:

@@ -57,14 +57,14 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
         )
     of_loss, of_lse = independent(output, (logits, target)), independent(tokens, (logits, target))
 
-    def gradients(loss: Layout | None, lse: Layout | None = None) -> tuple[Layout | None, ...]:
-        found = [rule(grad)[0] for rule, grad in ((of_loss, loss), (of_lse, lse)) if grad is not None]
-        if found[0] != found[-1]:
+    def gradients(loss: Layout | None, lse: Layout | None = None, *constants: None) -> tuple[Layout | None, ...]:
+        layouts_of_logits = [rule(grad)[0] for rule, grad in ((of_loss, loss), (of_lse, lse)) if grad is not None]
+        if layouts_of_logits[0] != layouts_of_logits[-1]:
             raise LayoutError(
-                f"the gradients of loss ({loss}) and lse ({lse}) bring the logits' gradient as ({found[0]}) and "
-                f"({found[-1]}), which do not add; reshard one of the outputs before it is used"
+                f"the gradients of loss ({loss}) and lse ({lse}) bring the logits' gradient as ({layouts_of_logits[0]}) and "
+                f"({layouts_of_logits[-1]}), which do not add; reshard one of the outputs before it is used"
             )
-        return found[0], None, None, None
+        return layouts_of_logits[0], None, None, None
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {
@@ -75,7 +75,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
         }
 
     loss_shape = shape[:-1] if options.reduction == "none" else ()
-    more = ((tokens, shape[:-1]),) if options.return_lse else ()
+    more = ((tokens, shape[:-1]),) * options.return_lse + ((output, loss_shape),) * options.constants
     return Sharding(output, loss_shape, gradients, local, more)
 
 
@@ -84,7 +84,8 @@ CROSS_ENTROPY = Op(
     function.forward,
     function.backward,
     _rule,
-    lambda dtype: torch.promote_types(dtype, torch.float32),
+    lambda dtype, options: torch.promote_types(dtype, torch.float32),
     varying=("once",),
+    constants=lambda options: options["options"].constants,
     overwrites=lambda options: options["options"].inplace_backward,
 )

@@ -29,9 +29,13 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
     placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
     divisor = divided_by(denominator, placed.locals[1], placed.locals[2], logits.dtype, placed, options)
     rest = (*place_of(placed), *options.flat())
-    loss, lse, counted, statistics = custom_ops.forward(*placed.locals[:3], divisor, *rest)
-    loss, lse = placed.wrapped((loss, lse))
-    return loss, lse, counted if denominator is not None or divisor is None else divisor, statistics
+    loss, lse, z_loss, accuracy, counted, statistics = custom_ops.forward(*placed.locals[:3], divisor, *rest)
+    outputs = (loss, lse, *([z_loss] * options.return_z_loss), *([accuracy] * options.return_token_accuracy))
+    wrapped = iter(placed.wrapped(outputs))
+    loss, lse = next(wrapped), next(wrapped)
+    z_loss = next(wrapped) if options.return_z_loss else z_loss
+    accuracy = next(wrapped) if options.return_token_accuracy else accuracy
+    return loss, lse, z_loss, accuracy, counted if denominator is not None or divisor is None else divisor, statistics
 
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
@@ -62,9 +66,7 @@ def divided_by(
         return None
     assert target is not None, "it is given"
     wide = torch.promote_types(dtype, torch.float32)
-    return mean_denominator(
-        weight, target.reshape(-1), options.ignore_index, wide, partial(sum_over, names=count.names)
-    )
+    return mean_denominator(weight, target.reshape(-1), options, wide, partial(sum_over, names=count.names))
 
 
 def place_of(placed: Placed) -> Place:

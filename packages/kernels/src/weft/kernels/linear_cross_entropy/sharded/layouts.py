@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError
@@ -61,4 +62,11 @@ def _backward(
     return function.backward(saved, grads, needed, options=options, reuse=reuse, **given)
 
 
-LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", function.forward, _backward, _rule, CROSS_ENTROPY.dtype)
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    function.forward,
+    _backward,
+    _rule,
+    lambda dtype, options: torch.promote_types(options["compute_dtype"] or dtype, torch.float32),
+    constants=CROSS_ENTROPY.constants,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -11,21 +11,70 @@ from torch.distributed.tensor import DTensor
 
 from ...cross_entropy import agreement
 from ...cross_entropy.custom_ops import Place
-from ...cross_entropy.options import Asked, Options, form_of
+from ...cross_entropy.options import Asked, AskedOfLoss, Options, Reduction, check_target
 from ...cross_entropy.sharded.gather import Along
-from ...cross_entropy.sharded.loss import Reduction, as_denominator
-from ...sharded import apply_many
+from ...cross_entropy.sharded.loss import as_denominator
+from ...sharded import apply_many, autocasts
 from ...sharded.traced import groups_of
 from ..agreement import Sizes, classes_of
-from ..checks import check_factors, checked_sizes
-from ..custom_ops import settle
+from ..checks import check_factors, checked_sizes, computed
+from ..custom_ops import compare
 from ..gradients import Wanted
+from .compare import compared
 from .input import Gathered, Shared
 from .layouts import LINEAR_CROSS_ENTROPY
-from .settle import settled_by
 from .traced import compiled
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: Literal[False] = False,
+    return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    **options: Unpack[AskedOfLoss],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: Literal[True],
+    return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    **options: Unpack[AskedOfLoss],
+) -> Tensor | tuple[Tensor, ...]: ...
+@autocasts("linear_cross_entropy")
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -33,6 +82,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     chunk_tokens: int | None = None,
+    compute_dtype: torch.dtype | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -43,11 +93,15 @@ def linear_cross_entropy(
     denominator: float | Tensor | None = None,
     inplace_backward: bool = False,
     return_lse: bool = False,
-) -> Any:
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`cross_entropy` of the logits `input @ linear_weight.T + linear_bias`, which never exist all at once.
 
-    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int32 or int64. The rest as of `cross_entropy`, also
+    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int64, int32 or uint8. The rest as of `cross_entropy`, also
     what is returned; as `torch.nn.functional.linear_cross_entropy`.
+    compute_dtype: of the GEMMs and the logits; the input's by default, which the weight then has too. The operands are cast to it,
+    and get gradients in their own dtypes: that of a float32 weight is the float32 sum. Under autocast it is autocast's.
     chunk_tokens: the tokens of a chunk. Without it a chunk's logits and the 8 bits below fit in 1 GiB (64 MiB on a CPU), of
     which the logits get half at least; the vocabulary is counted as sharded evenly. chunk_tokens and the dtype of the weight's
     gradient are the same on every rank.
@@ -67,29 +121,90 @@ def linear_cross_entropy(
     torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors on every rank of their mesh.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
-    check_factors(form_of(input), linear_weight, linear_bias, chunk_tokens)
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"linear_cross_entropy takes input [..., H] and target [...], got {tuple(input.shape)} and {tuple(target.shape)}"
-        )
+    form = computed(input, compute_dtype)
+    check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
+    check_target((*input.shape[:-1], linear_weight.shape[0]), target)
     options = Options(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-        logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse,
+        logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse, return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
     )  # fmt: skip
-    scalar = as_denominator(denominator, weight, input)
+    scalar = as_denominator(denominator, weight, form)
     operands = (input, linear_weight, target, linear_bias, weight, scalar)
     asked: dict[str, Any] = {
         "options": options,
         "wanted": _wanted(input, linear_weight, linear_bias),
         "chunk_tokens": chunk_tokens,
+        "compute_dtype": compute_dtype,
     }
     if torch.compiler.is_compiling():
-        outputs = compiled(*operands, **asked, place=Place(groups=groups_of(*operands)), settled=None)
+        outputs = compiled(*operands, **asked, place=Place(groups=groups_of(*operands)), disagreement=None)
     else:
         outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **asked)
-    return outputs if return_lse else outputs[0]
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
+@overload
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: Literal[False] = False,
+    return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    **options: Unpack[AskedOfLoss],
+) -> Tensor: ...
+@overload
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: Literal[True],
+    return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    **options: Unpack[AskedOfLoss],
+) -> Tensor | tuple[Tensor, ...]: ...
+@autocasts("linear_cross_entropy")
 def vocab_parallel_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -101,18 +216,19 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     linear_bias: Tensor | None = None,
     chunk_tokens: int | None = None,
+    compute_dtype: torch.dtype | None = None,
     weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
     **options: Unpack[Asked],
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """`linear_cross_entropy` of local tensors, for programs that hold process groups and no layouts.
 
     input: [..., H], the same on every rank; with sequence_parallel this rank's part of dim 0, cut as torch.chunk cuts.
     linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between
-    ranks and be 0. target, weight: of all tokens, of all classes; they, chunk_tokens and the options are the same on every rank.
+    ranks and be 0. target, weight: of all tokens, of all classes; they, chunk_tokens, compute_dtype and the options are the same on every rank.
     Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
     Communication: in forward one all-gather of 36 bytes in which the ranks agree, and one a chunk of 12 bytes per token and
-    rank (16 with label smoothing), while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
+    rank (4 more with label smoothing, and with the accuracy), while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
     sequence_parallel an all-gather of the input before, and a reduce-scatter in place of the all-reduce.
     torch.compile(fullgraph=True) takes it; what is wrong with the options alone is then raised where it is traced.
     Raises ValueError as `linear_cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks'
@@ -130,46 +246,46 @@ def vocab_parallel_linear_cross_entropy(
             raise ValueError(
                 "vocab_parallel_linear_cross_entropy takes local tensors; give DTensors to linear_cross_entropy"
             )
-        return Options(**options), as_denominator(denominator, weight, input)
+        return Options(**options), as_denominator(denominator, weight, computed(input, compute_dtype))
 
     if torch.compiler.is_compiling():
         asked, scalar = given()
         rest = (linear_weight, target, linear_bias, weight, scalar)
         with torch.no_grad():
-            settled = settle(input, *rest, chunk_tokens, sequence_parallel, *place, *asked.flat())
-        whole = _whole(input, target, name, sequence_parallel, settled)
+            disagreement = compare(input, *rest, chunk_tokens, compute_dtype, sequence_parallel, *place, *asked.flat())
+        whole = _whole(input, target, name, sequence_parallel, disagreement)
         outputs = compiled(
             whole, *rest, options=asked, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
-            place=place, settled=settled,
+            compute_dtype=compute_dtype, place=place, disagreement=disagreement,
         )  # fmt: skip
-        return outputs if asked.return_lse else outputs[0]
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
         asked, scalar = given()
         sizes = checked_sizes(
             input, linear_weight, target, linear_bias, weight, scalar, options=asked, held=held, wanted=wanted,
-            chunk_tokens=chunk_tokens, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
+            chunk_tokens=chunk_tokens, compute_dtype=compute_dtype, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
         )  # fmt: skip
         return (asked, scalar), sizes
 
     held, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
-    (asked, scalar), settled = settled_by(attempt, group, held, input.device)
-    whole = _whole(input, target, name, sequence_parallel, settled)
-    loss, *lse = apply_many(
+    (asked, scalar), disagreement = compared(attempt, group, held, input.device)
+    whole = _whole(input, target, name, sequence_parallel, disagreement)
+    loss, *more = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
-        options=asked, wanted=wanted, chunk_tokens=chunk_tokens,
+        options=asked, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
     if agreement.on_gpu(input):  # elsewhere the host has checked
-        loss = loss + settled
-    return (loss, *lse) if asked.return_lse else loss
+        loss = loss + disagreement
+    return (loss, *more) if more else loss
 
 
-def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, settled: Tensor) -> Tensor:
+def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, disagreement: Tensor) -> Tensor:
     """The input of all tokens. Its gradient is Partial(sum) over the group."""
     whole: Tensor
     if sequence_parallel:
-        whole = Gathered.apply(input, target.shape[0], group, settled)  # type: ignore[no-untyped-call]
+        whole = Gathered.apply(input, target.shape[0], group, disagreement)  # type: ignore[no-untyped-call]
     else:
         whole = Shared.apply(input, group)  # type: ignore[no-untyped-call]
     return whole

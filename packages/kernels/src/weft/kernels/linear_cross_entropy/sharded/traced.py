@@ -24,21 +24,22 @@ FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
 
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
-    *tensors, denominator, settled, wanted, chunk_tokens = args[:9]
-    _, options = place_and_options(args[9:])
-    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options)
+    *tensors, denominator, disagreement, flags, chunk_tokens, compute_dtype = args[:10]
+    _, options = place_and_options(args[10:])
+    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options, compute_dtype=compute_dtype)
     input, _, target, _, weight, _ = placed.locals
     assert input is not None, "it is given"
-    divisor = divided_by(denominator, target, weight, input.dtype, placed, options)
-    rest = (settled, wanted, chunk_tokens, *place_of(placed), *options.flat())
-    made = custom_ops.forward(*placed.locals[:5], divisor, *rest)
-    count = 1 + options.return_lse
-    outputs, kept = placed.wrapped(made[:count]), made[count:]
-    if in_forward(options, input.dtype, tuple(input.dtype if flag else None for flag in wanted)):
+    dtype = compute_dtype or input.dtype
+    divisor = divided_by(denominator, target, weight, dtype, placed, options)
+    rest = (disagreement, flags, chunk_tokens, compute_dtype, *place_of(placed), *options.flat())
+    results = custom_ops.forward(*placed.locals[:5], divisor, *rest)
+    count = options.outputs
+    outputs, kept = placed.wrapped(results[:count]), results[count:]
+    if in_forward(options, dtype, tuple(dtype if flag else None for flag in flags)):
         layouts = placed.call.sharding.gradients(Layout(placed.call.sharding.output.mesh))  # what arrives for a number
         kept = [
             placed.as_operand(i, part, layouts[i]) if want else part
-            for i, part, want in zip(FACTORS, kept, wanted, strict=True)
+            for i, part, want in zip(FACTORS, kept, flags, strict=True)
         ]
     elif denominator is None and divisor is not None:
         kept[0] = divisor
@@ -46,27 +47,26 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
 
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
-    grads, tensors, needed, chunk_tokens, *asked = args
+    grads, tensors, needed, chunk_tokens, compute_dtype, *asked = args
     _, options = place_and_options(asked)
     arrived = [to_local(grad) for grad in grads]
     if len(tensors) == 4:  # made in forward
         for layout in (layout_of(grad) for grad in grads if isinstance(grad, DTensor)):
             if layout != (whole := Layout(layout.mesh)):
                 raise LayoutError(f"the gradient of the loss lies ({layout}); reshard it to ({whole})", (whole,))
-        made = [to_local(each) for each in tensors]
-        found = custom_ops.backward(arrived, made, needed, chunk_tokens, *Place(), *options.flat())
+        saved = [to_local(each) for each in tensors]
+        gradients = custom_ops.backward(arrived, saved, needed, chunk_tokens, compute_dtype, *Place(), *options.flat())
         returned = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
         return [
             wrap(part, layout_of(like), like.shape) if isinstance(like, DTensor) else part
-            for part, like in zip(found, returned, strict=True)
+            for part, like in zip(gradients, returned, strict=True)
         ]
     *operands, denominator, statistics = tensors
-    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, denominator), options=options)
-    found = custom_ops.backward(
-        arrived, [*placed.locals, statistics], needed, chunk_tokens, *place_of(placed), *options.flat()
-    )
+    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, denominator), options=options, compute_dtype=compute_dtype)
+    rest = (chunk_tokens, compute_dtype, *place_of(placed), *options.flat())
+    gradients = custom_ops.backward(arrived, [*placed.locals, statistics], needed, *rest)
     layouts, wanted = placed.gradients(*grads), [i for i, need in zip(FACTORS, needed, strict=True) if need]
-    return [placed.as_operand(i, part, layouts[i]) for i, part in zip(wanted, found, strict=True)]
+    return [placed.as_operand(i, part, layouts[i]) for i, part in zip(wanted, gradients, strict=True)]
 
 
 library.register_torch_dispatch(custom_ops.forward, DTensor, _forward)

@@ -13,22 +13,22 @@ from ...cross_entropy.agreement import Classes
 from ...cross_entropy.sharded.gather import attempted, check_once
 from ..agreement import Sizes, check_sizes
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def settled_by(
-    attempt: Callable[[], tuple[Found, Sizes]], group: dist.ProcessGroup, held: Classes, device: torch.device
-) -> tuple[Found, Tensor]:
+def compared(
+    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, held: Classes, device: torch.device
+) -> tuple[Result, Tensor]:
     """What `attempt` returns, and a scalar: 0 where the ranks agree, otherwise NaN.
 
     Communication: one all-gather of 36 bytes, also where a rank has failed. Raises as `attempted`, and ValueError where the
     sizes differ; see `check_once`.
     """
-    (found, sizes), gather = attempted(attempt, group, held, lambda: _row(Sizes(), device))
+    (result, sizes), gather = attempted(attempt, group, held, lambda: _row(Sizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
     ranks = dist.get_process_group_ranks(group)
     check_once((group, held, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
-    return found, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
+    return result, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
 
 
 def _row(sizes: Sizes, device: torch.device) -> Tensor:

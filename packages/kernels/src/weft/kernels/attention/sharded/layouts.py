@@ -1,0 +1,68 @@
+"""Which layouts attention takes, and which of the weights a rank has."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout
+from weft.mesh.infer.terms import Operation, infer, never
+
+from ...random.part import Part
+from ...sharded import Shapes, Sharding, independent
+from ..heads import check_heads
+
+Layouts = tuple[Layout | None, ...]
+KEPT = ("the kept keys", "the kept values")
+
+
+def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """Of query, key, value, documents and the key of dropout, which lies nowhere: the queries may be sharded on the tokens."""
+    *laid, _ = layouts
+    shape, key_shape, *_ = shapes
+    assert shape is not None and key_shape is not None, "all are given"
+    lead = ascii_lowercase[: len(shape) - 2]
+    terms = (lead + "th", lead + "sh", lead + "sh", lead + "s")
+    output = _inferred(terms, laid, ("the query", "the key", "the value", "the documents"), "s")
+    _check_heads(layouts[:2], shapes[:2], options["head_dim"])
+    query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
+    assert query is not None, "it is given"
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        *rows, tokens, width = query.local_slices(shape, rank)
+        found: dict[str, Any] = {"first": S - T + tokens.start}
+        if options.get("dropout"):
+            heads = slice(width.start // head_dim, width.stop // head_dim)
+            weights = (*shape[:-2], shape[-1] // head_dim, T, S)
+            found["part"] = Part.of(weights, (*rows, heads, tokens, slice(0, S)))
+        return found
+
+    return Sharding(output, shape, independent(output, layouts), local)
+
+
+def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """Of query, key, value, the kept keys and values, and documents: all tokens are whole."""
+    shape = shapes[0]
+    assert shape is not None, "it is given"
+    lead = ascii_lowercase[: len(shape) - 2]
+    terms = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
+    operands = ("the query", "the key", "the value", *KEPT, "the documents")
+    output = _inferred(terms, layouts, operands, "tc")
+    _check_heads(layouts[:2], shapes[:2], options["head_dim"])
+    return Sharding(output, shape, independent(output, layouts))
+
+
+def _inferred(terms: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
+    given = [i for i, layout in enumerate(layouts) if layout is not None]
+    operation = Operation(
+        "attention", tuple(terms[i] for i in given), terms[0], never, operands=tuple(operands[i] for i in given),
+        whole=whole, why_whole="attention needs the keys of all tokens",
+    )  # fmt: skip
+    return infer(operation, [layouts[i] for i in given])
+
+
+def _check_heads(layouts: Layouts, shapes: Shapes, head_dim: int) -> None:
+    for layout, shape in zip(layouts, shapes, strict=True):
+        assert layout is not None and shape is not None, "both are given"
+        check_heads("attention", layout, shape, head_dim)

@@ -1,0 +1,75 @@
+"""Ops under `torch.autocast`: their operands, plain tensors and DTensors, are cast as `RUNS` says. Inside of an op nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.reshard import layout_of
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dynamo import in_graph
+
+from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, may_be_cast, operands_dtype
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """A decorator of the public function of op `name`. The autocast of its first tensor's device counts.
+
+    A parameter is cast each time that it is used, and its gradient is cast back.
+    """
+    runs = RUNS[name]
+
+    def decorator(op: Callable[P, Result]) -> Callable[P, Result]:
+        @wraps(op)
+        def under_autocast(*args: Any, **kwargs: Any) -> Result:
+            first: Any = args[0] if args else next((each for each in kwargs.values() if isinstance(each, Tensor)), None)
+            dtype = autocast_dtype(first) if isinstance(first, Tensor) else None
+            if dtype is None:
+                return op(*args, **kwargs)
+            operands = [each.dtype for each in (*args, *kwargs.values()) if may_be_cast(each)]
+            wanted = operands_dtype(runs, dtype, operands)
+            if wanted is not None:
+                args = tuple([_cast(each, wanted) for each in args])
+                kwargs = {argument: _cast(each, wanted) for argument, each in kwargs.items()}
+            elif runs is Runs.LOWER_INSIDE and may_be_cast(args[0] if args else kwargs.get("input")):
+                kwargs["compute_dtype"] = kwargs.get("compute_dtype") or dtype
+            with autocast_off(first):
+                return op(*args, **kwargs)
+
+        return under_autocast
+
+    return decorator
+
+
+def _cast(operand: Any, dtype: torch.dtype) -> Any:
+    if not may_be_cast(operand) or operand.dtype == dtype:
+        return operand
+    if not isinstance(operand, DTensor):
+        return operand.to(dtype)
+    return _in_graph(operand, dtype) if torch.compiler.is_compiling() else Cast.apply(operand, dtype)  # type: ignore[no-untyped-call]
+
+
+class Cast(torch.autograd.Function):
+    """A DTensor in another dtype, in the same layout; its dual casts the gradient back, in the layout in which it arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
+        ctx.dtype = x.dtype
+        return wrap(x.to_local().to(dtype), layout_of(x), x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        return Cast.apply(grad, ctx.dtype), None  # type: ignore[no-untyped-call]
+
+
+@in_graph
+def _in_graph(x: DTensor, dtype: torch.dtype) -> Any:
+    """`Cast` where Dynamo traces."""
+    return Cast.apply(x, dtype)  # type: ignore[no-untyped-call]

@@ -1,0 +1,77 @@
+"""The commands to type after a run: they fit its text, its options, its processes and how those were started."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from pathlib import Path
+
+from ..llama.config import check_tensor_parallel
+from ..terminal import PROGRAM
+from .config import MeshConfig, Run, TrainConfig
+from .recipes import recipe
+
+
+def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
+    """Generation from the run's checkpoint; the same run on another mesh, where there is one; and on the user's own text.
+
+    on_cpu: then one process more can always be started.
+    """
+    lines = [f"{PROGRAM} generate {shlex.quote(str(run.folder))} --prompt {shlex.quote(run.corpus.prompt)}"]
+    train = _train_command(run.dp * run.tp)
+    if train is None:
+        return lines
+    mesh = _other_mesh(run, on_cpu and "RANK" not in os.environ)
+    if mesh is not None:
+        other = dataclasses.replace(run.config, mesh=mesh)
+        lines.append(f"{train} {_arguments(run.recipe, other)}    the same loss on another mesh")
+    if run.config.data.path is None:
+        lines.append(f"{train} {_arguments(run.recipe, run.config)} --data.path FILE_OR_FOLDER    your own text")
+    return lines
+
+
+def _train_command(processes: int) -> str | None:
+    """How `weft train` is started as it was now; None by a launcher whose own arguments are not known."""
+    if "RANK" not in os.environ:
+        return f"{PROGRAM} train"
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == str(processes):
+        return f"torchrun --nproc-per-node {processes} -m weft.models.cli train"
+    return None
+
+
+def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
+    """Another mesh of as many processes, of two where there was one; data parallel alone where it was not. None where
+    there is none."""
+    processes = run.dp * run.tp
+    if processes == 1 and may_grow:
+        processes = 2
+    for tp in range(1, processes + 1):
+        if processes % tp == 0 and (processes // tp, tp) != (run.dp, run.tp):
+            try:
+                check_tensor_parallel(run.config.model, tp)
+            except ValueError:
+                continue
+            return MeshConfig(dp=processes // tp, tp=tp)
+    return None
+
+
+def _arguments(name: str, config: TrainConfig) -> str:
+    """Those of `weft train` that make `config`, but for its output."""
+    return shlex.join([name, *_options(dataclasses.replace(config, output=None), recipe(name), "")])
+
+
+def _options(config: object, default: object, prefix: str) -> list[str]:
+    """The options that make `config` of `default`, two values of one dataclass."""
+    options = []
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        name = field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            options += _options(value, usual, f"{prefix}{name}.")
+        elif isinstance(value, bool) and value != usual:
+            options.append(f"--{prefix}{name}" if value else f"--{prefix}no-{name}")
+        elif value != usual:
+            assert isinstance(value, int | float | str | Path), f"{prefix}{name} is {value!r}"
+            options += [f"--{prefix}{name}", str(value)]
+    return options

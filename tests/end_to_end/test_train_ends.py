@@ -1,0 +1,101 @@
+"""How a run of `weft train` ends where a rank dies or somebody interrupts it: at once, all of it, and with one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_train import SMALL, WEFT
+from tests.support.limits import PATIENCE
+
+
+@pytest.mark.parametrize(("victim", "ranks"), [(1, 2), pytest.param(3, 4, marks=pytest.mark.exhaustive)])
+def test_one_dead_rank_ends_all(victim: int, ranks: int, tmp_path: Path) -> None:
+    status, said = _disturb(tmp_path, ranks, lambda parent, workers: os.kill(workers[victim], signal.SIGKILL))
+    assert status == 1
+    assert said[0] == f"rank {victim} killed by SIGKILL; the other processes were ended"
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, tmp_path: Path) -> None:
+    ended, said = _disturb(tmp_path, 2, lambda parent, workers: os.kill(parent, how))
+    assert ended == status
+    assert "Traceback" not in "".join(said)
+
+
+@pytest.mark.parametrize("seconds", [0.5, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.0, 2.0))])
+def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*WEFT, "train"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=_heeds_interrupts, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("llama-tiny: ")
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        said = process.stderr.read()  # until the last of them has ended
+    assert process.returncode == 130
+    (line,) = said.strip().splitlines()
+    assert line == "weft train: interrupted; what was saved is whole"
+    assert not (tmp_path / "outputs").exists()
+
+
+def _disturb(folder: Path, ranks: int, disturb: Callable[[int, list[int]], None]) -> tuple[int, list[str]]:
+    """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status and what it said of it.
+
+    Fails unless all its processes end.
+    """
+    (folder / "text.txt").write_text("weft and warp. " * 40)
+    arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
+    arguments += ("--mesh.dp", "1", "--mesh.tp", str(ranks), "--model.num-layers", "1", "--data.path", "text.txt")
+    with subprocess.Popen(
+        [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=_heeds_interrupts,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert any(line.startswith("step      3/") for line in process.stdout)
+            workers = _workers(process.pid, ranks)
+            disturb(process.pid, workers)
+            disturbed = time.monotonic()
+            process.stdout.close()
+            status = process.wait(PATIENCE)
+            while any(Path(f"/proc/{worker}").exists() for worker in workers):
+                assert time.monotonic() - disturbed < PATIENCE
+                time.sleep(0.1)
+            return status, process.stderr.read().strip().splitlines()
+        finally:
+            process.kill()
+
+
+def _heeds_interrupts() -> None:
+    """Whether or not these tests do: a shell that starts them in the background has them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _workers(parent: int, ranks: int) -> list[int]:
+    """Process ids of the ranks, in order: the children of the fork server, a child of `parent`."""
+
+    def children(pid: int) -> list[int]:
+        found = []
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append(int(status.parent.name))
+        return sorted(found)
+
+    return next(workers for child in children(parent) if len(workers := children(child)) == ranks)

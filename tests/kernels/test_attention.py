@@ -1,0 +1,302 @@
+"""What attention sees: documents, windows and dropped weights, on plain tensors and on meshes, beside scores that are written out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels import KeyValueCache, attention
+from weft.mesh import Layout, LayoutError, derive_key
+from weft.reshard import distribute, layout_of, to_global
+from weft.reshard.running.groups import of_this_world
+
+from tests.kernels.cases import FOUR, GRID, TWO, assert_names_a_remedy, normal, upstream_of
+from tests.support import philox
+from tests.support.pool import Pool
+
+B, HEADS, KV_HEADS, D = 3, 4, 2, 2
+PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0], [5, 5, 3, 3, 3, 3, 5]])  # one in two pieces
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    head_dim: int,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_key: int = 0,
+) -> Tensor:
+    """The same with every score written out, and every weight's number drawn by its place in [B, heads, T, S]."""
+    q, k, v = (x.unflatten(-1, (-1, head_dim)).transpose(-3, -2) for x in (query, key, value))
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    scores = q @ k.mT / head_dim**0.5  # [B, heads, T, S]
+    T, S = scores.shape[-2:]
+    place, other = torch.arange(S - T, S).unsqueeze(1), torch.arange(S)  # of each query among the keys, and of each key
+    seen = torch.ones(T, S, dtype=torch.bool) if not causal else other <= place
+    if window is not None:
+        seen = seen & (place - other < window)
+    if documents is not None:
+        seen = seen & (documents[..., S - T :, None] == documents[..., None, :]).unsqueeze(-3)
+    weights = scores.masked_fill(~seen, -float("inf")).softmax(-1)
+    if dropout:
+        places = torch.arange(weights.numel()).reshape(weights.shape)
+        weights = weights * (philox.bits(places, dropout_key) >= round(dropout * 2**32)) / (1 - dropout)
+    return (weights @ v).transpose(-3, -2).flatten(-2)
+
+
+def operands(T: int, S: int, *lead: int) -> list[Tensor]:
+    kv = [normal(*lead, S, KV_HEADS * D, seed=seed) for seed in (1, 2)]
+    return [normal(*lead, T, HEADS * D), *kv]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "documents": {"documents": PACKED},
+    "documents-not-causal": {"documents": PACKED, "causal": False},
+    "window": {"window": 3},
+    "window-of-one": {"window": 1},
+    "window-above-all": {"window": 99},
+    "window-and-documents": {"window": 2, "documents": PACKED},
+    "dropout": {"dropout": 0.3, "dropout_key": 11},
+    "dropout-not-causal": {"dropout": 0.3, "dropout_key": 11, "causal": False},
+    "all": {"dropout": 0.5, "dropout_key": 12, "window": 3, "documents": PACKED},
+}
+
+
+def with_gradients(function: Any, tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream_of(output.shape))]
+
+
+@pytest.mark.parametrize("T", [7, 4, 1], ids=["as-many-queries", "fewer-queries", "one-query"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_outputs_and_gradients(options: dict[str, Any], T: int) -> None:
+    found = with_gradients(partial(attention, head_dim=D, **options), operands(T, 7, B))
+    wanted = with_gradients(partial(attend, head_dim=D, **options), operands(T, 7, B))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("lead", [(), (2, 3), (0,)], ids=str)
+def test_any_leading_dims(lead: tuple[int, ...]) -> None:
+    documents = torch.zeros(*lead, 7, dtype=torch.int64)
+    documents[..., 4:] = 1
+    options = {"head_dim": D, "documents": documents, "dropout": 0.25, "dropout_key": 3}
+    found, wanted = (with_gradients(partial(f, **options), operands(7, 7, *lead)) for f in (attention, attend))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_documents_are_attended_to_as_if_each_stood_alone() -> None:
+    query, key, value = operands(7, 7, B)
+    whole = attention(query, key, value, head_dim=D, documents=PACKED)
+    for start, stop in ((0, 3), (3, 5), (5, 7)):
+        alone = attention(*(x[:1, start:stop] for x in (query, key, value)), head_dim=D)
+        torch.testing.assert_close(whole[:1, start:stop], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["window-and-documents", "dropout"])
+def test_low_precision_errs_no_more_than_eager_torch(name: str, dtype: torch.dtype) -> None:
+    low = [tensor.to(dtype) for tensor in operands(7, 7, B)]
+    truth = attend(*(tensor.double() for tensor in low), head_dim=D, **OPTIONS[name])
+    eager, found = (function(*low, head_dim=D, **OPTIONS[name]) for function in (attend, attention))
+    assert found.dtype == dtype
+    allowed = 2 * (eager.double() - truth).abs().max() + 4 * torch.finfo(dtype).eps * truth.abs().max()
+    assert (found.double() - truth).abs().max() <= allowed
+
+
+def test_dropout_by_name_and_by_a_tensor() -> None:
+    run = partial(attention, *operands(7, 7, B), head_dim=D, dropout=0.5)
+    drawn = run(dropout_key=7)
+    assert torch.equal(run(dropout_key=torch.tensor(7, dtype=torch.uint64)), drawn)
+    named = run(dropout_key=derive_key(7, "layers.3"))
+    assert torch.equal(run(dropout_key=7, dropout_name="layers.3"), named)
+    assert not torch.equal(named, drawn)
+
+
+# With a cache
+
+
+CACHED = {name: OPTIONS[name] for name in ("documents", "window", "window-of-one", "window-and-documents")} | {
+    "plain": {}
+}
+
+
+def read_on(laid: Any, pieces: list[int], options: dict[str, Any]) -> Tensor:
+    """The output of seven tokens, read in pieces. laid: of a tensor, as it is given."""
+    query, key, value = operands(7, 7, B)
+    cache, outputs, start = KeyValueCache(9), [], 0
+    if "documents" in options:
+        later = torch.full((B, 2), 99)  # of tokens that are yet to come
+        options = {**options, "documents": laid(torch.cat((options["documents"], later), 1), documents=True)}
+    for n in pieces:
+        each = (laid(x[:, start : start + n]) for x in (query, key, value))
+        outputs.append(attention(*each, head_dim=D, cache=cache, **options))
+        start += n
+        assert cache.length == start
+    return torch.cat([to_global(each) if isinstance(each, DTensor) else each for each in outputs], 1)
+
+
+PIECES = [pytest.param(pieces, id="-".join(map(str, pieces))) for pieces in ([7], [1] * 7, [3, 1, 2, 1], [0, 7, 0])]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("options", CACHED.values(), ids=CACHED)
+def test_with_a_cache_it_is_what_it_is_at_once(options: dict[str, Any], pieces: list[int]) -> None:
+    expected = attend(*operands(7, 7, B), head_dim=D, **options)
+    found = read_on(lambda x, documents=False: x, pieces, options)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def with_a_cache_on_mesh(text: str, documents_text: str, options: dict[str, Any]) -> Tensor:
+    def laid(x: Tensor, documents: bool = False) -> Tensor:
+        return distribute(x, Layout(GRID, documents_text if documents else text))
+
+    return read_on(laid, [3, 1, 2, 1], options)
+
+
+@pytest.mark.parametrize("layouts", [("dp: S(0), tp: S(2)", "dp: S(0)"), ("tp: S(2)", ""), ("", "")], ids=str)
+def test_on_a_mesh_a_cache_holds_what_the_keys_do(pool: Pool, layouts: tuple[str, str]) -> None:
+    expected = attend(*operands(7, 7, B), head_dim=D, window=2, documents=PACKED)
+    for found in pool.run(with_a_cache_on_mesh, *layouts, OPTIONS["window-and-documents"]):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def specs_of_a_step() -> tuple[int, list[str]]:
+    """What is kept of the world after one token more than after one before, and why sharded tokens are refused."""
+    layout = Layout(TWO, "tp: S(2)")
+    cache, sizes = KeyValueCache(8), []
+    for _ in range(4):
+        query, key = distribute(normal(B, 1, 8), layout), distribute(normal(B, 1, 8), layout)
+        attention(query, key, key, head_dim=D, cache=cache)
+        sizes.append(len(of_this_world()))
+    messages = []
+    for text in ("tp: S(1)", "tp: P(sum)"):
+        x = distribute(normal(B, 2, 8), Layout(TWO, text))
+        with pytest.raises(LayoutError) as caught:
+            attention(x, x, x, head_dim=D, cache=KeyValueCache(8))
+        messages.append(str(caught.value))
+    return sizes[-1] - sizes[0], messages
+
+
+def test_a_step_finds_all_that_the_step_before_made(pool: Pool) -> None:
+    for more, messages in pool.run(specs_of_a_step, ranks=2):
+        assert more == 0
+        for message in messages:
+            assert_names_a_remedy(message)
+
+
+def test_what_does_not_go_with_a_cache_is_named() -> None:
+    query, key, value = operands(3, 3, B)
+    cache = KeyValueCache(5)
+    run = partial(attention, head_dim=D, cache=cache)
+    run(query, key, value)
+    for message, tensors, options in (
+        (r"KeyValueCache\(3 of 5 tokens\) has no room for 3 more; .* capacity 6", (query, key, value), {}),
+        ("was made of keys", operands(1, 1, 2), {}),
+        ("3 queries with 2 keys", (query, key[:, :2], value[:, :2]), {}),
+        ("causal=False; give query, key and value of the new", (query, key, value), {"causal": False}),
+        (r"dropout=0.5; call model.eval\(\)", (query, key, value), {"dropout": 0.5, "dropout_key": 1}),
+        (r"documents \[\.\.\., 5\]", operands(1, 1, B), {"documents": PACKED}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*tensors, **options)
+    with pytest.raises(RuntimeError, match=r"has no gradient; call the model in torch.no_grad\(\)"):
+        run(*(x[:, :1].requires_grad_() for x in (query, key, value)))
+    assert cache.length == 3
+    with pytest.raises(ValueError, match="capacity is 0"):
+        KeyValueCache(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"window": 0}, "window is 0; it is how many keys a query sees, 1 or more", id="no-window"),
+        pytest.param({"window": 3, "causal": False}, "a window of 3 needs causal=True", id="window-not-causal"),
+        pytest.param({"dropout": 1.5, "dropout_key": 1}, "dropout is 1.5; it is a probability", id="dropout"),
+        pytest.param({"dropout": 0.5}, r"dropout=0.5 and no dropout_key; give derive_key\(seed, ", id="no-key"),
+        pytest.param({"dropout": 0.5, "dropout_key": -1}, "a key is an int of 64 bits, got -1", id="key"),
+        pytest.param(
+            {"documents": torch.zeros(B, 6, dtype=torch.int64)},
+            r"documents \[\.\.\., 7\] of ints, one for each key, got \(3, 6\)",
+            id="documents",
+        ),
+        pytest.param({"documents": torch.zeros(B, 7)}, r"of ints, .* got \(3, 7\) of torch.float32", id="float-ids"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(*operands(7, 7, B), head_dim=D, **options)
+
+
+# On meshes
+
+
+LAYOUTS = {  # of query, of key and value, of documents
+    "heads": (TWO, "tp: S(2)", "tp: S(2)", ""),
+    "heads-by-four": (FOUR, "tp: S(2)", "tp: S(2)", ""),
+    "rows": (TWO, "tp: S(0)", "tp: S(0)", "tp: S(0)"),
+    "rows-and-heads": (GRID, "dp: S(0), tp: S(2)", "dp: S(0), tp: S(2)", "dp: S(0)"),
+    "queries": (TWO, "tp: S(1)", "", ""),
+    "queries-by-four": (FOUR, "tp: S(1)", "", ""),
+    "queries-and-heads": (GRID, "dp: S(1), tp: S(2)", "tp: S(2)", ""),
+}
+
+
+def on_mesh(name: str, T: int, kv_heads: int) -> None:
+    """Values, gradients and the output's layout, for every set of options."""
+    mesh, query_layout, kv_layout, documents_layout = LAYOUTS[name]
+    query = normal(B, T, 8 * D)
+    key, value = (normal(B, 7, kv_heads * D, seed=seed) for seed in (1, 2))
+    laid = [distribute(query, Layout(mesh, query_layout))]
+    laid += [distribute(tensor, Layout(mesh, kv_layout)) for tensor in (key, value)]
+    for options in OPTIONS.values():
+        placed = dict(options)
+        if "documents" in options:
+            placed["documents"] = distribute(options["documents"], Layout(mesh, documents_layout))
+        leaves = [tensor.detach().requires_grad_() for tensor in laid]
+        output = attention(*leaves, head_dim=D, **placed)
+        assert layout_of(output) == Layout(mesh, query_layout)
+        upstream = distribute(upstream_of(output.shape), layout_of(output))
+        found = [output, *torch.autograd.grad(output, leaves, upstream)]
+        wanted = with_gradients(partial(attend, head_dim=D, **options), [query, key, value])
+        for one, other in zip(found, wanted, strict=True):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(to_global(one.detach()), other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("T", [7, 4])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_on_a_mesh_it_sees_and_drops_what_it_does_on_one_process(pool: Pool, name: str, T: int) -> None:
+    pool.run(on_mesh, name, T, 4, ranks=LAYOUTS[name][0].size)
+
+
+def refused() -> list[str]:
+    query, key, value = (distribute(normal(4, 6, 8), Layout(GRID, "dp: S(0), tp: S(2)")) for _ in range(3))
+    documents = torch.zeros(4, 6, dtype=torch.int64)
+    messages = []
+    for text in (None, "", "dp: S(1)", "dp: S(0), tp: S(1)"):
+        laid = documents if text is None else distribute(documents, Layout(GRID, text))
+        with pytest.raises(LayoutError) as caught:
+            attention(query, key, value, head_dim=D, documents=laid)
+        messages.append(str(caught.value))
+    with pytest.raises(LayoutError) as caught:
+        attention(query, distribute(normal(4, 6, 8), Layout(GRID, "dp: S(0), tp: S(1)")), value, head_dim=D)
+    return [*messages, str(caught.value)]
+
+
+def test_layouts_that_do_not_fit_are_refused_with_a_remedy(pool: Pool) -> None:
+    for messages in pool.run(refused):
+        for message in messages:
+            assert_names_a_remedy(message)
+        assert all("reshard the documents to (dp: S(0), tp: R)" in message for message in messages[:4]), messages

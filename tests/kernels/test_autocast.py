@@ -1,0 +1,236 @@
+"""Ops under torch.autocast: the dtypes of torch's own ops, and values within twice the error of torch's autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from weft import kernels
+from weft.kernels.autocast import RUNS
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import distribute, to_global
+
+from tests.kernels.cases import ints, normal
+from tests.support.pool import Pool
+
+TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
+TABLES = normal(5, 2).float(), normal(5, 2).float()
+KEY = torch.tensor(3, dtype=torch.uint64)
+LOWER = pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    heads = [x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (query, key, value)]
+    return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def torch_rope(x: Tensor) -> Tensor:
+    first, second = x.unflatten(-1, (2, 2, 2)).unbind(-2)
+    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in TABLES)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -2).flatten(-3)
+
+
+def torch_dropout(x: Tensor) -> Tensor:
+    return x * kernels.dropout(torch.ones_like(x), 0.5, KEY)
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:  # in float32, as on CUDA: a CPU's list has no rms_norm
+    return F.rms_norm(x.float() if x.dtype != torch.float64 else x, weight.shape, weight, 1e-6)
+
+
+def torch_loss(ids: Tensor, logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+# By op: Weft's and torch's, given ids; and the shapes of the operands.
+OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...], Tensor | None]] = {
+    "add": (lambda _, x, y: kernels.add(x, y), lambda _, x, y: x + y, ((6, 5, 8), (6, 5, 8)), None),
+    "attention": (
+        lambda _, *qkv: kernels.attention(*qkv, head_dim=4),
+        lambda _, *qkv: torch_attention(*qkv),
+        ((6, 5, 8),) * 3,
+        None,
+    ),
+    "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids), torch_loss, ((6, 5, 8),), CLASSES),
+    "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), lambda _, x: torch_dropout(x), ((6, 5, 8),), None),
+    "embedding": (kernels.embedding, F.embedding, ((11, 8),), TOKENS),
+    "linear": (lambda _, *operands: kernels.linear(*operands), lambda _, *operands: F.linear(*operands),
+               ((6, 5, 8), (4, 8), (4,)), None),
+    "linear_cross_entropy": (
+        lambda ids, x, w: kernels.linear_cross_entropy(x, w, ids, chunk_tokens=7),
+        lambda ids, x, w: torch_loss(ids, F.linear(x, w)),
+        ((6, 5, 8), (8, 8)),
+        CLASSES,
+    ),
+    "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), lambda _, x, w: torch_rms_norm(x, w), ((6, 5, 8), (8,)), None),
+    "rope": (lambda _, x: kernels.rope(x, *TABLES), lambda _, x: torch_rope(x), ((6, 5, 8),), None),
+    "swiglu": (lambda _, x, y: kernels.swiglu(x, y), lambda _, x, y: F.silu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
+}  # fmt: skip
+
+
+def operands_of(name: str, given: str, lower: torch.dtype) -> list[Tensor]:
+    """given: what comes before in a model, by the letter: w for float32, l for the lower dtype; the last is repeated."""
+    shapes = OPS[name][2]
+    dtypes = [lower if letter == "l" else torch.float32 for letter in given.ljust(len(shapes), given[-1])]
+    return [normal(*shape, seed=i).to(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))]
+
+
+def found(
+    run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor], lower: torch.dtype | None
+) -> list[Tensor]:
+    """The output and the operands' gradients; backward outside of autocast. Whole on every rank."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    with torch.autocast("cpu", dtype=lower or torch.bfloat16, enabled=lower is not None):
+        output = run(ids, *leaves)
+    gradients = torch.autograd.grad(output, leaves, torch.full_like(output, 2.0))
+    return [to_global(each) if isinstance(each, DTensor) else each for each in (output.detach(), *gradients)]
+
+
+def compare(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor], lower: torch.dtype) -> None:
+    for mine, eager, true in zip(ours, theirs, truth, strict=True):
+        assert mine.dtype == eager.dtype
+        allowed = 2 * float((eager - true).abs().max()) + 4 * torch.finfo(mine.dtype).eps * float(true.abs().max())
+        assert float((mine - true).abs().max()) <= allowed
+
+
+def test_the_table_has_every_op():
+    assert set(OPS) == set(RUNS)
+
+
+@LOWER
+@pytest.mark.parametrize("given", ["w", "l", "lw"])
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_on_plain_tensors(name: str, given: str, lower: torch.dtype) -> None:
+    ours, theirs, _, ids = OPS[name]
+    operands = operands_of(name, given, lower)
+    truth = found(theirs, ids, [operand.double() for operand in operands], None)
+    compare(found(ours, ids, operands, lower), found(theirs, ids, operands, lower), truth, lower)
+
+
+def by_halves(
+    run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor], lower: torch.dtype
+) -> list[Tensor]:
+    """What two processes find with half of the rows each, as torch's data parallelism has it."""
+    halves = []
+    for rows in (slice(0, 3), slice(3, 6)):
+        cut = [each[rows] if len(each) == 6 else each for each in operands]
+        halves.append(found(run, None if ids is None else ids[rows], cut, lower))
+    parts = list(zip(*halves, strict=True))
+    if parts[0][0].ndim == 0:  # the mean of two means
+        parts = [tuple(part / 2 for part in each) for each in parts]
+    return [torch.cat(part) if part[0].shape[:1] == (3,) else part[0] + part[1] for part in parts]
+
+
+def on_ranks(name: str, given: str, lower: torch.dtype) -> None:
+    mesh = ProcessMesh.grid(tp=2)
+    ours, theirs, _, ids = OPS[name]
+    operands = operands_of(name, given, lower)
+    truth = found(theirs, ids, [operand.double() for operand in operands], None)
+    expected = by_halves(theirs, ids, operands, lower)
+    rows = Layout(mesh, "tp: S(0)")
+    laid = [distribute(each, rows if each.shape[0] == 6 else Layout(mesh)) for each in operands]
+    compare(found(ours, None if ids is None else distribute(ids, rows), laid, lower), expected, truth, lower)
+
+
+@LOWER
+@pytest.mark.parametrize("given", ["w", "l", "lw"])
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_on_dtensors(pool: Pool, name: str, given: str, lower: torch.dtype) -> None:
+    pool.run(on_ranks, name, given, lower, ranks=2)
+
+
+def inside(run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor]) -> list[Tensor]:
+    """As `found`, with backward inside of the region of autocast."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = run(ids, *leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, torch.full_like(output, 2.0))]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_backward_inside_of_the_region_is_the_same(name: str) -> None:
+    run, _, _, ids = OPS[name]
+    operands = operands_of(name, "w", torch.bfloat16)
+    for one, other in zip(inside(run, ids, operands), found(run, ids, operands, torch.bfloat16), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def compiled_as_eager(name: str, mesh: ProcessMesh | None) -> None:
+    torch._dynamo.reset()
+    run, _, _, ids = OPS[name]
+    operands = operands_of(name, "w", torch.bfloat16)
+    if mesh is not None:
+        rows = Layout(mesh, "tp: S(0)")
+        operands = [distribute(each, rows if each.shape[0] == 6 else Layout(mesh)) for each in operands]
+        ids = None if ids is None else distribute(ids, rows)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    eager = found(run, ids, operands, torch.bfloat16)
+    for lower in (torch.bfloat16, None):  # autocast is looked at in each call
+        dtypes = [each.dtype for each in found(run, ids, operands, lower)]
+        again = found(compiled, ids, operands, lower)
+        assert [each.dtype for each in again] == dtypes
+        if lower is not None:
+            torch.testing.assert_close(again, eager)
+
+
+COMPILED = ("attention", "linear", "linear_cross_entropy", "rms_norm")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_op(name: str) -> None:
+    compiled_as_eager(name, None)
+
+
+def compiled_on_ranks() -> None:
+    for name in COMPILED:
+        compiled_as_eager(name, ProcessMesh.grid(tp=2))
+
+
+def test_compiled_ops_on_dtensors(pool: Pool) -> None:
+    pool.run(compiled_on_ranks, ranks=2)
+
+
+def test_float64_is_left_alone() -> None:
+    x, weight = normal(3, 8), normal(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernels.linear(x, weight).dtype == torch.float64
+        assert kernels.linear_cross_entropy(x, weight, ints(4, 3)).dtype == torch.float64
+        assert kernels.linear_cross_entropy(target=ints(4, 3), input=x, linear_weight=weight).dtype == torch.float64
+
+
+def test_an_asked_compute_dtype_and_keywords_are_heeded() -> None:
+    x, weight = normal(3, 8).float(), normal(4, 8).float()
+    expected = kernels.linear_cross_entropy(x, weight, ints(4, 3))
+    lower = kernels.linear_cross_entropy(x, weight, ints(4, 3), compute_dtype=torch.bfloat16)
+    assert not torch.equal(lower, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        asked = kernels.linear_cross_entropy(x, weight, ints(4, 3), compute_dtype=torch.float32)
+        by_name = kernels.linear_cross_entropy(target=ints(4, 3), linear_weight=weight, input=x)
+        assert kernels.linear(weight=weight, input=x).dtype == torch.bfloat16
+    assert torch.equal(asked, expected) and torch.equal(by_name, lower)
+
+
+def test_a_compute_dtype_is_that_of_the_gemms_and_not_of_the_gradients() -> None:
+    x, weight, ids = normal(6, 8).bfloat16(), normal(9, 8).requires_grad_(), ints(9, 6)
+    weight = weight.detach().float().requires_grad_()
+    with pytest.raises(
+        ValueError,
+        match=r"linear_weight is torch.float32 on cpu, input torch.bfloat16 on cpu; .* or give a compute_dtype",
+    ):
+        kernels.linear_cross_entropy(x, weight, ids)
+    for dtype, rounded in ((torch.bfloat16, weight.bfloat16()), (torch.float32, weight), (torch.float64, weight)):
+        loss = kernels.linear_cross_entropy(x, weight, ids, compute_dtype=dtype, chunk_tokens=2)
+        (found,) = torch.autograd.grad(loss, weight)
+        truth = F.cross_entropy(F.linear(x.double(), rounded.double()), ids)
+        (true,) = torch.autograd.grad(truth, weight)
+        assert loss.dtype == torch.promote_types(dtype, torch.float32) and found.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), truth, rtol=2 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(
+            found, true, rtol=0, atol=max(torch.finfo(dtype).eps, 1e-7) * float(true.abs().max())
+        )
+    with pytest.raises(ValueError, match=r"compute_dtype is torch.int8; give one of torch.bfloat16"):
+        kernels.linear_cross_entropy(x, weight, ids, compute_dtype=torch.int8)

@@ -1,0 +1,173 @@
+"""Processes that are started together: no way for one of them, or for the one that started them, to end leaves any."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.limits import PATIENCE
+
+# Starts three that do what the first argument names, with the second, and says how one of them failed. A program of its own: the
+# process that others are forked from is one for each that starts some, and the tests' own has torch loaded.
+PROGRAM = """
+import os, signal, sys, tempfile, time
+from pathlib import Path
+from weft.models.train.processes import ProcessFailed, run_together
+
+def say(rank: int, argument: object) -> None:
+    os.write(1, f"{argument} by {rank}\\n".encode())  # at once: lines do not mix
+
+def sleep(rank: int, argument: str) -> None:
+    say(rank, os.getpid())
+    time.sleep(3600)
+
+def compute(rank: int, argument: str) -> None:  # never gives way but to other threads of Python
+    say(rank, os.getpid())
+    while True:
+        pass
+
+def fail(rank: int, how: str) -> None:
+    if rank == 1:
+        exec(how)
+    time.sleep(3600)
+
+def stay(rank: int, argument: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1.0 if rank == 1 else 3600)
+    sys.exit(7)
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_together(globals()[sys.argv[1]], sys.argv[2], processes=3, folder=Path(folder))
+        except ProcessFailed as failure:
+            print(f"{failure.status}: {failure}", file=sys.stderr)
+"""
+
+
+@contextmanager
+def running(
+    folder: Path, function: str = "sleep", ctrl_c: signal.Handlers = signal.SIG_DFL
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The program and its three processes. Fails unless all of them end, whatever was done to them.
+
+    ctrl_c: how it is answered, as a shell sets it.
+    """
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), function, ""]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ranks = [int(process.stdout.readline().split()[0]) for _ in range(3)]
+            yield process, ranks
+            process.wait(PATIENCE)
+            wait_for_the_end(process.pid)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL) if of_session(process.pid) else None
+
+
+def of_session(session: int) -> list[int]:
+    """The processes of a session that have not ended: the ranks, and what forks them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of, *_ = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for_the_end(session: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while left := of_session(session):
+        assert time.monotonic() < end, f"these go on: {left}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP], ids=lambda how: how.name
+)
+def test_they_end_with_the_one_that_started_them(tmp_path: Path, how: signal.Signals) -> None:
+    with running(tmp_path) as (process, _):
+        process.send_signal(how)
+    assert process.returncode != 0
+
+
+def test_what_computes_ends_too(tmp_path: Path) -> None:
+    with running(tmp_path, "compute") as (process, _):
+        process.kill()
+
+
+def test_ctrl_c_is_heard_by_all_and_told_by_one(tmp_path: Path) -> None:
+    with running(tmp_path) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
+    assert process.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_is_for_others_where_a_shell_says_so(tmp_path: Path) -> None:
+    with running(tmp_path, ctrl_c=signal.SIG_IGN) as (process, ranks):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+        assert set(ranks) < set(of_session(process.pid))
+        process.terminate()
+
+
+def test_they_end_with_the_one_that_they_are_forked_from(tmp_path: Path) -> None:
+    with running(tmp_path) as (process, ranks):
+        stat = Path(f"/proc/{ranks[0]}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        assert process.stderr is not None
+        assert "exited with status 255; the other processes were ended" in process.stderr.read()
+
+
+def said(folder: Path, *arguments: str) -> tuple[list[str], str]:
+    """By the program: the lines of its processes, sorted, and how one of them failed. Fails unless all of them end."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        out, err = process.communicate(timeout=PATIENCE)
+    wait_for_the_end(process.pid)
+    return sorted(out.splitlines()), err
+
+
+def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
+    assert said(tmp_path, "say", "wörd") == (["wörd by 0", "wörd by 1", "wörd by 2"], "")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        pytest.param("raise ValueError('no such thing')", r"1: rank 1 failed:\nTraceback [\s\S]*ValueError: no such thing\n", id="raises"),
+        pytest.param("raise SystemExit(7)", "7: rank 1 exited with status 7; the other processes were ended", id="exits"),
+        pytest.param("os.abort()", "-6: rank 1 killed by SIGABRT; the other processes were ended", id="is-killed"),
+    ],
+)  # fmt: skip
+def test_one_that_fails_ends_the_others_and_is_told_of(tmp_path: Path, how: str, told: str) -> None:
+    assert re.match(told, said(tmp_path, "fail", how)[1])
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    assert said(tmp_path, "stay", "")[1].startswith("7: rank 1 exited with status 7")
