@@ -36,10 +36,10 @@ def test_a_dropout_layer_knows_its_name():
     assert {name: module.name for name, module in layers.items()} == {name: name for name in layers}
     assert list(layers) == [
         "dropout",
-        "layers.0.self_attn.dropout",
+        "layers.0.self_attn.attend.dropout",
         "layers.0.self_attn_dropout",
         "layers.0.mlp_dropout",
-        "layers.1.self_attn.dropout",
+        "layers.1.self_attn.attend.dropout",
         "layers.1.self_attn_dropout",
         "layers.1.mlp_dropout",
     ]
@@ -62,7 +62,7 @@ def test_dropout_is_of_the_embedding_and_of_what_is_added_to_the_stream():
 def test_attention_dropout_is_of_the_weights():
     model, key, tokens = make(ATTENTION), derive_key(5, "dropout", 2), some_tokens(SMALL)
     other = theirs(model).train()  # in eager attention, which calls torch's dropout of the weights once a layer
-    names = (f"layers.{i}.self_attn.dropout" for i in range(SMALL.num_layers))
+    names = (f"layers.{i}.self_attn.attend.dropout" for i in range(SMALL.num_layers))
 
     def ours(weights, p, training):
         assert (p, training) == (0.25, True)
@@ -94,7 +94,7 @@ def test_without_dropout_a_key_changes_nothing():
 def test_a_missing_key_is_named():
     with pytest.raises(RuntimeError, match=r"dropout drops elements with p=0.25 .*dropout_key=derive_key\(seed, "):
         make(DROPPING)(some_tokens(SMALL))
-    with pytest.raises(RuntimeError, match=r"layers.0.self_attn.dropout drops elements with p=0.25"):
+    with pytest.raises(RuntimeError, match=r"layers.0.self_attn.attend.dropout drops elements with p=0.25"):
         make(ATTENTION)(some_tokens(SMALL))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from weft import kernels
+from weft.kernels import KeyValueCache
 
 
 class Linear(nn.Linear):
@@ -91,3 +92,31 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+class DotProductAttention(nn.Module):
+    """Causal attention of queries to keys, between a layer's projections; it has no parameters.
+
+    window: how many of the last keys a query sees; all where None. name: its own in the model.
+    """
+
+    def __init__(self, head_dim: int, *, dropout: float = 0.0, window: int | None = None, name: str) -> None:
+        super().__init__()
+        self.head_dim, self.window = head_dim, window
+        self.dropout = Dropout(dropout, f"{name}.dropout")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_key: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`."""
+        options = {"documents": documents, "cache": cache, **self.dropout.options(dropout_key)}
+        return kernels.attention(query, key, value, head_dim=self.head_dim, window=self.window, **options)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, window={self.window}"

@@ -13,7 +13,7 @@ from weft.kernels import KeyValueCache
 from weft.kernels.backend import has_data
 
 from ..initialization import Constant, Initial, Normal
-from ..layers import Dropout, Embedding, Linear, RMSNorm
+from ..layers import DotProductAttention, Dropout, Embedding, Linear, RMSNorm
 from ..parallel.plan import ParallelPlan
 from .config import LlamaConfig
 from .plan import PLAN
@@ -137,14 +137,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         bias, head_dim = config.attention_bias, config.head_dim
         self.q_proj = Linear(config.hidden_size, width, bias=bias, unit=head_dim)
         self.k_proj = Linear(config.hidden_size, kv_width, bias=bias, unit=head_dim)
         self.v_proj = Linear(config.hidden_size, kv_width, bias=bias, unit=head_dim)
         self.o_proj = Linear(width, config.hidden_size, bias=bias)
-        self.dropout = Dropout(config.attention_dropout, f"{name}.dropout")
+        self.attend = DotProductAttention(head_dim, dropout=config.attention_dropout, name=f"{name}.attend")
 
     def forward(
         self,
@@ -157,8 +156,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         query = kernels.rope(self.q_proj(x), cos, sin)  # [B, T, heads * D]
         key = kernels.rope(self.k_proj(x), cos, sin)  # [B, T, kv_heads * D]
-        options = {"documents": documents, "cache": cache, **self.dropout.options(dropout_key)}
-        mixed = kernels.attention(query, key, self.v_proj(x), head_dim=self.head_dim, **options)  # [B, T, heads * D]
+        mixed = self.attend(query, key, self.v_proj(x), dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
 
