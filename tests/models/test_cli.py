@@ -215,7 +215,11 @@ from weft.models.cli import main
 main(["layout", "R", "--mesh", "dp=2"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nweft layout: interrupted; what was saved is whole\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        130,
+        "",
+        "\nweft layout: interrupted; what was saved is whole\n",
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
