@@ -6,10 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
 from torch import nn
 
 TENSOR_AXIS = "tp"
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,25 @@ class ParallelPlan:
     sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
         become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
+    recompute: what backward computes again in place of keeping it, block by block.
     """
 
     tensor: Mapping[str, Style] = field(default_factory=dict)
     sequence: bool = False
     loss_parallel: bool = True
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
+            )
 
     def __str__(self) -> str:
         lines = [f"{pattern}: {style!r}" for pattern, style in self.tensor.items()]
-        return "\n".join([*lines, f"sequence: {self.sequence}", f"loss_parallel: {self.loss_parallel}"])
+        return "\n".join(
+            [*lines, *(f"{each}: {getattr(self, each)}" for each in ("sequence", "loss_parallel", "recompute"))]
+        )
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
