@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..parallel.plan import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel
+from ..parallel.plan import ParallelPlan
+from ..parallel.styles import ColwiseParallel, RowwiseParallel, VocabParallel
 
 PLAN = ParallelPlan(
     tensor={
