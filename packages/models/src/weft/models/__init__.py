@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import Llama3RopeScaling, LlamaConfig
     from .llama.model import Llama
-    from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+    from .parallel import (
+        Batch,
+        ColwiseParallel,
+        ParallelPlan,
+        RowwiseParallel,
+        VocabParallel,
+        lay_out_batch,
+        parallelize,
+    )
     from .patching import Patch, patch
 
 _HOMES = {
@@ -26,15 +34,18 @@ _HOMES = {
     "Llama3RopeScaling": ".llama.config",
     "LlamaConfig": ".llama.config",
     "Llama": ".llama.model",
+    "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
+    "lay_out_batch": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
 }
 __all__ = [
+    "Batch",
     "ColwiseParallel",
     "Llama",
     "Llama3RopeScaling",
@@ -46,6 +57,7 @@ __all__ = [
     "from_pretrained",
     "generate",
     "initialize",
+    "lay_out_batch",
     "parallelize",
     "patch",
     "save_pretrained",

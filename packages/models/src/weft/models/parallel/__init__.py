@@ -1,7 +1,16 @@
 """Parallel plans and what carries them out."""
 
+from .batch import Batch, lay_out_batch
 from .parallelize import parallelize
 from .plan import ParallelPlan
 from .styles import ColwiseParallel, RowwiseParallel, VocabParallel
 
-__all__ = ["ColwiseParallel", "ParallelPlan", "RowwiseParallel", "VocabParallel", "parallelize"]
+__all__ = [
+    "Batch",
+    "ColwiseParallel",
+    "ParallelPlan",
+    "RowwiseParallel",
+    "VocabParallel",
+    "lay_out_batch",
+    "parallelize",
+]

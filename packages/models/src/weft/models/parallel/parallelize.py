@@ -9,6 +9,7 @@ from weft.reshard import distribute
 from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 
 from .boundaries import hook
+from .context import check_context, hook_context
 from .layouts import check_units, has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan, resolve
 from .styles import TENSOR_AXIS
@@ -42,6 +43,7 @@ def parallelize(
         return model
     if has_tensor_axis(mesh):
         check_units(model, styles, mesh.axis_size(TENSOR_AXIS))
+    check_context(model, mesh, plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -52,4 +54,5 @@ def parallelize(
             module.register_parameter(name, made[parameter])
     if has_tensor_axis(mesh):
         hook(model, styles, plan)
+    hook_context(model, mesh, plan)
     return model

@@ -12,6 +12,7 @@ from torch import nn
 
 from .styles import Style, VocabParallel
 
+Context = Literal["all_gather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -22,16 +23,24 @@ class ParallelPlan:
     tensor: module names with wildcards, as in "layers.*.mlp.up_proj", and the style of each, along the axis "tp".
     sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
         become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
+    context: tokens that are sharded over "cp" attend to those of all ranks: "all_gather" gathers their keys and values,
+        "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
+        no tokens that are sharded so.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
     recompute: what backward computes again in place of keeping it, block by block.
     """
 
     tensor: Mapping[str, Style] = field(default_factory=dict)
     sequence: bool = False
+    context: Context | None = None
     loss_parallel: bool = True
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
+        if self.context is not None and self.context not in get_args(Context):
+            raise ValueError(
+                f"ParallelPlan: context is {self.context!r}; it must be None or one of {', '.join(map(repr, get_args(Context)))}"
+            )
         if self.recompute not in get_args(Recompute):
             raise ValueError(
                 f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
@@ -39,9 +48,8 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         lines = [f"{pattern}: {style!r}" for pattern, style in self.tensor.items()]
-        return "\n".join(
-            [*lines, *(f"{each}: {getattr(self, each)}" for each in ("sequence", "loss_parallel", "recompute"))]
-        )
+        others = ("sequence", "context", "loss_parallel", "recompute")
+        return "\n".join([*lines, *(f"{each}: {getattr(self, each)}" for each in others)])
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TENSOR_AXIS = "tp"
+DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp", "cp", "tp"
 
 
 @dataclass(frozen=True, slots=True)
