@@ -94,12 +94,14 @@ class _Tokens:
     """Where tokens enter the model: they are given positions, whole documents, and the order in which they lie."""
 
     def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
-        self._names = tuple(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self._takes_positions = any(each.name == "positions" or each.kind is each.VAR_KEYWORD for each in parameters)
         self._context = plan.context
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        tokens, positions = given.get(self._names[0]), given.get("positions")
+        tokens = args[0] if args else next(iter(kwargs.values()), None)
         if not _sharded_on_tokens(tokens):
             return None
         if self._context is None:
@@ -107,6 +109,7 @@ class _Tokens:
                 f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the tokens of "
                 f'the others; give the plan context="all_gather" or "ulysses", or replicate the tokens over {CONTEXT_AXIS!r}'
             )
+        positions = given.get("positions")
         if given.get("documents") is not None:
             given["documents"] = _whole_tokens(given["documents"])
         if isinstance(positions, OrderedPositions):
@@ -114,13 +117,17 @@ class _Tokens:
             given["documents"] = Ordered(positions.order, given.get("documents"))
             if given.get("dropout_key") is not None:
                 given["dropout_key"] = Ordered(positions.order, given["dropout_key"])
-        elif positions is None and "positions" in self._names:
+        elif positions is None and self._takes_positions:
             given["positions"] = _own_positions(tokens)
-        return (), given
+        taken = self._names[: len(args)]
+        return (*(given.pop(name) for name in taken), *args[len(taken) :]), given
 
 
 def _sharded_on_tokens(x: Any) -> bool:
-    return isinstance(x, DTensor) and layout_of(x)[CONTEXT_AXIS] == Shard(TOKENS_DIM)
+    if not isinstance(x, DTensor):
+        return False
+    layout = layout_of(x)
+    return CONTEXT_AXIS in layout.mesh.axis_names and layout[CONTEXT_AXIS] == Shard(TOKENS_DIM)
 
 
 def _own_positions(tokens: DTensor) -> DTensor:
