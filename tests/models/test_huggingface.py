@@ -196,8 +196,8 @@ def missing_shard(folder):
         pytest.param(lambda f: change_config(f, hidden_size=...), "has no 'hidden_size'", id="no-hidden-size"),
         pytest.param(lambda f: change_config(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported", id="act"),
         pytest.param(
-            lambda f: change_config(f, rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-            "rope type 'yarn' is not supported; use 'default' or 'llama3'",
+            lambda f: change_config(f, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
+            "rope type 'longrope' is not supported; use one of default, linear, dynamic, llama3, yarn",
             id="rope-type",
         ),
         pytest.param(

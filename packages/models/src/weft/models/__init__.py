@@ -8,14 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .families import FAMILIES
+
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
     from .generation import generate, stream
     from .initialization import initialize
-    from .llama.config import Llama3RopeScaling, LlamaConfig
+    from .llama.config import LlamaConfig
     from .llama.model import Llama
     from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
     from .patching import Patch, patch
+    from .qwen.config import QwenConfig
+    from .qwen.model import Qwen
+    from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
@@ -23,9 +28,6 @@ _HOMES = {
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
-    "Llama3RopeScaling": ".llama.config",
-    "LlamaConfig": ".llama.config",
-    "Llama": ".llama.model",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
     "RowwiseParallel": ".parallel",
@@ -33,16 +35,26 @@ _HOMES = {
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "DynamicRopeScaling": ".rope_scaling",
+    "LinearRopeScaling": ".rope_scaling",
+    "Llama3RopeScaling": ".rope_scaling",
+    "YarnRopeScaling": ".rope_scaling",
+    **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
     "ColwiseParallel",
+    "DynamicRopeScaling",
+    "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "Qwen",
+    "QwenConfig",
     "RowwiseParallel",
     "VocabParallel",
+    "YarnRopeScaling",
     "from_pretrained",
     "generate",
     "initialize",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ..llama.config import check_tensor_parallel
+from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, mesh_sizes
 from ..train.data import check_enough, check_vocabulary, find_corpus

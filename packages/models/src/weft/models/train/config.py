@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..llama.config import LlamaConfig
+from ..config import ModelConfig
 from .data import Corpus
 
 
@@ -92,7 +92,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    model: LlamaConfig
+    model: ModelConfig
     """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 
+from ..config import ModelConfig
 from ..llama.config import LlamaConfig
 from .config import TrainConfig
 from .data import VOCAB_SIZE
@@ -37,6 +38,6 @@ def recipe(name: str) -> TrainConfig:
     return RECIPES[name]
 
 
-def size_in_words(model: LlamaConfig) -> str:
+def size_in_words(model: ModelConfig) -> str:
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
-    return f"Llama, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers{tied}"
+    return f"{model.title}, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers{tied}"
