@@ -13,8 +13,8 @@ from .gelu import gelu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .matmul import linear
-from .rms_norm import rms_norm
 from .random import normal, uniform
+from .rms_norm import rms_norm
 from .rope import rope, rope_tables
 from .swiglu import swiglu
 
