@@ -16,7 +16,7 @@ from .config import ModelConfig, RotaryConfig
 from .initialization import Constant, Initial, Normal
 from .layers import Attention, Block, Dropout, Embedding, GatedMLP, Linear, RMSNorm
 from .parallel.plan import ColwiseParallel, RowwiseParallel, Style, VocabParallel
-from .rope import compute_rotary_frequencies, compute_rotary_tables, rotary_frequencies, rotary_tables
+from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
 
 TENSOR_STYLES: dict[str, Style] = {
     "embed_tokens": VocabParallel(),
@@ -140,11 +140,10 @@ class Decoder(CausalModel[AnyRotaryConfig]):
         kept = has_data(tokens) and not torch.compiler.is_compiling()
         if positions is not None:
             if rotary.depends_on_length:
-                length = positions.max() + 1 if positions.numel() else None
-                frequencies = compute_rotary_frequencies(rotary, tokens.device, length)
+                frequencies = compute_rotary_frequencies(rotary, tokens.device, length_of(positions))
             else:
                 frequencies = (rotary_frequencies if kept else compute_rotary_frequencies)(rotary, tokens.device)
-            return kernels.rope_tables(positions, frequencies)
+            return kernels.rope_tables(positions, frequencies, scale=rotary.table_scale)
         stop = first + tokens.shape[-1]
         rows = 1 << max(0, stop - 1).bit_length()  # a power of two: few lengths, so few tables are kept
         length = stop if rotary.depends_on_length and stop > rotary.max_seq_len else None

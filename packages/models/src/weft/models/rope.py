@@ -7,6 +7,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import Shard
+from weft.reshard import layout_of, reshard
+from weft.reshard.running.dtensor import wrap
 
 from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Rotary, YarnRopeScaling
 
@@ -42,6 +46,21 @@ def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int
         case YarnRopeScaling() as scaling:
             return _yarn(rotary, rotary.theta**exponent, scaling)
     return 1.0 / rotary.theta**exponent
+
+
+def length_of(positions: Tensor) -> Tensor:
+    """One more than the highest position: a scalar on the device, of int64.
+
+    Communication: where the positions are sharded, one all-reduce of a number over those axes.
+    """
+    local = positions.to_local() if isinstance(positions, DTensor) else positions
+    highest = local.max() if local.numel() else torch.full((), -1, dtype=positions.dtype, device=positions.device)
+    if isinstance(positions, DTensor):
+        layout = layout_of(positions)
+        sharded = [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Shard)]
+        parts = wrap(highest, layout.replace(**dict.fromkeys(sharded, "P(max)")), ())
+        highest = reshard(parts, placements=layout.replace(**dict.fromkeys(sharded, "R"))).to_local()
+    return highest + 1
 
 
 def _grown_base(rotary: Rotary, factor: float, length: int | Tensor, device: torch.device) -> Tensor:
