@@ -136,7 +136,7 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 SHOWN = {
     "2x2": (),
     "4x1": ("--mesh.dp", "4", "--mesh.tp", "1"),
-    "sequence-parallel": ("--sequence-parallel",),
+    "sequence-parallel": ("--plan.sequence",),
     "one-process": ("--mesh.dp", "1", "--mesh.tp", "1"),
 }
 

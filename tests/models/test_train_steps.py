@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft import kernels
 from weft.kernels import cross_entropy
 from weft.models import Llama, LlamaConfig, initialize
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
@@ -36,7 +36,7 @@ CHECKING = [
 
 def trainer(text: str, sequence: bool) -> _Trainer:
     corpus = find_corpus(Path(text))
-    config = replace(CONFIG, sequence_parallel=sequence)
+    config = replace(CONFIG, plan=PlanConfig(sequence=sequence))
     run = Run(recipe="small", config=config, corpus=corpus, dp=2, tp=2, folder=Path(text).parent)
     made = _Trainer(run, torch.device("cpu"))
     made.report.line = lambda line: None  # type: ignore[method-assign]

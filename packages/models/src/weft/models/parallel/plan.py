@@ -6,31 +6,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
 from torch import nn
 
-TENSOR_AXIS = "tp"
+from .styles import Style, VocabParallel
 
-
-@dataclass(frozen=True, slots=True)
-class ColwiseParallel:
-    """A linear layer cut along its output: weight S(0), bias S(0); its input is whole, its output sharded.
-
-    Column-parallel siblings that are given one tensor bring it to their layout once.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class RowwiseParallel:
-    """A linear layer cut along its input: weight S(1), bias whole; its output is Partial, and reduced at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class VocabParallel:
-    """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
-
-
-Style = ColwiseParallel | RowwiseParallel | VocabParallel
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +23,25 @@ class ParallelPlan:
     sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
         become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
+    recompute: what backward computes again in place of keeping it, block by block.
     """
 
     tensor: Mapping[str, Style] = field(default_factory=dict)
     sequence: bool = False
     loss_parallel: bool = True
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
+            )
 
     def __str__(self) -> str:
         lines = [f"{pattern}: {style!r}" for pattern, style in self.tensor.items()]
-        return "\n".join([*lines, f"sequence: {self.sequence}", f"loss_parallel: {self.loss_parallel}"])
+        return "\n".join(
+            [*lines, *(f"{each}: {getattr(self, each)}" for each in ("sequence", "loss_parallel", "recompute"))]
+        )
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:

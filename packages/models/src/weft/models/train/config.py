@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ..config import ModelConfig
 from .data import Corpus
@@ -31,6 +31,16 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         _at_least("mesh", self, 1, *(name for name in ("dp", "tp") if getattr(self, name) is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What the run says of the parallel plan; the model says the rest."""
+
+    sequence: bool = False
+    """Shard activations on the tokens between the tensor-parallel layers."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +93,13 @@ class TrainConfig:
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
-    sequence_parallel: bool = False
-    """Shard activations on the tokens between the tensor-parallel layers."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     model: ModelConfig
     """The network; the defaults are the recipe's."""

@@ -94,7 +94,7 @@ class _Trainer:
         self.mesh = ProcessMesh.grid(dp=run.dp, tp=run.tp)
         with torch.device("meta"):
             model = make_model(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), sequence=run.config.sequence_parallel)
+        self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
         self.predicted = collectives(model, self.mesh, self.plan)
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         if run.config.compile:
