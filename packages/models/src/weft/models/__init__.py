@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import Llama3RopeScaling, LlamaConfig
     from .llama.model import Llama
-    from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+    from .parallel import (
+        ColwiseParallel,
+        ParallelPlan,
+        PrepareInput,
+        PrepareOutput,
+        RowwiseParallel,
+        VocabParallel,
+        parallelize,
+    )
     from .patching import Patch, patch
 
 _HOMES = {
@@ -28,6 +36,8 @@ _HOMES = {
     "Llama": ".llama.model",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PrepareInput": ".parallel",
+    "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "parallelize": ".parallel",
@@ -41,6 +51,8 @@ __all__ = [
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "PrepareInput",
+    "PrepareOutput",
     "RowwiseParallel",
     "VocabParallel",
     "from_pretrained",
