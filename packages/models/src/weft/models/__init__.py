@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
-    from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+    from .parallel import (
+        ColwiseParallel,
+        ParallelPlan,
+        PrepareInput,
+        PrepareOutput,
+        RowwiseParallel,
+        VocabParallel,
+        parallelize,
+    )
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
@@ -30,6 +38,8 @@ _HOMES = {
     "initialize": ".initialization",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PrepareInput": ".parallel",
+    "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "parallelize": ".parallel",
@@ -50,6 +60,8 @@ __all__ = [
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "PrepareInput",
+    "PrepareOutput",
     "Qwen",
     "QwenConfig",
     "RowwiseParallel",

@@ -11,7 +11,8 @@ from weft.reshard.running.gradients import BUCKET_BYTES
 
 from .parallel.boundaries import column_siblings
 from .parallel.layouts import has_tensor_axis, parameter_layouts
-from .parallel.plan import ParallelPlan, resolve
+from .parallel.plan import ParallelPlan
+from .parallel.resolve import resolve
 from .parallel.styles import TENSOR_AXIS, ColwiseParallel, Style
 
 PHASES = ("forward", "backward", "gradients")
