@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from .llama.config import LlamaConfig
     from .llama.model import Llama
     from .parallel import (
+        Batch,
         ColwiseParallel,
         ParallelPlan,
         PrepareInput,
         PrepareOutput,
         RowwiseParallel,
         VocabParallel,
+        lay_out_batch,
         parallelize,
     )
     from .patching import Patch, patch
@@ -36,12 +38,14 @@ _HOMES = {
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
+    "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
+    "lay_out_batch": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
@@ -52,6 +56,7 @@ _HOMES = {
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
+    "Batch",
     "ColwiseParallel",
     "DynamicRopeScaling",
     "LinearRopeScaling",
@@ -70,6 +75,7 @@ __all__ = [
     "from_pretrained",
     "generate",
     "initialize",
+    "lay_out_batch",
     "parallelize",
     "patch",
     "save_pretrained",

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
 from weft.mesh.infer.terms import Operation, infer, never
 
+from ...order import runs_within
 from ...random.part import Part
 from ...sharded import Shapes, Sharding, independent
 from ..heads import check_heads
@@ -27,14 +28,19 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     output = _inferred(terms, laid, ("the query", "the key", "the value", "the documents"), "s")
     _check_heads(layouts[:2], shapes[:2], options["head_dim"])
     query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
+    order = options.get("order")
     assert query is not None, "it is given"
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         *rows, tokens, width = query.local_slices(shape, rank)
+        heads = slice(width.start // head_dim, width.stop // head_dim)
+        weights = (*shape[:-2], shape[-1] // head_dim, T, S)
+        if order is not None:
+            runs = runs_within(order, tokens.start, tokens.stop)
+            parts = tuple([Part.of(weights, (*rows, heads, slice(*run), slice(0, S))) for run in runs])
+            return {"queries": runs, "parts": parts}
         found: dict[str, Any] = {"first": S - T + tokens.start}
         if options.get("dropout"):
-            heads = slice(width.start // head_dim, width.stop // head_dim)
-            weights = (*shape[:-2], shape[-1] // head_dim, T, S)
             found["part"] = Part.of(weights, (*rows, heads, tokens, slice(0, S)))
         return found
 
