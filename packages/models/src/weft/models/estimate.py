@@ -9,8 +9,10 @@ from torch import nn
 from weft.mesh import ProcessMesh
 from weft.reshard.running.gradients import BUCKET_BYTES
 
-from .parallel.parallelize import column_siblings, has_tensor_axis, parameter_layouts
-from .parallel.plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, Style, resolve
+from .parallel.boundaries import column_siblings
+from .parallel.layouts import has_tensor_axis, parameter_layouts
+from .parallel.plan import ParallelPlan, resolve
+from .parallel.styles import TENSOR_AXIS, ColwiseParallel, Style
 
 PHASES = ("forward", "backward", "gradients")
 Collectives = dict[str, Counter[str]]

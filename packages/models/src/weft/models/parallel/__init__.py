@@ -1,6 +1,7 @@
 """Parallel plans and what carries them out."""
 
 from .parallelize import parallelize
-from .plan import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel
+from .plan import ParallelPlan
+from .styles import ColwiseParallel, RowwiseParallel, VocabParallel
 
 __all__ = ["ColwiseParallel", "ParallelPlan", "RowwiseParallel", "VocabParallel", "parallelize"]

@@ -9,28 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-TENSOR_AXIS = "tp"
-
-
-@dataclass(frozen=True, slots=True)
-class ColwiseParallel:
-    """A linear layer cut along its output: weight S(0), bias S(0); its input is whole, its output sharded.
-
-    Column-parallel siblings that are given one tensor bring it to their layout once.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class RowwiseParallel:
-    """A linear layer cut along its input: weight S(1), bias whole; its output is Partial, and reduced at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class VocabParallel:
-    """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
-
-
-Style = ColwiseParallel | RowwiseParallel | VocabParallel
+from .styles import Style, VocabParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
