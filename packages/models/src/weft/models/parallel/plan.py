@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .styles import Style, VocabParallel
+from .styles import PositionParallel, Style, VocabParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
                 raise ValueError(
                     f"plan patterns {earlier!r} and {pattern!r} give {name!r} two styles: {other} and {style}"
                 )
-            kind = nn.Embedding if isinstance(style, VocabParallel) else nn.Linear
+            kind = nn.Embedding if isinstance(style, VocabParallel | PositionParallel) else nn.Linear
             if not isinstance(modules[name], kind):
                 raise ValueError(
                     f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(modules[name]).__name__}; "

@@ -25,4 +25,12 @@ class VocabParallel:
     """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
 
 
-Style = ColwiseParallel | RowwiseParallel | VocabParallel
+@dataclass(frozen=True, slots=True)
+class PositionParallel:
+    """An embedding of positions, whole; where the plan has `sequence` its input is cut along the tokens, as what it is added to.
+
+    Its input is the positions, [T] or [B, T].
+    """
+
+
+Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel
