@@ -28,7 +28,7 @@ from weft.models import (
 from weft.models.checks import check_tensor_parallel
 from weft.models.estimate import collectives
 from weft.models.parallel.layouts import check_units
-from weft.models.parallel.plan import resolve
+from weft.models.parallel.resolve import resolve
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
 from weft.reshard.running.gradients import BUCKET_BYTES

@@ -13,10 +13,21 @@ from .families import FAMILIES
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
     from .generation import generate, stream
+    from .gpt.config import GPTConfig
+    from .gpt.model import GPT
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
-    from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+    from .parallel import (
+        ColwiseParallel,
+        ParallelPlan,
+        PositionParallel,
+        PrepareInput,
+        PrepareOutput,
+        RowwiseParallel,
+        VocabParallel,
+        parallelize,
+    )
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
@@ -30,6 +41,9 @@ _HOMES = {
     "initialize": ".initialization",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PositionParallel": ".parallel",
+    "PrepareInput": ".parallel",
+    "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "parallelize": ".parallel",
@@ -42,14 +56,19 @@ _HOMES = {
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
+    "GPT",
     "ColwiseParallel",
     "DynamicRopeScaling",
+    "GPTConfig",
     "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "PositionParallel",
+    "PrepareInput",
+    "PrepareOutput",
     "Qwen",
     "QwenConfig",
     "RowwiseParallel",

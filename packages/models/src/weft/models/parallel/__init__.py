@@ -2,6 +2,15 @@
 
 from .parallelize import parallelize
 from .plan import ParallelPlan
-from .styles import ColwiseParallel, RowwiseParallel, VocabParallel
+from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
 
-__all__ = ["ColwiseParallel", "ParallelPlan", "RowwiseParallel", "VocabParallel", "parallelize"]
+__all__ = [
+    "ColwiseParallel",
+    "ParallelPlan",
+    "PositionParallel",
+    "PrepareInput",
+    "PrepareOutput",
+    "RowwiseParallel",
+    "VocabParallel",
+    "parallelize",
+]
