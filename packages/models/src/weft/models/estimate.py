@@ -63,7 +63,11 @@ def _gradient_buckets(
     filling: Counter[tuple[str, ...]] = Counter()
     early = 0
     for name, parameter in reversed(list(model.named_parameters())):
-        between = plan.sequence and has_tensor_axis(mesh) and not isinstance(styles.get(name.rpartition(".")[0]), ColwiseParallel | RowwiseParallel | VocabParallel)
+        between = (
+            plan.sequence
+            and has_tensor_axis(mesh)
+            and not isinstance(styles.get(name.rpartition(".")[0]), ColwiseParallel | RowwiseParallel | VocabParallel)
+        )
         partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
         axes = tuple(axis for axis in mesh.axis_names if axis in partial)
         if axes:
