@@ -17,8 +17,9 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-BASES = {"llama": SIZES, "qwen2": SIZES, "qwen3": {**SIZES, "head_dim": 8}}
+GPT_SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 44}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+BASES = {"llama": SIZES, "qwen2": SIZES, "qwen3": {**SIZES, "head_dim": 8}, "gpt2": GPT_SIZES}
 
 
 def scaling(kind, **settings):
@@ -63,10 +64,27 @@ WINDOWS = {
     },
     "window-unused": {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
 }
+GPT = {
+    "plain": {},
+    "inner-of-4": {"n_inner": None},
+    "gelu": {"activation_function": "gelu"},
+    "gelu-of-torch": {"activation_function": "gelu_pytorch_tanh"},
+    "untied": {"tie_word_embeddings": False},
+    "eps": {"layer_norm_epsilon": 1e-2},
+    "unscaled": {"scale_attn_weights": False},
+    "scaled-by-layer": {"scale_attn_by_inverse_layer_idx": True},
+    "upcast": {"reorder_and_upcast_attn": True},
+    "one-head": {"n_head": 1},
+    "one-layer": {"n_layer": 1},
+    "odd-vocabulary": {"vocab_size": 7},
+    "as-many-positions": {"n_positions": 33},
+    "no-dropout": {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+}
 OPTIONS = {
     "llama": {**SHARED, "attention-biases": {"attention_bias": True}, "mlp-biases": {"mlp_bias": True}},
     "qwen2": {**SHARED, **WINDOWS},
     "qwen3": {**SHARED, **WINDOWS, "attention-biases": {"attention_bias": True}},
+    "gpt2": GPT,
 }
 
 

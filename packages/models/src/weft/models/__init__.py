@@ -13,6 +13,8 @@ from .families import FAMILIES
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
     from .generation import generate, stream
+    from .gpt.config import GPTConfig
+    from .gpt.model import GPT
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         Batch,
         ColwiseParallel,
         ParallelPlan,
+        PositionParallel,
         PrepareInput,
         PrepareOutput,
         RowwiseParallel,
@@ -41,6 +44,7 @@ _HOMES = {
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PositionParallel": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
@@ -56,15 +60,18 @@ _HOMES = {
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
+    "GPT",
     "Batch",
     "ColwiseParallel",
     "DynamicRopeScaling",
+    "GPTConfig",
     "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "PositionParallel",
     "PrepareInput",
     "PrepareOutput",
     "Qwen",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .config import ModelConfig
+
+class Cut(Protocol):
+    """A config that says what tensor parallelism cuts."""
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """By name, the sizes that are cut."""
 
 
 def check_sizes(config: Any, *names: str) -> None:
@@ -40,7 +45,7 @@ def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
 
 
-def check_tensor_parallel(config: ModelConfig, ways: int) -> None:
+def check_tensor_parallel(config: Cut, ways: int) -> None:
     """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work."""
     sizes = config.parallel_sizes
     misfits = [f"{name} {size}" for name, size in sizes.items() if size % ways]

@@ -15,7 +15,7 @@ from weft.kernels.backend import has_data
 from .config import ModelConfig, RotaryConfig
 from .initialization import Constant, Initial, Normal
 from .layers import Attention, Block, Dropout, Embedding, GatedMLP, Linear, RMSNorm
-from .parallel.plan import ColwiseParallel, RowwiseParallel, Style, VocabParallel
+from .parallel.styles import ColwiseParallel, RowwiseParallel, Style, VocabParallel
 from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
 
 TENSOR_STYLES: dict[str, Style] = {

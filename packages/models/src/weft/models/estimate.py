@@ -13,7 +13,7 @@ from .parallel.boundaries import column_siblings
 from .parallel.layouts import has_tensor_axis, parameter_layouts
 from .parallel.plan import ParallelPlan
 from .parallel.resolve import resolve
-from .parallel.styles import TENSOR_AXIS, ColwiseParallel, Style
+from .parallel.styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
 PHASES = ("forward", "backward", "gradients")
 Collectives = dict[str, Counter[str]]
@@ -32,7 +32,7 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
     styles = resolve(model, plan)
     if has_tensor_axis(mesh):
         entrances = len(column_siblings(styles))
-        exits = sum(not isinstance(style, ColwiseParallel) for style in styles.values())
+        exits = sum(isinstance(style, RowwiseParallel | VocabParallel) for style in styles.values())
         reduction = "reduce-scatter" if plan.sequence else "all-reduce"
         counts["forward"][reduction] += exits
         counts["backward"][reduction] += entrances
@@ -63,7 +63,11 @@ def _gradient_buckets(
     filling: Counter[tuple[str, ...]] = Counter()
     early = 0
     for name, parameter in reversed(list(model.named_parameters())):
-        between = plan.sequence and has_tensor_axis(mesh) and name.rpartition(".")[0] not in styles
+        between = (
+            plan.sequence
+            and has_tensor_axis(mesh)
+            and not isinstance(styles.get(name.rpartition(".")[0]), ColwiseParallel | RowwiseParallel | VocabParallel)
+        )
         partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
         axes = tuple(axis for axis in mesh.axis_names if axis in partial)
         if axes:

@@ -43,10 +43,10 @@ class Family:
         return import_module(f".{self.folder}.weights", __package__)
 
 
-_LLAMA, _QWEN = Family("llama", "Llama"), Family("qwen", "Qwen")
+_LLAMA, _QWEN, _GPT = Family("llama", "Llama"), Family("qwen", "Qwen"), Family("gpt", "GPT")
 
 # By the model_type of Hugging Face's config.json.
-FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
+FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN, "gpt2": _GPT}
 
 
 def make_model(config: ModelConfig) -> nn.Module:

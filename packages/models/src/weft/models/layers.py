@@ -56,6 +56,22 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dim; its parameters are left unset too."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., size] -> [..., size]"""
+        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
 class HeadNorm(RMSNorm):
     """An RMSNorm of each head alone: of the last dim `size` elements at a time, all heads by one weight."""
 
