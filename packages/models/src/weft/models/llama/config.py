@@ -114,14 +114,24 @@ class LlamaConfig:
 
 
 def check_tensor_parallel(config: LlamaConfig, ways: int) -> None:
-    """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work."""
-    sizes = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
-    misfits = [f"{name} {getattr(config, name)}" for name in sizes if getattr(config, name) % ways]
+    """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work.
+
+    Key heads are fewer than `ways` where they divide it: each then lies on several ranks.
+    """
+    misfits = _misfits(config, ways)
     if misfits:
-        works = [n for n in range(1, config.num_kv_heads + 1) if all(getattr(config, name) % n == 0 for name in sizes)]
+        works = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
         raise ValueError(
             f"tp={ways} does not divide {' and '.join(misfits)}; degrees that work: {', '.join(map(str, works))}"
         )
+
+
+def _misfits(config: LlamaConfig, ways: int) -> list[str]:
+    sizes = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+    found = [name for name in sizes if getattr(config, name) % ways]
+    if ways % config.num_kv_heads == 0:
+        found = [name for name in found if name != "num_kv_heads"]
+    return [f"{name} {getattr(config, name)}" for name in found]
 
 
 def _sizes(config: Any, *names: str) -> None:

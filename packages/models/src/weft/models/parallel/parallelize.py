@@ -13,7 +13,7 @@ from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 
 from .axes import check_axes
 from .boundaries import hook
-from .layouts import check_units, has_tensor_axis, parameter_layouts
+from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
 from .resolve import parts_of, styles_of
@@ -64,8 +64,6 @@ def parallelize(
     if mesh.size == 1:
         return model
     styles = styles_of(model, parts)
-    if has_tensor_axis(mesh):
-        check_units(model, styles, mesh.axis_size(TENSOR_AXIS))
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
