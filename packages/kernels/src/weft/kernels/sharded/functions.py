@@ -100,7 +100,7 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, layouts: list[Layout | None], output: Tensor) -> DTensor:
         ctx.call, ctx.layouts = call, layouts
-        return wrap(output.detach(), call.sharding.output, call.sharding.shape)
+        return wrap(output.detach(), *call.outputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Tensors:
@@ -125,7 +125,7 @@ def computed(
         if op.backward is not None:
             output, saved = output
     parts = (output,) if sharding.more is None else output
-    return [wrap(part, *lying) for part, lying in zip(parts, sharding.outputs, strict=True)], saved, options
+    return [wrap(part, *lying) for part, lying in zip(parts, call.outputs, strict=True)], saved, options
 
 
 def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:

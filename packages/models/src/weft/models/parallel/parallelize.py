@@ -14,7 +14,7 @@ from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 from .axes import check_axes
 from .boundaries import hook
 from .context import check_context, hook_context
-from .layouts import check_units, has_tensor_axis, parameter_layouts
+from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
 from .resolve import parts_of, styles_of
@@ -65,8 +65,6 @@ def parallelize(
     if mesh.size == 1:
         return model
     styles = styles_of(model, parts)
-    if has_tensor_axis(mesh):
-        check_units(model, styles, mesh.axis_size(TENSOR_AXIS))
     for part in parts:
         check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
