@@ -45,7 +45,7 @@ def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
 
 
-def check_tensor_parallel(config: ModelConfig, ways: int) -> None:
+def check_tensor_parallel(config: Cut, ways: int) -> None:
     """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work.
 
     Key heads are fewer than `ways` where they divide it: each then lies on several ranks.
@@ -58,7 +58,7 @@ def check_tensor_parallel(config: ModelConfig, ways: int) -> None:
         )
 
 
-def _misfits(config: ModelConfig, ways: int) -> list[str]:
+def _misfits(config: Cut, ways: int) -> list[str]:
     sizes = config.parallel_sizes.items()
     return [
         f"{name} {size}" for name, size in sizes if size % ways and not (name == "num_kv_heads" and ways % size == 0)

@@ -9,7 +9,9 @@ from torch import nn
 from weft.mesh import ProcessMesh
 from weft.reshard.running.gradients import BUCKET_BYTES
 
+from .layers import DotProductAttention
 from .parallel.boundaries import column_siblings
+from .parallel.context import has_context_axis
 from .parallel.layouts import COPIES_AXIS, has_tensor_axis, parameter_layouts
 from .parallel.plan import ParallelPlan
 from .parallel.resolve import resolve
@@ -40,6 +42,11 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
             counts["forward"]["all-gather"] += entrances
             counts["backward"]["all-gather"] += exits
         counts["forward"]["all-gather"] += 1  # the logits where they are made whole, or the loss's statistics
+    if plan.context is not None and has_context_axis(mesh):
+        attentions = sum(isinstance(module, DotProductAttention) for module in model.modules())
+        for phase, kind in (("forward", "all-gather"), ("backward", "reduce-scatter")):
+            gathers = plan.context == "all_gather"
+            counts[phase][kind if gathers else "all-to-all"] += attentions if gathers else 2 * attentions
     counts["forward"]["all-reduce"] += bool(_data_axes(mesh))
     early, late = _gradient_buckets(model, mesh, plan, styles)
     counts["backward"]["all-reduce"] += early

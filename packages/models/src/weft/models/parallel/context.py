@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 from weft.reshard.running.groups import this_rank
 
+from ..degrees import check_head_degrees
 from ..layers import DotProductAttention, Dropout
 from .batch import OrderedPositions
 from .boundaries import TOKENS_DIM
@@ -55,27 +55,21 @@ def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> No
         )
     if plan.context == "ulysses":
         modules = dict(model.named_modules())
-        for name in attentions:
-            siblings: Any = modules[name.rpartition(".")[0]].named_children()
-            heads = {
-                child: layer.out_features // layer.unit for child, layer in siblings if getattr(layer, "unit", 1) > 1
-            }
-            parent = name.rpartition(".")[0]
-            check_head_degrees({f"{parent}.{child}": count for child, count in heads.items()}, mesh)
+        for parent in (name.rpartition(".")[0] for name in attentions):
+            layers: Any = [
+                (f"{parent}.{child}".lstrip("."), layer) for child, layer in modules[parent].named_children()
+            ]
+            check_heads(
+                {name: layer.out_features // layer.unit for name, layer in layers if getattr(layer, "unit", 1) > 1},
+                mesh,
+            )
 
 
-def check_head_degrees(heads: dict[str, int], mesh: ProcessMesh) -> None:
-    """Raises ValueError where heads, by what has them, are not a multiple of tp x cp."""
-    tp = mesh.axis_size(TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
-    ways = tp * mesh.axis_size(CONTEXT_AXIS)
-    misfits = [f"{count} heads of {name}" for name, count in heads.items() if count % ways]
-    if misfits:
-        most = math.gcd(*heads.values())
-        works = ", ".join(str(n) for n in range(1, most + 1) if most % (tp * n) == 0) or f"none beside tp={tp}"
-        raise ValueError(
-            f"context='ulysses' cuts heads over {TENSOR_AXIS} x {CONTEXT_AXIS} = {ways} ranks, which do not divide the "
-            f"{' and '.join(misfits)}; {CONTEXT_AXIS} that work: {works}; context='all_gather' takes any"
-        )
+def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
+    """Raises ValueError where numbers of heads, by what has them, cannot be cut over tp and cp."""
+    if heads:
+        tp = mesh.axis_size(TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
+        check_head_degrees(heads, cp=mesh.axis_size(CONTEXT_AXIS), tp=tp)
 
 
 def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
@@ -200,7 +194,7 @@ def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tu
     if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
         return query, key, value
     heads = {name: int(x.shape[HEADS_DIM]) // head_dim for name, x in (("query", query), ("key", key))}
-    check_head_degrees(heads, layout.mesh)
+    check_heads(heads, layout.mesh)
     target = _replaced(layout, f"S({HEADS_DIM})")
     return _moved((query, key, value), target.parts(HEADS_DIM), target)
 
