@@ -39,7 +39,7 @@ class Family:
 
     @property
     def weights(self) -> Any:
-        """What Hugging Face's files say of it: read_config, write_config, stored, is_ignored."""
+        """What Hugging Face's files say of it: PREFIX, read_config, write_config, stored, is_ignored."""
         return import_module(f".{self.folder}.weights", __package__)
 
 

@@ -119,7 +119,7 @@ class Fields:
                 raise ValueError(f"config.json has no {name!r}; a {self.model} needs {', '.join(self.required)}")
         for name, value in config.items():
             self._check(name, value)
-        given = self.defaults | dict(config)
+        given = {**self.defaults, **config}
         return {ours: given[theirs] for theirs, ours in self.names.items() if given.get(theirs) is not None}
 
     def write(self, config: object) -> dict[str, Any]:

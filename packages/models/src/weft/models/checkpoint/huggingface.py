@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def from_pretrained(
     with torch.device("meta"):
         model = make_model(weights.read_config(config))
     with ExitStack() as files:
-        tensors = _open(folder, files)
+        tensors = _open(folder, files, weights.PREFIX)
         _check(model, tensors, folder, weights)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
         loaded: dict[Tensor, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             stored = weights.stored(name)
-            file = tensors[stored.name].get_slice(stored.name)
+            file = tensors[stored.name]()
             held = stored.slices(local_slices(parameter), tuple(parameter.shape))
             part = stored.restored(_read(file, held)).to(device, dtype or _DTYPES[file.get_dtype()])
             if isinstance(parameter, DTensor):
@@ -140,8 +141,12 @@ def _weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     return FAMILIES[kind].weights
 
 
-def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Per tensor name, the open file that holds it."""
+def _open(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[], Any]]:
+    """By name, what gives each tensor to read slices of.
+
+    prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
+    published GPT-2 was, and all names are of it.
+    """
     if (folder / INDEX_FILE).is_file():
         index = _read_json(folder / INDEX_FILE, "").get("weight_map")
         if not isinstance(index, dict):
@@ -154,7 +159,7 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
             f"save the model with save_pretrained(..., safe_serialization=True)"
         )
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Callable[[], Any]] = {}
     for filename in filenames:
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
@@ -162,11 +167,14 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
         except SafetensorError as error:
             raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
-        tensors.update(dict.fromkeys(file.keys(), file))
-    return tensors
+        names: list[str] = file.keys()  # it is no mapping, and has no iterator
+        tensors.update({name: partial(file.get_slice, name) for name in names})
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _check(model: nn.Module, tensors: Mapping[str, Any], folder: Path, weights: Any) -> None:
+def _check(model: nn.Module, tensors: Mapping[str, Callable[[], Any]], folder: Path, weights: Any) -> None:
     """Raises ValueError unless the files hold the model's tensors, in its shapes, and no others."""
     shapes = {}
     for name, parameter in model.named_parameters():
@@ -179,7 +187,7 @@ def _check(model: nn.Module, tensors: Mapping[str, Any], folder: Path, weights: 
     if unexpected:
         raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
     for name, shape in shapes.items():
-        stored = tensors[name].get_slice(name)
+        stored = tensors[name]()
         if tuple(stored.get_shape()) != shape:
             raise ValueError(
                 f"{folder}: {name} has shape {tuple(stored.get_shape())}, but config.json makes it {shape}; check it"

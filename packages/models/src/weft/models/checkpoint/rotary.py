@@ -40,9 +40,12 @@ ACTIVATIONS = ("silu", "swish")  # two names of one function
 ROPE_FIELDS = ("partial_rotary_factor", "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta")
 
 
+PREFIX = "model."  # of the names of all but the head
+
+
 def stored(parameter: str) -> Stored:
     """How a parameter of ours is stored."""
-    return Stored(parameter if parameter.startswith("lm_head.") else f"model.{parameter}")
+    return Stored(parameter if parameter.startswith("lm_head.") else f"{PREFIX}{parameter}")
 
 
 def is_ignored(tensor: str, model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from ..checkpoint.stored import Stored
 from .config import GPTConfig
 from .model import GPT
 
+PREFIX = "transformer."  # of the names of all but the head
 _DEFAULT_DROPOUT = 0.1
 FIELDS = Fields(
     model="GPT-2",
@@ -59,7 +60,7 @@ def stored(parameter: str) -> Stored:
     """How a parameter of ours is stored."""
     if parameter.startswith("lm_head."):
         return Stored(parameter)
-    name, transposed = f"transformer.{parameter}", bool(re.search(r"(_proj|c_fc)\.weight$", parameter))
+    name, transposed = f"{PREFIX}{parameter}", bool(re.search(r"(_proj|c_fc)\.weight$", parameter))
     part = re.search(r"\.attn\.([qkv])_proj\.", name)
     if part is None:
         return Stored(name, transposed=transposed)

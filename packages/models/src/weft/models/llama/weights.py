@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.fields import Fields
-from ..checkpoint.rotary import ACTIVATIONS, NAMES, REQUIRED, ROPE_FIELDS, is_ignored, read_rope, stored, write_rope
+from ..checkpoint.rotary import (
+    ACTIVATIONS,
+    NAMES,
+    PREFIX,
+    REQUIRED,
+    ROPE_FIELDS,
+    is_ignored,
+    read_rope,
+    stored,
+    write_rope,
+)
 from .config import LlamaConfig
 from .model import Llama
 
-__all__ = ["is_ignored", "read_config", "stored", "write_config"]
+__all__ = ["PREFIX", "is_ignored", "read_config", "stored", "write_config"]
 
 FIELDS = Fields(
     model="Llama",

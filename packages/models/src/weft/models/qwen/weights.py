@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.fields import Fields
-from ..checkpoint.rotary import ACTIVATIONS, NAMES, REQUIRED, ROPE_FIELDS, is_ignored, read_rope, stored, write_rope
+from ..checkpoint.rotary import (
+    ACTIVATIONS,
+    NAMES,
+    PREFIX,
+    REQUIRED,
+    ROPE_FIELDS,
+    is_ignored,
+    read_rope,
+    stored,
+    write_rope,
+)
 from .config import QwenConfig
 from .model import Qwen
 
-__all__ = ["is_ignored", "read_config", "stored", "write_config"]
+__all__ = ["PREFIX", "is_ignored", "read_config", "stored", "write_config"]
 
 _WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 _WINDOW, _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = "sliding_attention", 4096, 28  # as transformers has them
