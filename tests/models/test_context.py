@@ -132,33 +132,31 @@ def test_anchor_28_context_parallel_has_the_loss_and_gradients_of_one_process(
 
 
 def table() -> list[Any]:
-    """Every mesh, kind and sequence on or off that make sense, each with one of the options in turn."""
-    options = [
-        ({}, 16, False),
-        (DROPS, 16, True),
-        ({"tie_embeddings": True, "attention_bias": True}, 13, False),
-        ({}, 9, True),
-    ]
+    """Every mesh, kind and sequence on or off that make sense, with each of the options, laid out and natural in turn."""
+    tied = {"tie_embeddings": True, "attention_bias": True}
+    options = [({}, 16, False, True), (DROPS, 16, True, False), (tied, 13, False, False), ({}, 9, True, True)]
     cases = []
     for name, mesh in MESHES.items():
         for kind in KINDS:
             for sequence in (False, True) if "tp" in mesh else (False,):
-                for change, length, packed in options:
+                for change, length, packed, natural in options:
                     plan = {"sequence": sequence, "loss_parallel": length != 13}
-                    made = (
-                        f"{name}-{kind}-{'sequence-' * sequence}{length}{'-packed' * packed}{'-options' * bool(change)}"
+                    words = (
+                        ["sequence"] * sequence
+                        + ["packed"] * packed
+                        + ["options"] * bool(change)
+                        + ["natural"] * natural
                     )
-                    cases.append(pytest.param(name, kind, change, plan, length, packed, id=made))
+                    made = "-".join([name, kind, str(length), *words])
+                    cases.append(pytest.param(name, kind, change, plan, length, packed, natural, id=made))
     for kind in KINDS:  # ranks without tokens, and few of them
-        cases += [
-            pytest.param("cp4", kind, DROPS, {}, length, True, id=f"cp4-{kind}-{length}") for length in (1, 3, 5, 6)
-        ]
+        few = [pytest.param("cp4", kind, DROPS, {}, n, True, False, id=f"cp4-{kind}-{n}") for n in (1, 3, 5, 6)]
+        cases += few
     return cases
 
 
 @pytest.mark.exhaustive  # its sample are the tests named after ANCHORS 28
-@pytest.mark.parametrize("natural", [False, True], ids=["laid-out", "natural"])
-@pytest.mark.parametrize(("mesh", "kind", "change", "plan", "length", "packed"), table())
+@pytest.mark.parametrize(("mesh", "kind", "change", "plan", "length", "packed", "natural"), table())
 def test_every_mesh_has_the_loss_and_gradients_of_one_process(
     mesh: str, kind: str, change: Any, plan: Any, length: int, packed: bool, natural: bool, pool: Any
 ) -> None:
