@@ -10,6 +10,7 @@ from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from .local import on_local_tensors
 from .matmul import linear
 from .norm import rms_norm
 from .random import normal, uniform
@@ -26,6 +27,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "normal",
+    "on_local_tensors",
     "rms_norm",
     "rope",
     "rope_tables",
