@@ -23,9 +23,13 @@ TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
 OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),
     "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), None, (normal(6, 5, 8), normal(8))),
+    "rms_norm-heads": (lambda _, x, w: kernels.rms_norm(x, w, head_dim=4), None, (normal(6, 5, 8), normal(4))),
+    "layer_norm": (lambda _, *tensors: kernels.layer_norm(*tensors), None, (normal(6, 5, 8), normal(8), normal(8))),
+    "gelu": (lambda _, x: kernels.gelu(x), None, (normal(6, 5, 8),)),
     "rope": (lambda _, x: kernels.rope(x, *TABLES), None, (normal(6, 5, 8),)),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
     "add": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
+    "add-repeated": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(5, 8))),
     "attention": (lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4), None, (normal(6, 5, 8),) * 3),
     "attention-in-order": (
         lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4, order=((3, 5), (0, 3))),

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ..llama.config import check_tensor_parallel
+from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
 from ..train.data import check_enough, check_vocabulary, find_corpus

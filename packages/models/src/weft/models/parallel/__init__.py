@@ -3,12 +3,15 @@
 from .batch import Batch, lay_out_batch
 from .parallelize import parallelize
 from .plan import ParallelPlan
-from .styles import ColwiseParallel, RowwiseParallel, VocabParallel
+from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
 
 __all__ = [
     "Batch",
     "ColwiseParallel",
     "ParallelPlan",
+    "PositionParallel",
+    "PrepareInput",
+    "PrepareOutput",
     "RowwiseParallel",
     "VocabParallel",
     "lay_out_batch",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from ..config import ModelConfig
 from ..degrees import check_head_degrees
-from ..llama.config import LlamaConfig
 from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
@@ -108,7 +108,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    model: LlamaConfig
+    model: ModelConfig
     """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
@@ -171,11 +171,13 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
     return dp, cp, tp
 
 
-def settled_plan(plan: PlanConfig, model: LlamaConfig, *, cp: int, tp: int) -> PlanConfig:
+def settled_plan(plan: PlanConfig, model: ModelConfig, *, cp: int, tp: int) -> PlanConfig:
     """The plan with what follows from the mesh. Raises ValueError for heads that it cannot cut."""
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
-        check_head_degrees({"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}, cp=cp, tp=tp)
+        check_head_degrees(
+            {name: size for name, size in model.parallel_sizes.items() if name.endswith("heads")}, cp=cp, tp=tp
+        )
     return replace(plan, context=context)
 
 

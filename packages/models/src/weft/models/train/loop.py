@@ -17,9 +17,9 @@ from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of, reshard
 
 from ..estimate import Collectives, collectives
+from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
-from ..llama.model import Llama
 from ..parallel import Batch, lay_out_batch, parallelize
 from ..terminal import printable
 from .config import Run
@@ -92,12 +92,12 @@ class _Trainer:
         self.report = Report(speaks=self.rank == 0)
         self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
-            model = Llama(run.config.model)
+            model = make_model(run.config.model)
         self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
         self.predicted = collectives(model, self.mesh, self.plan)
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         if run.config.compile:
-            for layer in self.model.layers:  # type: ignore[union-attr]
+            for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
         self._optimizer = make_optimizer(self.model, run.config.optimizer)
@@ -210,7 +210,7 @@ class _Trainer:
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
         with torch.device("meta"):
-            model: nn.Module = Llama(self._config.model)
+            model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
         with torch.no_grad():

@@ -7,7 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
-from ..llama.config import check_tensor_parallel
+from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from .config import MeshConfig, Run, TrainConfig
 from .recipes import recipe
