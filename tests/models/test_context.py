@@ -299,19 +299,21 @@ class Wrapper(torch.nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def wrapped() -> Tensor:
+def wrapped(merged: bool) -> Tensor:
     grid = ProcessMesh.grid(cp=2)
     model = Wrapper()
-    tensor = {f"inner.{pattern}": style for pattern, style in model.inner.parallel_plan().tensor.items()}
-    plan = ParallelPlan(tensor=tensor, context="all_gather")
-    parallelize(model, grid, plan)
-    laid = lay_out_batch(grid, plan, batch(8)["tokens"])
+    own = replace(model.inner.parallel_plan(), context="all_gather")
+    tensor = {f"inner.{pattern}": style for pattern, style in own.tensor.items()}
+    whole_plan = ParallelPlan(tensor=tensor, context="all_gather")
+    parallelize(model, grid, ParallelPlan.merge({"": ParallelPlan(), "inner": own}) if merged else whole_plan)
+    laid = lay_out_batch(grid, own, batch(8)["tokens"])
     return laid.as_read(to_global(model(laid.tokens, KEY, positions=laid.positions))).detach()
 
 
-def test_a_module_around_a_model_hands_the_order_on(pool: Any) -> None:
+@pytest.mark.parametrize("merged", [False, True], ids=["one-plan", "merged"])
+def test_a_module_around_a_model_hands_the_order_on(merged: bool, pool: Any) -> None:
     expected = make()(batch(8)["tokens"]).detach()
-    for logits in pool.run(wrapped, ranks=2):
+    for logits in pool.run(wrapped, merged, ranks=2):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
