@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
+    from .communication import Communication
     from .generation import generate, stream
     from .initialization import initialize
     from .llama.config import Llama3RopeScaling, LlamaConfig
     from .llama.model import Llama
     from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
     from .patching import Patch, patch
+    from .recording import record
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
     "save_pretrained": ".checkpoint",
+    "Communication": ".communication",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
@@ -33,9 +36,11 @@ _HOMES = {
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "record": ".recording",
 }
 __all__ = [
     "ColwiseParallel",
+    "Communication",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
@@ -48,6 +53,7 @@ __all__ = [
     "initialize",
     "parallelize",
     "patch",
+    "record",
     "save_pretrained",
     "stream",
 ]

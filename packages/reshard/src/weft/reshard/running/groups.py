@@ -13,7 +13,7 @@ from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
 from .rendezvous import PREFIX
-from .worlds import Positions, processes, world
+from .worlds import Positions, world
 
 RANKS = "ranks"  # how the name of a group begins that tells its ranks
 

@@ -16,7 +16,9 @@ from weft.mesh import ProcessMesh
 from . import dynamo
 from .rendezvous import make_group
 
-Positions = Sequence[int]  # of the members of a group along the axes of a mesh, major first; a range where they are in order
+Positions = Sequence[
+    int
+]  # of the members of a group along the axes of a mesh, major first; a range where they are in order
 
 
 class World(Protocol):
@@ -73,7 +75,7 @@ class Processes:
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
         group = self.group_of_ranks(tuple(sorted(part)))
-        self.axes.setdefault(group.group_name, part.axis_names)
+        self.axes.setdefault(group.group_name, wide_axes(part))
         return group
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -85,13 +87,22 @@ class Processes:
         return self._groups[ranks]
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
-        position = {rank: i for i, rank in enumerate(part)}  # torch sorts the ranks of a group, a mesh has them in any order
+        position = {
+            rank: i for i, rank in enumerate(part)
+        }  # torch sorts the ranks of a group, a mesh has them in any order
         found = [position[rank] for rank in dist.get_process_group_ranks(group)]
         return range(len(found)) if found == list(range(len(found))) else found
 
     def _check(self, what: object, rank: int) -> None:
         if rank >= self.size:
-            raise ValueError(f"{what} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1})")
+            raise ValueError(
+                f"{what} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1})"
+            )
+
+
+def wide_axes(mesh: ProcessMesh) -> tuple[str, ...]:
+    """The axes along which there is more than one rank."""
+    return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)
