@@ -75,7 +75,7 @@ class Recorded:
         parts = [mesh.submesh(self.rank, axis) for axis in mesh.axis_names]
         names: list[Any] = [self.group_of(part).group_name for part in parts if part is not None]
         made._dim_group_names = names  # for DTensor's own ops
-        made._thread_id = UNLIKE - self.rank
+        made.content = mesh, device_type, self.rank
         return made
 
     def group_of(self, part: ProcessMesh) -> _Group:
@@ -111,10 +111,22 @@ def _ranks_of(mesh: ProcessMesh) -> Tensor:
 
 
 class _Mesh(DeviceMesh):  # type: ignore[misc]
-    """A DeviceMesh whose groups are those of the world that is entered: torch may keep it, and give it to a later recording.
+    """A DeviceMesh whose groups are those of the world that is entered.
 
     torch makes one without groups by `_init_backend=False` alone, and for a rank that is not the process's by `_rank`.
+    torch keeps what it found for a mesh, and gives it to an equal one: so this one equals none of a real world, and those of
+    other recordings by their content. DeviceMesh itself compares all ranks.
     """
+
+    content: tuple[ProcessMesh, str, int]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Mesh):
+            return False
+        return self is other or (self.content, self._thread_id) == (other.content, other._thread_id)
+
+    def __hash__(self) -> int:
+        return hash((self.content, self._thread_id))
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
         here = world()
