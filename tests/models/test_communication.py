@@ -28,9 +28,10 @@ from weft.models import (
 from weft.models.communication import Communication, Entry
 from weft.models.layers import Embedding, Linear
 from weft.models.train.observe import CollectiveCount
-from weft.models.train.step import find_gradients
-from weft.reshard import GradientSync, Slice, distribute, plan, reshard
+from weft.reshard import Slice, distribute, plan, reshard
 from weft.reshard.running.recording import recording
+
+from tests.models.stepping import observed_step
 
 CONFIG = LlamaConfig(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=8, num_kv_heads=8, max_seq_len=32
@@ -88,16 +89,7 @@ def own_model(dp: int, tp: int) -> tuple[Communication, Communication]:
         )
         for i in range(2)
     )
-    issued: dict[Any, Any] = {}
-    with CollectiveCount() as count:
-        find_gradients(
-            model,
-            lambda: squared(model(tokens), target),
-            GradientSync(model),
-            clip_norm=1.0,
-            ended=lambda phase: issued.update({phase: count.take()}),
-        )
-    return recorded, Communication.of(issued)
+    return recorded, observed_step(model, lambda: squared(model(tokens), target), clip_norm=1.0)[1]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4), (4, 1)])
@@ -126,7 +118,7 @@ def hidden() -> list[tuple[Counter[str], Counter[str]]]:
                 ones = torch.ones(4, 4, device=device)
                 rows, columns = (distribute(ones, Layout(mesh, {"tp": Shard(dim)})) for dim in (0, 1))
                 act(rows, columns)
-                issued.append(seen.take())
+                issued.append(seen.take_each())
         results.append(tuple(issued))
     return results
 
@@ -172,7 +164,7 @@ def test_the_bytes_of_a_reshard_are_those_of_its_plan() -> None:
             with recording(mesh, rank) as recorded:
                 x = distribute(torch.empty(16, 24, device="meta"), Layout(mesh, src))
                 reshard(x, placements=dst)
-                taken = recorded.take()
+                taken = recorded.take_each()
             steps = plan(Layout(mesh, src), Layout(mesh, dst), (16, 24), torch.float32)
             assert sum(each.nbytes for each in taken) == steps.received_bytes(rank), (src, dst, rank)
             assert len(taken) == sum(not isinstance(step, Slice) for step in steps.steps)

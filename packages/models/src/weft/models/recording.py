@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
-from weft.mesh import ProcessMesh
+from weft.mesh import Layout, ProcessMesh, Shard
 from weft.mesh.process_mesh import as_mesh
 from weft.reshard import GradientSync, distribute
 from weft.reshard.running.gradients import BUCKET_BYTES
@@ -20,8 +20,10 @@ from weft.reshard.running.issued import Collective
 from weft.reshard.running.recording import recording
 
 from .communication import Communication, Phase
-from .parallel import ParallelPlan, parallelize
-from .train.step import batch_layout, find_gradients
+from .parallel import ParallelPlan, lay_out_batch, parallelize
+from .parallel.parallelize import own_plan
+from .parallel.styles import DATA_AXIS
+from .train.step import find_gradients
 
 Criterion = Callable[[Any, Tensor], Tensor]
 
@@ -44,7 +46,8 @@ def record(
     gradients' buckets; its collectives are recorded where they would start. So it holds for any module, plan and criterion
     that would run: what comes out is what the program itself asks for.
     model: not parallel yet, on any device; it is left as it is. plan: the model's own where None.
-    batch: the global shape [B, T] of tokens and targets, int64, or the two tensors, of which shapes and dtypes are used.
+    batch: the global shape [B, T] of tokens and targets, int64, or the two tensors, of which shapes and dtypes are used; they
+    are laid out by `lay_out_batch`, and others than [B, T] by rows over "dp".
     criterion: of the model's output and the targets, a scalar; the mean cross-entropy over all tokens where None.
     inputs: what else the model is called with, by name, as `dropout_key`. clip_norm: as of the step, which then asks for the norm.
     Cost: a step's host time on one rank. It does not grow with the ranks of the mesh. A rank outside communicates nothing.
@@ -59,16 +62,16 @@ def record(
     compute = _mean_cross_entropy if criterion is None else criterion
     issued: dict[Phase, list[Collective]] = {}
     with recording(mesh, rank) as recorded, torch.device("meta"):
+        plan = own_plan(model) if plan is None else plan
         parallel = parallelize(_without_data(model), mesh, plan)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes)
-        if mesh.size > 1:
-            tokens, targets = (distribute(each, batch_layout(mesh)) for each in (tokens, targets))
+        laid, target, named = _laid_out(mesh, plan, tokens, targets)
 
         def ended(phase: Phase) -> None:
-            issued[phase] = recorded.take()
+            issued[phase] = recorded.take_each()
 
         def loss() -> Tensor:
-            return compute(parallel(tokens, **(inputs or {})), targets)
+            return compute(parallel(laid, **named, **(inputs or {})), target)
 
         find_gradients(parallel, loss, sync, clip_norm=clip_norm, ended=ended)
         sync.close()
@@ -77,6 +80,20 @@ def record(
 
 def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits, targets, denominator=float(math.prod(targets.shape)))
+
+
+def _laid_out(
+    mesh: ProcessMesh, plan: ParallelPlan, tokens: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Tokens and targets on the mesh, and what the model is given beside them: other than [B, T], rows over "dp" alone."""
+    if tokens.ndim == 2 and tokens.shape == targets.shape:
+        laid = lay_out_batch(mesh, plan, tokens, targets)
+        assert laid.targets is not None, "they were given"
+        return laid.tokens, laid.targets, {} if laid.positions is None else {"positions": laid.positions}
+    if mesh.size == 1:
+        return tokens, targets, {}
+    rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
+    return distribute(tokens, rows), distribute(targets, rows), {}
 
 
 def _shapes_alone(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
-from weft.mesh import ProcessMesh, derive_key
+from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.issued import Collective
 
 from ..communication import Communication, Phase
+from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
-from ..llama.model import Llama
-from ..parallel import parallelize
+from ..parallel import Batch, lay_out_batch, parallelize
 from ..recording import record
 from ..terminal import printable
 from .config import Run
@@ -31,7 +31,7 @@ from .observe import CollectiveCount
 from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report, next_steps
 from .results import Results
-from .step import Found, batch_layout, find_gradients, laid_out, local_value, whole_loss
+from .step import Found, find_gradients, local_value, whole_loss
 
 SAMPLE_TOKENS = 60
 
@@ -41,7 +41,7 @@ class TrainingError(RuntimeError):
 
 
 def train(run: Run, device: torch.device) -> None:
-    """Trains on this process's part of the mesh dp x tp, which is the whole world; rank 0 prints and writes.
+    """Trains on this process's part of the mesh dp x cp x tp, which is the whole world; rank 0 prints and writes.
 
     Communication: that of `find_gradients`, in every step.
     Raises TrainingError, on every rank, where the loss is not finite.
@@ -92,15 +92,15 @@ class _Trainer:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
         self.report = Report(speaks=self.rank == 0)
-        self.mesh = ProcessMesh.grid(dp=run.dp, tp=run.tp)
+        self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
-            model = Llama(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), sequence=run.config.sequence_parallel)
+            model = make_model(run.config.model)
+        self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
         self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         if run.config.compile:
-            for layer in self.model.layers:  # type: ignore[union-attr]
+            for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
         self._optimizer = make_optimizer(self.model, run.config.optimizer)
@@ -109,7 +109,8 @@ class _Trainer:
         self._batches = Batches(
             run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
         )
-        self._rows = batch_layout(self.mesh).local_slices(self._shape, self.rank)[0]
+        self._layout = Layout(self.mesh, {"dp": Shard(0)})
+        self._rows = self._layout.local_slices(self._shape, self.rank)[0]
         self.issued: dict[Phase, list[Collective]] = {}
         self._taken: list[_Taken] = []
         self._read_at = time.perf_counter()
@@ -119,14 +120,17 @@ class _Trainer:
 
         The host waits for no device: `read` brings the numbers.
         """
-        tokens, target = self._laid_out(self._batches.batch(step, self._rows), self._shape)
+        laid = self._laid_out(self._batches.batch(step, self._rows), self._shape)
+        inputs = {"dropout_key": self._dropout_key(step), "positions": laid.positions}
+        assert laid.targets is not None, "they were given"
+        targets = laid.targets
 
         def loss() -> Tensor:
-            return self._criterion(self.model(tokens, dropout_key=self._dropout_key(step)), target)
+            return self._criterion(self.model(laid.tokens, **inputs), targets)
 
         def ended(phase: Phase) -> None:
             if count is not None:
-                self.issued[phase] = count.take()
+                self.issued[phase] = count.take_each()
 
         clip_norm = self._config.optimizer.clip_norm
         found = find_gradients(self.model, loss, self._sync, clip_norm=clip_norm, ended=ended)
@@ -176,7 +180,7 @@ class _Trainer:
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
 
-        Communication: for each batch the model's own forward, and the sum of the losses over "dp".
+        Communication: for each batch the model's own forward, and the sum of the losses over "dp" and "cp".
         """
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
@@ -184,10 +188,11 @@ class _Trainer:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # without gradients it would be compiled anew
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
-                rows = batch_layout(self.mesh).local_slices(shape, self.rank)[0]
+                rows = self._layout.local_slices(shape, self.rank)[0]
                 batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
-                tokens, target = self._laid_out(batch, shape)
-                loss = cross_entropy(self.model(tokens), target, denominator=float(count * T))
+                laid = self._laid_out(batch, shape)
+                logits = self.model(laid.tokens, positions=laid.positions)
+                loss = cross_entropy(logits, laid.targets, denominator=float(count * T))
                 total += local_value(whole_loss(loss))
         self.model.train()
         return total.item()
@@ -217,15 +222,15 @@ class _Trainer:
             clip_norm=self._config.optimizer.clip_norm,
         )
 
-    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
         """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
-        tokens, target = (laid_out(part.to(self._device), self.mesh, shape) for part in batch)
-        return tokens, target
+        tokens, targets = (part.to(self._device) for part in batch)
+        return lay_out_batch(self.mesh, self.plan, tokens, targets, rows=shape[0])
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
         with torch.device("meta"):
-            model: nn.Module = Llama(self._config.model)
+            model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
         with torch.no_grad():

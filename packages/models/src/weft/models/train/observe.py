@@ -41,10 +41,14 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def issued(self) -> Counter[str]:
-        """By kind, since the last `take`."""
+        """By kind, what was issued since it was taken last."""
         return Counter(each.kind for each in self._seen)
 
-    def take(self) -> list[Collective]:
+    def take(self) -> Counter[str]:
+        """By kind, what was issued since the last call."""
+        return Counter(each.kind for each in self.take_each())
+
+    def take_each(self) -> list[Collective]:
         """What was issued since the last call, in order."""
         taken, self._seen = self._seen, []
         return taken

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import GradientSync, reshard
-from weft.reshard.running.dtensor import wrap
 
 from ..communication import Phase
 from .optimizer import clip_gradients
-
-DATA_AXIS = "dp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +51,6 @@ def find_gradients(
 def whole_loss(loss: Tensor) -> Tensor:
     """The loss of all ranks, on every rank, from this rank's part. Communication: the sum, over the axes that shard the tokens."""
     return reshard(loss) if isinstance(loss, DTensor) else loss
-
-
-def batch_layout(mesh: ProcessMesh) -> Layout:
-    """How tokens and targets [B, T] lie: the rows over the axis of data."""
-    return Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
-
-
-def laid_out(local: Tensor, mesh: ProcessMesh, shape: tuple[int, ...]) -> Tensor:
-    """This rank's part of a batch of the global `shape` as a part of it; on one process itself."""
-    return local if mesh.size == 1 else wrap(local, batch_layout(mesh), shape)
 
 
 def local_value(scalar: Tensor) -> Tensor:

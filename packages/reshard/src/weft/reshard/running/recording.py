@@ -50,7 +50,7 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
 
 
 class Recorded:
-    """A rank whose collectives are recorded: `take()` gives those since it was last called, in order."""
+    """A rank whose collectives are recorded: `take_each()` gives those since it was last called, in order."""
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
         self.rank, self.size, self.device_type = rank, mesh.size, "cpu"
@@ -65,7 +65,7 @@ class Recorded:
         """Notes a collective."""
         self._issued.append(Collective(kind, self.axes[group.group_name], nbytes))
 
-    def take(self) -> list[Collective]:
+    def take_each(self) -> list[Collective]:
         """What was issued since the last call."""
         taken, self._issued = self._issued, []
         return taken
