@@ -72,9 +72,10 @@ def _hook_outputs(module: nn.Module, name: str, style: PrepareOutput, mesh: Proc
                 f"{name!r} returned a {type(output).__name__}, and its plan prepares several outputs; write "
                 f'PrepareOutput({{"tp": …}}) for one'
             )
+        outputs: Any = changed
         for where, (axes, words) in wanted.items():
             try:
-                changed[where] = _bring(changed[where], axes, words, mesh)
+                outputs[where] = _bring(outputs[where], axes, words, mesh)
             except (KeyError, IndexError, TypeError):
                 raise ValueError(f"{name!r} returned no output {where!r}, which its plan prepares") from None
         if isinstance(output, tuple):
