@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import attention, cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.models import ColwiseParallel, LlamaConfig, ParallelPlan, generate, parallelize
+from weft.models.checks import check_tensor_parallel
 from weft.models.estimate import collectives
-from weft.models.llama.config import check_tensor_parallel
 from weft.models.parallel.layouts import few_heads
 from weft.models.parallel.resolve import resolve
 from weft.models.train.observe import CollectiveCount

@@ -25,8 +25,8 @@ from weft.models import (
     initialize,
     parallelize,
 )
+from weft.models.checks import check_tensor_parallel
 from weft.models.estimate import collectives
-from weft.models.llama.config import check_tensor_parallel
 from weft.models.parallel.resolve import resolve
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard

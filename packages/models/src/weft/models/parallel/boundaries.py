@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, MutableMapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
 from weft.mesh.refinement import axes_of
 from weft.reshard import layout_of, reshard
+from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 
 from .plan import ParallelPlan
-from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
+from .styles import TENSOR_AXIS, ColwiseParallel, PositionParallel, RowwiseParallel, Style, VocabParallel
 
 TOKENS_DIM = 1  # activations are [B, T, ...]
 Called = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments that a module is called with
@@ -59,6 +60,8 @@ def hook(
     for each, style in styles.items():
         if isinstance(style, RowwiseParallel | VocabParallel) and each not in left:
             modules[each].register_forward_hook(_leave(stream))
+        if isinstance(style, PositionParallel) and plan.sequence:
+            _before(modules[each], partial(_cut_positions, modules[each]))
     if not plan.loss_parallel:
         modules[name].register_forward_hook(_leave("R"))
 
@@ -98,6 +101,20 @@ class _Entrance:
     def close(self, *_: object) -> None:
         """Called when the parent returns, so that no activation outlives it."""
         self._outside = self._entered = None
+
+
+def _cut_positions(module: nn.Module, positions: Any) -> Any:
+    """Positions enter an embedding whose output is added to a sequence-parallel stream. Nothing moves."""
+    weight = module.weight
+    return _along_tokens(positions, weight) if isinstance(weight, DTensor) else positions
+
+
+@in_graph
+def _along_tokens(positions: Tensor, beside: DTensor) -> DTensor:
+    """positions [..., T], cut on the tokens over the tensor axis of `beside`'s mesh."""
+    if not isinstance(positions, DTensor):  # a plain one counts as replicated
+        positions = wrap(positions, Layout(layout_of(beside).mesh), positions.shape)
+    return reshard(positions, placements=_replaced(layout_of(positions), f"S({positions.ndim - 1})"))
 
 
 @in_graph

@@ -13,6 +13,7 @@ from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 
 from .axes import check_axes
 from .boundaries import hook
+from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
@@ -64,6 +65,8 @@ def parallelize(
     if mesh.size == 1:
         return model
     styles = styles_of(model, parts)
+    for part in parts:
+        check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -76,6 +79,8 @@ def parallelize(
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
             hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
+    for part in parts:
+        hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model

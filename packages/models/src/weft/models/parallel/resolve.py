@@ -13,6 +13,7 @@ from .plan import ParallelPlan
 from .styles import (
     TENSOR_AXIS,
     ColwiseParallel,
+    PositionParallel,
     Preparation,
     PrepareInput,
     PrepareOutput,
@@ -184,7 +185,7 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
     """Raises ValueError for a style that a module of this kind cannot have."""
     if isinstance(style, Preparation):
         return
-    kind = nn.Embedding if isinstance(style, VocabParallel) else nn.Linear
+    kind = nn.Embedding if isinstance(style, VocabParallel | PositionParallel) else nn.Linear
     if not isinstance(module, kind):
         raise ValueError(
             f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(module).__name__}; "

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.mesh import Placement, as_placement
 
-TENSOR_AXIS = "tp"
+DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp", "cp", "tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,14 @@ class RowwiseParallel:
 @dataclass(frozen=True, slots=True)
 class VocabParallel:
     """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionParallel:
+    """An embedding of positions, [T] or [B, T], whole; with `sequence` its input is cut along the tokens, as what it is added to.
+
+    Each rank then looks up the positions of its own tokens, and the table's gradient is Partial.
+    """
 
 
 Placed = Mapping[str, Any]  # by the name of an axis: a placement of ours, of torch's, or its text
@@ -94,7 +102,7 @@ class PrepareOutput:
         return f"PrepareOutput({shown.get(None, shown)})"
 
 
-Style = ColwiseParallel | RowwiseParallel | VocabParallel
+Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel
 Preparation = PrepareInput | PrepareOutput
 
 
@@ -106,7 +114,7 @@ def as_styles(pattern: str, given: object) -> tuple[Style | Preparation, ...]:
             made = f"; write {style.__name__}()" if isinstance(style, type) and issubclass(style, Style) else ""
             raise ValueError(
                 f"plan pattern {pattern!r} is given {style!r}, which is no style: ColwiseParallel(), RowwiseParallel(), "
-                f"VocabParallel(), PrepareInput(…), PrepareOutput(…), or several of them{made}"
+                f"VocabParallel(), PositionParallel(), PrepareInput(…), PrepareOutput(…), or several of them{made}"
             )
     return styles
 
