@@ -17,7 +17,7 @@ from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
-from .resolve import parts_of, styles_of
+from .resolve import parts_of, parts_with, styles_of
 from .styles import TENSOR_AXIS
 
 _ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
@@ -65,7 +65,8 @@ def parallelize(
     if mesh.size == 1:
         return model
     styles = styles_of(model, parts)
-    for part in parts:
+    attending = parts_with(parts, "context")
+    for part in attending:
         check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -79,7 +80,7 @@ def parallelize(
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
             hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
-    for part in parts:
+    for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
