@@ -17,7 +17,7 @@ from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
-from .resolve import Part, parts_of, styles_of
+from .resolve import parts_of, parts_with, styles_of
 from .styles import TENSOR_AXIS
 
 _ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
@@ -65,8 +65,9 @@ def parallelize(
     if mesh.size == 1:
         return model
     styles = styles_of(model, parts)
-    for part in parts:
-        check_context(model.get_submodule(part.name), mesh, part.plan, _within(model, part, parts))
+    attending = parts_with(parts, "context")
+    for part in attending:
+        check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -79,17 +80,11 @@ def parallelize(
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
             hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
-    for part in parts:
-        hook_context(model.get_submodule(part.name), mesh, part.plan, _within(model, part, parts))
+    for part in attending:
+        hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
-
-
-def _within(model: nn.Module, part: Part, parts: list[Part]) -> list[nn.Module]:
-    """The modules of other parts that are within that one."""
-    prefix = f"{part.name}." if part.name else ""
-    return [model.get_submodule(each.name) for each in parts if each is not part and each.name.startswith(prefix)]
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:
