@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .llama.config import LlamaConfig
     from .llama.model import Llama
     from .parallel import (
+        Batch,
         ColwiseParallel,
         ParallelPlan,
         PositionParallel,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         PrepareOutput,
         RowwiseParallel,
         VocabParallel,
+        lay_out_batch,
         parallelize,
     )
     from .patching import Patch, patch
@@ -39,6 +41,7 @@ _HOMES = {
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
+    "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
     "PositionParallel": ".parallel",
@@ -46,6 +49,7 @@ _HOMES = {
     "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
+    "lay_out_batch": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
@@ -57,6 +61,7 @@ _HOMES = {
 }
 __all__ = [
     "GPT",
+    "Batch",
     "ColwiseParallel",
     "DynamicRopeScaling",
     "GPTConfig",
@@ -77,6 +82,7 @@ __all__ = [
     "from_pretrained",
     "generate",
     "initialize",
+    "lay_out_batch",
     "parallelize",
     "patch",
     "save_pretrained",

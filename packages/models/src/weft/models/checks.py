@@ -46,11 +46,20 @@ def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
 
 
 def check_tensor_parallel(config: Cut, ways: int) -> None:
-    """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work."""
-    sizes = config.parallel_sizes
-    misfits = [f"{name} {size}" for name, size in sizes.items() if size % ways]
+    """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work.
+
+    Key heads are fewer than `ways` where they divide it: each then lies on several ranks.
+    """
+    misfits = _misfits(config, ways)
     if misfits:
-        works = [n for n in range(1, min(sizes.values()) + 1) if not any(size % n for size in sizes.values())]
+        works = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
         raise ValueError(
             f"tp={ways} does not divide {' and '.join(misfits)}; degrees that work: {', '.join(map(str, works))}"
         )
+
+
+def _misfits(config: Cut, ways: int) -> list[str]:
+    sizes = config.parallel_sizes.items()
+    return [
+        f"{name} {size}" for name, size in sizes if size % ways and not (name == "num_kv_heads" and ways % size == 0)
+    ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
+from weft.kernels.order import Runs
 
 
 class Linear(nn.Linear):
@@ -91,14 +92,16 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name = p, name
 
-    def forward(self, input: Tensor, key: int | Tensor | None) -> Tensor:
+    def forward(self, input: Tensor, key: int | Tensor | None, order: Runs | None = None) -> Tensor:
         """[...] -> [...]; the input itself where p is 0, and in eval mode.
 
-        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU.
-        Raises RuntimeError where elements are to be dropped and it is None.
+        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order: as of `kernels.dropout`.
+        Raises RuntimeError where elements are to be dropped and the key is None.
         """
         options = self.options(key)
-        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name) if options else input
+        if not options:
+            return input
+        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name, order=order)
 
     def options(self, key: int | Tensor | None) -> dict[str, Any]:
         """What `kernels.attention` is given, which drops its weights itself; nothing where p is 0, and in eval mode.
@@ -146,9 +149,10 @@ class DotProductAttention(nn.Module):
         dropout_key: int | Tensor | None = None,
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        order: Runs | None = None,
     ) -> Tensor:
         """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`."""
-        options = {"window": self.window, "scale": self.scale, "documents": documents, "cache": cache}
+        options = {"window": self.window, "scale": self.scale, "documents": documents, "cache": cache, "order": order}
         options |= self.dropout.options(dropout_key)
         return kernels.attention(query, key, value, head_dim=self.head_dim, **options)
 

@@ -46,4 +46,4 @@ def backward(
 
 def _heads(x: Tensor, head_dim: int | None) -> Tensor:
     """[..., heads * D] -> [..., heads, D]; all of the last dim is one row without a head_dim."""
-    return x if head_dim is None else x.unflatten(-1, (x.shape[-1] // head_dim, head_dim))
+    return x if head_dim is None else x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)

@@ -1,10 +1,12 @@
 """Parallel plans and what carries them out."""
 
+from .batch import Batch, lay_out_batch
 from .parallelize import parallelize
 from .plan import ParallelPlan
 from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
 
 __all__ = [
+    "Batch",
     "ColwiseParallel",
     "ParallelPlan",
     "PositionParallel",
@@ -12,5 +14,6 @@ __all__ = [
     "PrepareOutput",
     "RowwiseParallel",
     "VocabParallel",
+    "lay_out_batch",
     "parallelize",
 ]

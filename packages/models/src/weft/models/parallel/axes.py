@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from weft.mesh import ProcessMesh
 
-from .styles import TENSOR_AXIS
+from .styles import CONTEXT_AXIS, TENSOR_AXIS
 
 DATA_AXES = ("dp", "data", "batch", "replica", "shard")
-CONTEXT_AXIS = "cp"
 _KNOWN = (*DATA_AXES, CONTEXT_AXIS, TENSOR_AXIS)
 
 

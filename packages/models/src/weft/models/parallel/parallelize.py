@@ -13,7 +13,8 @@ from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 
 from .axes import check_axes
 from .boundaries import hook
-from .layouts import check_units, has_tensor_axis, parameter_layouts
+from .context import check_context, hook_context
+from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
 from .resolve import parts_of, styles_of
@@ -64,8 +65,8 @@ def parallelize(
     if mesh.size == 1:
         return model
     styles = styles_of(model, parts)
-    if has_tensor_axis(mesh):
-        check_units(model, styles, mesh.axis_size(TENSOR_AXIS))
+    for part in parts:
+        check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -78,6 +79,8 @@ def parallelize(
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
             hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
+    for part in parts:
+        hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 from .styles import Preparation, Style, as_styles
+
+Context = Literal["all_gather", "ulysses"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,17 +20,31 @@ class ParallelPlan:
         styles, of which one says how parameters lie and others prepare inputs and outputs. "" is the model itself.
     sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
         become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
+    context: tokens that are sharded over "cp" attend to those of all ranks: "all_gather" gathers their keys and values,
+        "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
+        no tokens that are sharded so.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
+    recompute: what backward computes again in place of keeping it, block by block.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
     Raises ValueError for what is no style, and for parts beside anything else.
     """
 
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
     sequence: bool = False
+    context: Context | None = None
     loss_parallel: bool = True
+    recompute: Recompute = "none"
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.context is not None and self.context not in get_args(Context):
+            raise ValueError(
+                f"ParallelPlan: context is {self.context!r}; it must be None or one of {', '.join(map(repr, get_args(Context)))}"
+            )
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
+            )
         for pattern, given in self.tensor.items():
             as_styles(pattern, given)
         if not self.parts:

@@ -115,6 +115,8 @@ def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) 
                 f"{_nearest(pattern, list(names))}"
             )
         for name in found:
+            if any(name.startswith(f"{outer}.") for outer in found):
+                continue  # a wildcard is of the outermost modules that it matches
             within = dict(names[name].named_modules(remove_duplicate=False))
             yield from ((_join(name, below), own) for below, own in _flat(names[name], within, part))
 

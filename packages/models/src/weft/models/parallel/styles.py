@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.mesh import Placement, as_placement
 
-TENSOR_AXIS = "tp"
+DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp", "cp", "tp"
 
 
 @dataclass(frozen=True, slots=True)
