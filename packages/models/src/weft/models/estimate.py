@@ -12,6 +12,7 @@ from weft.reshard.running.gradients import BUCKET_BYTES
 from .parallel.boundaries import column_siblings
 from .parallel.layouts import has_tensor_axis, parameter_layouts
 from .parallel.plan import ParallelPlan, resolve
+from .parallel.recompute import blocks_of
 from .parallel.styles import TENSOR_AXIS, ColwiseParallel, Style
 
 PHASES = ("forward", "backward", "gradients")
@@ -38,6 +39,17 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
         if plan.sequence:
             counts["forward"]["all-gather"] += entrances
             counts["backward"]["all-gather"] += exits
+        if plan.recompute == "full":  # a block's forward again, but for the reduction that ends it
+            blocks = [f"{name}." for name in blocks_of(model, plan)]
+            again = sum(
+                not isinstance(style, ColwiseParallel) and name.startswith(tuple(blocks))
+                for name, style in styles.items()
+            )
+            counts["backward"][reduction] += again - len(blocks)
+            if plan.sequence:
+                counts["backward"]["all-gather"] += sum(
+                    f"{name}.".startswith(tuple(blocks)) for name in column_siblings(styles)
+                )
         counts["forward"]["all-gather"] += 1  # the logits where they are made whole, or the loss's statistics
     counts["forward"]["all-reduce"] += bool(_data_axes(mesh))
     early, late = _gradient_buckets(model, mesh, plan, styles)

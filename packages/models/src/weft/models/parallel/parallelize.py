@@ -11,6 +11,7 @@ from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 from .boundaries import hook
 from .layouts import check_units, has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan, resolve
+from .recompute import recompute
 from .styles import TENSOR_AXIS
 
 
@@ -25,7 +26,7 @@ def parallelize(
 
     plan: the model's own where None. device_mesh: torch's name for the mesh; give one of the two.
     Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
-    model is left as it is. Give it tokens as a DTensor, sharded over the data axes; plain tokens count as replicated.
+    parameters are left as they are. Give it tokens as a DTensor, sharded over the data axes; plain tokens count as replicated.
     Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
     row- or vocab-parallel layer one reduction of its output, and in the backward one for every input that
     column-parallel layers share.
@@ -38,6 +39,7 @@ def parallelize(
     if plan is None:
         plan = model.parallel_plan()  # type: ignore[operator]
     styles = resolve(model, plan)  # a mistake in the plan is one on any mesh
+    recompute(model, plan)
     if mesh.size == 1:
         return model
     if has_tensor_axis(mesh):

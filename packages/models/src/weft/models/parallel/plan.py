@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -23,13 +23,16 @@ class ParallelPlan:
     sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
         become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
-    recompute: what backward computes again in place of keeping it, block by block.
+    recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
+        its products by weights and what was communicated. The bits are the same.
+    blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
     """
 
     tensor: Mapping[str, Style] = field(default_factory=dict)
     sequence: bool = False
     loss_parallel: bool = True
     recompute: Recompute = "none"
+    blocks: tuple[str, ...] = ("layers.*",)
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):
@@ -55,10 +58,9 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     for pattern, style in plan.tensor.items():
         names = [name for name in modules if name and fnmatchcase(name, pattern)]
         if not names:
-            near = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
             raise ValueError(
                 f"plan pattern {pattern!r} matches no module of {type(model).__name__}; "
-                f"the nearest names are {', '.join(near) or ', '.join(list(modules)[1:4])}"
+                f"the nearest names are {nearest(pattern, list(modules)[1:])}"
             )
         for name in names:
             earlier, other = styles.setdefault(name, (pattern, style))
@@ -73,3 +75,8 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
                     f"that style is for {kind.__name__} layers"
                 )
     return {name: styles[name][1] for name in modules if name in styles}
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """For an error: the names that come nearest to a pattern that matches none."""
+    return ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3])
