@@ -17,6 +17,8 @@ from weft.kernels import (
     cross_entropy,
     dropout,
     embedding,
+    gelu,
+    layer_norm,
     linear,
     linear_cross_entropy,
     normal,
@@ -32,6 +34,9 @@ def test_ops_return_tensors() -> None:
     for output in (
         assert_type(linear(x, x), Tensor),
         assert_type(rms_norm(x, x[0]), Tensor),
+        assert_type(rms_norm(x, x[0, :2], head_dim=2), Tensor),
+        assert_type(layer_norm(x, x[0], x[1]), Tensor),
+        assert_type(gelu(x, approximate="tanh"), Tensor),
         assert_type(add(x, x), Tensor),
         assert_type(swiglu(x, x), Tensor),
         assert_type(embedding(target, x), Tensor),

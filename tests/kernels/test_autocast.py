@@ -42,6 +42,11 @@ def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:  # in float32, as on CU
     return F.rms_norm(x.float() if x.dtype != torch.float64 else x, weight.shape, weight, 1e-6)
 
 
+def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # as on CUDA, again
+    wide = [each.float() if each.dtype != torch.float64 else each for each in (x, weight, bias)]
+    return F.layer_norm(wide[0], weight.shape, *wide[1:])
+
+
 def torch_loss(ids: Tensor, logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
@@ -58,6 +63,9 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids), torch_loss, ((6, 5, 8),), CLASSES),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), lambda _, x: torch_dropout(x), ((6, 5, 8),), None),
     "embedding": (kernels.embedding, F.embedding, ((11, 8),), TOKENS),
+    "gelu": (lambda _, x: kernels.gelu(x), lambda _, x: F.gelu(x), ((6, 5, 8),), None),
+    "layer_norm": (lambda _, *operands: kernels.layer_norm(*operands), lambda _, *operands: torch_layer_norm(*operands),
+                   ((6, 5, 8), (8,), (8,)), None),
     "linear": (lambda _, *operands: kernels.linear(*operands), lambda _, *operands: F.linear(*operands),
                ((6, 5, 8), (4, 8), (4,)), None),
     "linear_cross_entropy": (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft import kernels
+from weft.kernels.packing import pack, unpack
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
 
@@ -22,11 +23,27 @@ TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
 OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),
     "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), None, (normal(6, 5, 8), normal(8))),
+    "rms_norm-heads": (lambda _, x, w: kernels.rms_norm(x, w, head_dim=4), None, (normal(6, 5, 8), normal(4))),
+    "layer_norm": (lambda _, *tensors: kernels.layer_norm(*tensors), None, (normal(6, 5, 8), normal(8), normal(8))),
+    "gelu": (lambda _, x: kernels.gelu(x), None, (normal(6, 5, 8),)),
     "rope": (lambda _, x: kernels.rope(x, *TABLES), None, (normal(6, 5, 8),)),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
     "add": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
+    "add-repeated": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(5, 8))),
     "attention": (lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4), None, (normal(6, 5, 8),) * 3),
+    "attention-in-order": (
+        lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4, order=((3, 5), (0, 3))),
+        None,
+        (normal(6, 5, 8),) * 3,
+    ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), None, (normal(6, 5, 8),)),
+    "dropout-in-order": (
+        lambda _, x: kernels.dropout(x, 0.5, KEY, order=((3, 5), (0, 3))),
+        None,
+        (normal(6, 5, 8),),
+    ),
+    "pack": (lambda _, x, y: pack(x, y, parts=2), None, (normal(6, 5, 8), normal(6, 5, 4))),
+    "unpack": (lambda _, x: unpack(x, (4, 2))[0], None, (normal(6, 5, 2, 6),)),
     "embedding": (kernels.embedding, TOKENS, (normal(11, 8),)),
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids, reduction="none"), CLASSES, (normal(6, 5, 8),)),
     "linear_cross_entropy": (

@@ -12,9 +12,11 @@ from weft import kernels
 from weft.kernels.attention import reference as attention
 from weft.kernels.elementwise import reference as elementwise
 from weft.kernels.embedding import reference as embedding
+from weft.kernels.gelu import reference as gelu
+from weft.kernels.layer_norm import reference as layer_norm
 from weft.kernels.matmul import reference as matmul
-from weft.kernels.norm import reference as norm
 from weft.kernels.op import Op
+from weft.kernels.rms_norm import reference as norm
 from weft.kernels.rope import reference as rope
 from weft.kernels.sharded import apply
 from weft.kernels.swiglu import reference as swiglu
@@ -32,6 +34,15 @@ def normal(*shape, dtype=torch.float64, seed=0):
 def rms_norm(x, weight, eps=1e-5):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rms_norm_of_heads(x, weight, head_dim=4):
+    """Qwen 3's form: the heads in a dim of their own."""
+    return rms_norm(x.unflatten(-1, (x.shape[-1] // head_dim, head_dim)), weight).flatten(-2)
+
+
+def torch_layer_norm(x, weight, bias, eps=1e-5):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rotate(x, cos, sin):
@@ -73,14 +84,28 @@ CASES = [
     ("rms_norm-vector", norm, [normal(7), normal(7)], {"eps": 1e-5}, rms_norm),
     ("rms_norm-size-one", norm, [normal(1, 1), normal(1)], {"eps": 1e-5}, rms_norm),
     ("rms_norm-no-rows", norm, [normal(3, 0, 7), normal(7)], {"eps": 1e-5}, rms_norm),
+    ("rms_norm-heads", norm, [normal(2, 5, 12), normal(4)], {"eps": 1e-5, "head_dim": 4}, rms_norm_of_heads),
+    ("rms_norm-no-heads", norm, [normal(2, 5, 0), normal(4)], {"eps": 1e-5, "head_dim": 4}, rms_norm_of_heads),
+    ("layer_norm", layer_norm, [normal(2, 5, 7), normal(7), normal(7, seed=1)], {"eps": 1e-5}, torch_layer_norm),
+    ("layer_norm-no-bias", layer_norm, [normal(2, 5, 7), normal(7), None], {"eps": 1e-5}, torch_layer_norm),
+    ("layer_norm-bias-alone", layer_norm, [normal(2, 5, 7), None, normal(7)], {"eps": 1e-5}, torch_layer_norm),
+    ("layer_norm-x-alone", layer_norm, [normal(2, 5, 7), None, None], {"eps": 0.5}, partial(torch_layer_norm, eps=0.5)),
+    ("layer_norm-vector", layer_norm, [normal(7), normal(7), normal(7)], {"eps": 1e-5}, torch_layer_norm),
+    ("layer_norm-size-one", layer_norm, [normal(1, 1), normal(1), normal(1)], {"eps": 1e-5}, torch_layer_norm),
+    ("layer_norm-no-rows", layer_norm, [normal(3, 0, 7), normal(7), normal(7)], {"eps": 1e-5}, torch_layer_norm),
     ("rope", rope, [normal(2, 5, 3 * 6), *angles(5, 3)], {}, rotate),
     ("rope-rows", rope, [normal(2, 5, 3 * 6), *(torch.stack((t, t.flip(0))) for t in angles(5, 3))], {}, rotate),
     ("rope-no-batch", rope, [normal(5, 2), *angles(5, 1)], {}, rotate),
     ("rope-no-tokens", rope, [normal(2, 0, 6), *angles(0, 3)], {}, rotate),
     ("swiglu", swiglu, [normal(3, 5, 7), normal(3, 5, 7, seed=1)], {}, lambda gate, up: F.silu(gate) * up),
     ("swiglu-empty", swiglu, [normal(3, 0), normal(3, 0)], {}, lambda gate, up: F.silu(gate) * up),
+    ("gelu", gelu, [normal(3, 5, 7)], {}, F.gelu),
+    ("gelu-tanh", gelu, [normal(3, 5, 7)], {"approximate": "tanh"}, partial(F.gelu, approximate="tanh")),
+    ("gelu-empty", gelu, [normal(3, 0)], {}, F.gelu),
     ("add", elementwise, [normal(3, 5, 7), normal(3, 5, 7, seed=1)], {}, torch.add),
     ("add-empty", elementwise, [normal(0, 7), normal(0, 7)], {}, torch.add),
+    ("add-repeated", elementwise, [normal(3, 2, 5, 7), normal(5, 7)], {"repeated": 2}, torch.add),
+    ("add-repeated-no-rows", elementwise, [normal(0, 5, 7), normal(5, 7)], {"repeated": 1}, torch.add),
 ]
 
 
@@ -176,7 +201,11 @@ def test_backward_is_linear_in_the_gradient_and_takes_any_strides(room, tensors,
         torch.testing.assert_close(one, other)
 
 
-LOW = [case for case in CASES if case[0] in ("linear", "rms_norm", "rope", "swiglu", "add", "attention-grouped")]
+LOW_NAMES = (
+    "linear", "rms_norm", "rms_norm-heads", "layer_norm", "layer_norm-no-bias", "rope", "gelu", "gelu-tanh", "swiglu",
+    "add", "add-repeated", "attention-grouped",
+)  # fmt: skip
+LOW = [case for case in CASES if case[0] in LOW_NAMES]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -184,16 +213,18 @@ LOW = [case for case in CASES if case[0] in ("linear", "rms_norm", "rope", "swig
     ("room", "tensors", "options", "oracle"), [pytest.param(*case, id=name) for name, *case in LOW]
 )
 def test_low_precision_errs_no_more_than_eager_torch(room, tensors, options, oracle, dtype):
-    low = [t.to(dtype) if t.dtype == torch.float64 else t for t in tensors]
+    low = [t.to(dtype) if t is not None and t.dtype == torch.float64 else t for t in tensors]
 
     def run(function, tensors):
-        leaves = [t.clone().requires_grad_(i < 1 or room is not rope) for i, t in enumerate(tensors)]
+        leaves = [
+            None if t is None else t.clone().requires_grad_(i < 1 or room is not rope) for i, t in enumerate(tensors)
+        ]
         output = function(*leaves)
         assert output.dtype == tensors[0].dtype
         output.backward(normal(*output.shape, seed=9).to(dtype).to(output.dtype))
-        return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        return [output.detach(), *(leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)]
 
-    truth = run(oracle, [t.double() for t in low])
+    truth = run(oracle, [None if t is None else t.double() for t in low])
     eager = run(oracle, low)
     ours = run(lambda *t: apply(op(room), *t, **options), low)
     for true, other, got in zip(truth, eager, ours, strict=True):
@@ -207,6 +238,17 @@ def test_rms_norm_in_low_precision_is_hugging_faces_to_the_bit():
     assert torch.equal(norm.forward(x, weight, eps=1e-5)[0], rms_norm(x, weight))
 
 
+def test_layer_norm_sums_its_weights_gradients_over_many_rows_to_the_last_bits_of_float32():
+    x, weight, bias, grad = (normal(*shape, dtype=torch.float32) for shape in [(30000, 3), (3,), (3,), (30000, 3)])
+    grad += 0.5  # the sums grow with the rows; added one by one they are 3e-6 off
+    _, saved = layer_norm.forward(x, weight, bias, eps=1e-5)
+    _, dweight, dbias = layer_norm.backward(saved, grad, [False, True, True], eps=1e-5)
+    wide = x.double()
+    normed = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    for found, truth in ((dweight, (normed * grad.double()).sum(0)), (dbias, grad.double().sum(0))):
+        assert float((found - truth).abs().max() / truth.abs().max()) < 3e-7
+
+
 def test_linear_bias_left_out_still_has_its_gradient():
     input, weight, bias = normal(2, 5, 3), normal(7, 3), normal(7)
     output, (dinput, dweight, dbias) = with_gradients(
@@ -217,16 +259,19 @@ def test_linear_bias_left_out_still_has_its_gradient():
     torch.testing.assert_close([dinput, dweight, dbias], wanted)
 
 
-def test_ops_keep_no_more_than_their_inputs_and_a_number_a_row():
-    for room, tensors, options in [
-        (matmul, [normal(5, 3), normal(4, 3), normal(4)], {}),
-        (norm, [normal(5, 3), normal(3)], {"eps": 1e-5}),
-        (swiglu, [normal(5, 3), normal(5, 3)], {}),
-        (elementwise, [normal(5, 3), normal(5, 3)], {}),
+def test_ops_keep_no_more_than_their_inputs_and_the_statistics_of_a_row():
+    for room, tensors, options, statistics in [
+        (matmul, [normal(5, 3), normal(4, 3), normal(4)], {}, 0),
+        (norm, [normal(5, 3), normal(3)], {"eps": 1e-5}, 1),
+        (norm, [normal(5, 6), normal(3)], {"eps": 1e-5, "head_dim": 3}, 2),
+        (layer_norm, [normal(5, 3), normal(3), normal(3)], {"eps": 1e-5}, 2),
+        (gelu, [normal(5, 3)], {}, 0),
+        (swiglu, [normal(5, 3), normal(5, 3)], {}, 0),
+        (elementwise, [normal(5, 3), normal(5, 3)], {}, 0),
     ]:
         _, saved = room.forward(*tensors, **options)
         fresh = [s for s in saved if all(s.data_ptr() != t.data_ptr() for t in tensors)]
-        assert sum(s.numel() for s in fresh) <= tensors[0].shape[0]
+        assert sum(s.numel() for s in fresh) == statistics * tensors[0].shape[0]
 
 
 class Calls(TorchDispatchMode):
@@ -324,6 +369,7 @@ def test_embedding_names_the_token_outside_the_table(tokens, message):
         pytest.param(rope, [(4, 6), (5, 3), (5, 3)], {}, r"\[\.\.\., 5,", id="rope-length"),
         pytest.param(rope, [(3, 5, 6), (2, 5, 3), (2, 5, 3)], {}, r"\[\.\.\., 2, 5,", id="rope-rows"),
         pytest.param(elementwise, [(4, 6), (6,)], {}, "one shape", id="add"),
+        pytest.param(elementwise, [(3, 4, 6), (3, 6)], {"repeated": 1}, "one shape but for 1", id="add-repeated"),
     ],
 )
 def test_shapes_that_do_not_fit(room, shapes, options, message):

@@ -34,6 +34,8 @@ OPS = {
     ),
     "dropout": (lambda x: kernels.dropout(x, 0.5, 1), (normal(3, 4),)),
     "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
+    "gelu": (kernels.gelu, (normal(3, 4),)),
+    "layer_norm": (kernels.layer_norm, (normal(3, 4), normal(4), normal(4, seed=1))),
     "linear": (kernels.linear, (normal(3, 4), normal(5, 4), normal(5))),
     "rms_norm": (kernels.rms_norm, (normal(3, 4), normal(4))),
     "rope": (lambda x: kernels.rope(x, ANGLES.cos(), ANGLES.sin()), (normal(1, 3, 8),)),

@@ -109,6 +109,14 @@ CASES = {
         lambda x, weight: F.rms_norm(x, (H,), weight, 1e-5),
         (normal(B, T, H), normal(H)),
     ),
+    "rms_norm-heads": Case(
+        partial(kernels.rms_norm, eps=1e-5, head_dim=4),
+        lambda x, weight: F.rms_norm(x.unflatten(-1, (4, 4)), (4,), weight, 1e-5).flatten(-2),
+        (normal(B, T, 16), normal(4)),
+    ),
+    "layer_norm": Case(
+        kernels.layer_norm, lambda x, *w: F.layer_norm(x, (H,), *w), (normal(B, T, H), normal(H), normal(H, seed=1))
+    ),
     "rope": Case(kernels.rope, rotate, (normal(B, T, 16), ANGLE.cos(), ANGLE.sin()), (1, 2)),
     "rope-rows": Case(
         kernels.rope,
@@ -122,6 +130,8 @@ CASES = {
         (normal(B, T, 16), normal(B, T, 8), normal(B, T, 8, seed=1)),
     ),
     "swiglu": Case(kernels.swiglu, lambda gate, up: F.silu(gate) * up, (normal(B, T), normal(B, T, seed=1))),
+    "gelu": Case(partial(kernels.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh"), (normal(B, T),)),
+    "add-repeated": Case(kernels.add, operator.add, (normal(B, T, H), normal(T, H))),
     "add": Case(kernels.add, operator.add, (normal(B, T, H), normal(B, T, H, seed=1))),
     "dropout": Case(partial(kernels.dropout, p=0.25, key=7), drop, (normal(B, T, H),)),
     **{
@@ -240,10 +250,14 @@ TAKEN = {
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1
     "rms_norm": 3,  # R S0 S1
+    "rms_norm-heads": 4,  # R S0 S1, and S2 by whole heads
+    "layer_norm": 3,  # R S0 S1
     "rope": 4,  # R S0 S2, and S1 with the tables'
     "rope-rows": 4,  # (R, R), (S0, S0), (S1, S1), (S2, R)
     "attention": 4,  # R S0 S2, and the queries S1 alone
     "swiglu": 3,  # R S0 S1
+    "gelu": 3,  # R S0 S1
+    "add-repeated": 4,  # (R, R), (S0, R), (S1, S0), (S2, S1)
     "add": 5,  # R S0 S1 S2 P
     "dropout": 5,  # the same
     "cross_entropy-none": 4,  # R S0 S1 S2

@@ -129,8 +129,11 @@ def two_meshes():
     for op, tensors in (
         (kernels.linear, (x, normal(5, 4))),
         (kernels.rms_norm, (x, H)),
+        (partial(kernels.rms_norm, head_dim=2), (x, normal(2))),
+        (kernels.layer_norm, (x, H, H)),
         (kernels.rope, (x, normal(3, 2), normal(3, 2))),
         (kernels.add, (x, x)),
+        (kernels.add, (x, H)),
         (kernels.swiglu, (x, x)),
         (partial(kernels.attention, head_dim=2), (x, x, x)),
         (kernels.embedding, (ints(3, 2), x)),
@@ -158,6 +161,7 @@ def cut_heads():
     for function in (
         lambda: kernels.attention(query, key, key, head_dim=4),
         lambda: kernels.rope(key, cos, sin),
+        lambda: kernels.rms_norm(key, normal(4), head_dim=4),
     ):
         with pytest.raises(LayoutError) as caught:
             function()
@@ -166,9 +170,56 @@ def cut_heads():
 
 
 def test_a_head_is_never_cut_and_the_sizes_that_work_are_named(pool):
-    for attention, rope in pool.run(cut_heads):
+    for attention, rope, norm in pool.run(cut_heads):
         assert attention == "attention: " + rope.removeprefix("rope: ")
+        assert norm == "rms_norm: " + rope.removeprefix("rope: ")
         assert "2 heads of 4" in rope and "sizes that work: 1, 2" in rope
+
+
+def norms_of_heads():
+    """Each rank has two of the four heads, and the weight of all: its gradient says what is missing."""
+    x, weight, grad = normal(3, 16), normal(4), upstream_of((3, 16))
+    heads = distribute(x, Layout(TWO, "tp: S(1)")).requires_grad_()
+    whole = distribute(weight, Layout(TWO)).requires_grad_()
+    with Collectives() as seen:
+        kernels.rms_norm(heads, whole, head_dim=4).backward(distribute(grad, Layout(TWO, "tp: S(1)")))
+    assert seen.kinds == []
+    plain = weight.clone().requires_grad_()
+    F.rms_norm(x.unflatten(-1, (4, 4)), (4,), plain, 1e-6).backward(grad.unflatten(-1, (4, 4)))
+    torch.testing.assert_close(to_global(whole.grad), plain.grad)
+    return str(layout_of(whole.grad)), whole.grad.to_local(), plain.grad
+
+
+def test_anchor_22_a_norm_of_sharded_heads_has_a_partial_gradient_of_its_weight(pool):
+    by_rank = pool.run(norms_of_heads, ranks=2)
+    assert [layout for layout, _, _ in by_rank] == ["tp: P(sum)"] * 2
+    torch.testing.assert_close(by_rank[0][1] + by_rank[1][1], by_rank[0][2])
+    assert not torch.allclose(by_rank[0][1], by_rank[0][2])
+
+
+def learned_positions():
+    """GPT-2's sum of the rows of tokens and of their places, tokens sharded over dp and places over cp."""
+    mesh = ProcessMesh.grid(dp=2, cp=2)
+    tokens, table, places = ints(7, 4, 6), normal(7, 3), normal(8, 3)
+    positions = torch.tensor([0, 5, 1, 4, 2, 3])  # in the order in which they are dealt over cp
+    laid = distribute(places, Layout(mesh)).requires_grad_()
+    with Collectives() as seen:
+        rows = kernels.embedding(
+            distribute(tokens, Layout(mesh, "dp: S(0), cp: S(1)")), distribute(table, Layout(mesh))
+        )
+        output = kernels.add(rows, kernels.embedding(distribute(positions, Layout(mesh, "cp: S(0)")), laid))
+        output.backward(distribute(upstream_of(output.shape), layout_of(output)))
+    assert seen.kinds == []
+    plain = places.clone().requires_grad_()
+    expected = F.embedding(tokens, table) + F.embedding(positions, plain)
+    expected.backward(upstream_of(expected.shape))
+    assert str(layout_of(laid.grad)) == "dp: P(sum), cp: P(sum)"
+    torch.testing.assert_close(to_global(output), expected)
+    torch.testing.assert_close(to_global(laid.grad), plain.grad)
+
+
+def test_the_table_of_learned_positions_has_a_partial_gradient_over_context(pool):
+    pool.run(learned_positions)
 
 
 def tables_of_positions():
@@ -177,11 +228,11 @@ def tables_of_positions():
     angles = positions.unsqueeze(-1) * frequencies
     for text in ("", "tp: S(0)", "dp: S(0), tp: S(1)"):
         layout = Layout(GRID, text)
-        for table, wanted in zip(
-            kernels.rope_tables(distribute(positions, layout), frequencies), (angles.cos(), angles.sin()), strict=True
-        ):
-            assert layout_of(table) == layout
-            assert torch.equal(to_global(table), wanted)
+        for scale in (1.0, 1.25):
+            tables = kernels.rope_tables(distribute(positions, layout), frequencies, scale=scale)
+            for table, wanted in zip(tables, (angles.cos() * scale, angles.sin() * scale), strict=True):
+                assert layout_of(table) == layout
+                assert torch.equal(to_global(table), wanted)
     with pytest.raises(LayoutError) as caught:
         kernels.rope_tables(distribute(positions, Layout(GRID, "tp: P(sum)")), frequencies)
     return str(caught.value)
@@ -217,7 +268,12 @@ OUTSIDE = {
     "linear": (kernels.linear, (normal(2, 4), normal(6, 4), normal(6)), ("tp: S(1)", "tp: S(1)", "")),
     "linear-plain-bias": (kernels.linear, (normal(2, 4), normal(6, 4), normal(6)), ("", "", None)),
     "embedding": (kernels.embedding, (ints(5, 2), normal(5, 4)), ("", "tp: S(0)")),
+    "embedding-positions": (kernels.embedding, (ints(5, 3), normal(5, 4)), ("tp: S(0)", "")),
     "rms_norm": (kernels.rms_norm, (normal(2, 4), normal(4)), ("tp: S(0)", "")),
+    "rms_norm-heads": (partial(kernels.rms_norm, head_dim=2), (normal(2, 4), normal(2)), ("tp: S(1)", "")),
+    "layer_norm": (kernels.layer_norm, (normal(2, 4), normal(4), normal(4)), ("tp: S(0)", "", "")),
+    "gelu": (kernels.gelu, (normal(2, 4),), ("tp: S(1)",)),
+    "add-repeated": (kernels.add, (normal(2, 4), normal(4)), ("tp: S(0)", "")),
     "rope": (kernels.rope, (normal(2, 3, 8), normal(3, 2), normal(3, 2)), ("tp: S(2)", None, None)),
     "attention": (
         partial(kernels.attention, head_dim=2),

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
-from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, parallelize
+from weft.models import GPTConfig, LlamaConfig, ParallelPlan, QwenConfig, initialize, parallelize
+from weft.models.config import ModelConfig
+from weft.models.families import make_model
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
 
@@ -30,6 +32,14 @@ DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
 KEY = derive_key(3, "dropout", 0)
 KINDS = ["full", "selective"]
 ONE = ProcessMesh.grid(dp=1)
+
+
+FAMILIES = [
+    QwenConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, version=3
+    ),
+    GPTConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=4, dropout=0.2, attention_dropout=0.1),
+]
 
 
 class Held(TorchDispatchMode):
@@ -57,8 +67,8 @@ class Held(TorchDispatchMode):
         return sum(nbytes for storage, nbytes in self._storages.items() if not storage.expired())
 
 
-def make(config: LlamaConfig, mesh: ProcessMesh, **plan: Any) -> Llama:
-    model = Llama(config)
+def make(config: ModelConfig, mesh: ProcessMesh, **plan: Any) -> Any:
+    model = make_model(config)
     initialize(model, seed=3)
     parallelize(model, mesh, replace(model.parallel_plan(), **plan))
     return model
@@ -69,7 +79,7 @@ def batch(rows: int = 5, length: int = 9) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def step(model: Llama, dtype: torch.dtype | None = None) -> list[Tensor]:
+def step(model: nn.Module, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The loss and every gradient."""
     tokens, target = batch()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -90,6 +100,12 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
 def test_one_process_has_the_same_bits(kind: str, dtype: torch.dtype | None, change: dict[str, Any]) -> None:
     config = replace(CONFIG, **change)
     assert same_bits(step(make(config, ONE, recompute=kind), dtype), step(make(config, ONE), dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: type(config).__name__)
+def test_every_familys_blocks_have_the_same_bits(config: ModelConfig, kind: str) -> None:
+    assert same_bits(step(make(config, ONE, recompute=kind)), step(make(config, ONE)))
 
 
 def block_holds(mesh: ProcessMesh, layout: Layout | None, **plan: Any) -> int:

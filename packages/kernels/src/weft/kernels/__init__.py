@@ -9,10 +9,13 @@ from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
+from .gelu import gelu
+from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from .local import on_local_tensors
 from .matmul import linear
-from .norm import rms_norm
 from .random import normal, uniform
+from .rms_norm import rms_norm
 from .rope import rope, rope_tables
 from .swiglu import swiglu
 
@@ -23,9 +26,12 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "gelu",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "normal",
+    "on_local_tensors",
     "rms_norm",
     "rope",
     "rope_tables",

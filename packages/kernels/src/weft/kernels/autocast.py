@@ -28,6 +28,8 @@ RUNS = {
     "cross_entropy": Runs.AS_GIVEN,  # its passes compute in float32 and give float32
     "dropout": Runs.AS_GIVEN,
     "embedding": Runs.AS_GIVEN,
+    "gelu": Runs.AS_GIVEN,
+    "layer_norm": Runs.FLOAT32,
     "linear": Runs.LOWER,
     "linear_cross_entropy": Runs.LOWER_INSIDE,
     "rms_norm": Runs.FLOAT32,

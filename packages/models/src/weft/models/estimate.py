@@ -9,11 +9,14 @@ from torch import nn
 from weft.mesh import ProcessMesh
 from weft.reshard.running.gradients import BUCKET_BYTES
 
+from .layers import DotProductAttention
 from .parallel.boundaries import column_siblings
-from .parallel.layouts import has_tensor_axis, parameter_layouts
-from .parallel.plan import ParallelPlan, resolve
+from .parallel.context import has_context_axis
+from .parallel.layouts import COPIES_AXIS, has_tensor_axis, parameter_layouts
+from .parallel.plan import ParallelPlan
 from .parallel.recompute import blocks_of
-from .parallel.styles import TENSOR_AXIS, ColwiseParallel, Style
+from .parallel.resolve import resolve
+from .parallel.styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
 PHASES = ("forward", "backward", "gradients")
 Collectives = dict[str, Counter[str]]
@@ -32,7 +35,7 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
     styles = resolve(model, plan)
     if has_tensor_axis(mesh):
         entrances = len(column_siblings(styles))
-        exits = sum(not isinstance(style, ColwiseParallel) for style in styles.values())
+        exits = sum(isinstance(style, RowwiseParallel | VocabParallel) for style in styles.values())
         reduction = "reduce-scatter" if plan.sequence else "all-reduce"
         counts["forward"][reduction] += exits
         counts["backward"][reduction] += entrances
@@ -42,7 +45,7 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
         if plan.recompute == "full":  # a block's forward again, but for the reduction that ends it
             blocks = [f"{name}." for name in blocks_of(model, plan)]
             again = sum(
-                not isinstance(style, ColwiseParallel) and name.startswith(tuple(blocks))
+                isinstance(style, RowwiseParallel | VocabParallel) and name.startswith(tuple(blocks))
                 for name, style in styles.items()
             )
             counts["backward"][reduction] += again - len(blocks)
@@ -51,6 +54,13 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
                     f"{name}.".startswith(tuple(blocks)) for name in column_siblings(styles)
                 )
         counts["forward"]["all-gather"] += 1  # the logits where they are made whole, or the loss's statistics
+    if plan.context is not None and has_context_axis(mesh):
+        attentions = sum(isinstance(module, DotProductAttention) for module in model.modules())
+        for phase, kind in (("forward", "all-gather"), ("backward", "reduce-scatter")):
+            gathers = plan.context == "all_gather"
+            counts[phase][kind if gathers else "all-to-all"] += attentions if gathers else 2 * attentions
+        if plan.recompute == "full":
+            counts["backward"]["all-gather" if gathers else "all-to-all"] += attentions if gathers else 2 * attentions
     counts["forward"]["all-reduce"] += bool(_data_axes(mesh))
     early, late = _gradient_buckets(model, mesh, plan, styles)
     counts["backward"]["all-reduce"] += early
@@ -71,16 +81,21 @@ def _gradient_buckets(
     Buckets are filled as backward makes the gradients: in the reverse of the model's order.
     """
     layouts = parameter_layouts(model, mesh, styles)
-    filling: Counter[tuple[str, ...]] = Counter()
+    filling: Counter[tuple[ProcessMesh, tuple[str, ...]]] = Counter()
     early = 0
     for name, parameter in reversed(list(model.named_parameters())):
-        between = plan.sequence and has_tensor_axis(mesh) and name.rpartition(".")[0] not in styles
+        between = (
+            plan.sequence
+            and has_tensor_axis(mesh)
+            and not isinstance(styles.get(name.rpartition(".")[0]), ColwiseParallel | RowwiseParallel | VocabParallel)
+        )
         partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
-        axes = tuple(axis for axis in mesh.axis_names if axis in partial)
+        on = layouts[name].mesh
+        axes = tuple(axis for axis in on.axis_names if axis in partial or axis == COPIES_AXIS)
         if axes:
             local = layouts[name].largest_local_shape(parameter.shape)
-            filling[axes] += math.prod(local) * parameter.element_size()
-            if filling[axes] >= BUCKET_BYTES:
-                del filling[axes]
+            filling[on, axes] += math.prod(local) * parameter.element_size()
+            if filling[on, axes] >= BUCKET_BYTES:
+                del filling[on, axes]
                 early += 1
     return early, len(filling)

@@ -9,16 +9,22 @@ from torch import Tensor
 from ..op import Tensors
 
 
-def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
-    """x and y of one shape -> that shape; nothing is broadcast.
+def forward(x: Tensor, y: Tensor, *, repeated: int = 0) -> tuple[Tensor, Tensors]:
+    """x, and y of the shape of x without its first `repeated` dims -> the shape of x; no other dim is broadcast.
 
-    Raises ValueError for two shapes.
+    Raises ValueError for shapes that do not fit so.
     """
-    if x.shape != y.shape:
-        raise ValueError(f"add takes two tensors of one shape, got {tuple(x.shape)} and {tuple(y.shape)}; expand one")
+    if x.shape[repeated:] != y.shape:
+        raise ValueError(
+            f"add takes two tensors of one shape but for {repeated} first dims, got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}; expand one"
+        )
     return x + y, ()
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
-    """Both gradients are the incoming one."""
-    return grad if needed[0] else None, grad if needed[1] else None
+def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, repeated: int = 0) -> Tensors:
+    """Both gradients are the incoming one, for y summed over the dims that it lacks."""
+    dy = grad if needed[1] else None
+    if dy is not None and repeated:
+        dy = dy.sum(tuple(range(repeated)))
+    return grad if needed[0] else None, dy

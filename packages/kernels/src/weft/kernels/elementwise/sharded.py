@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+from weft.mesh import Layout, infer
 
 from ..op import Op
-from ..sharded import apply, autocasts
+from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import reference
-from .pairs import check_same_shape, pair_rule
 
 
 @autocasts("add")
 def add(x: Tensor, y: Tensor) -> Tensor:
     """`x + y`, for residual streams: unlike DTensor's own addition it never communicates to make layouts agree.
 
-    x, y: one shape, which the output has too.
-    Layouts: one for both, Partial(sum) included; the output lies the same. Communication: none.
+    x: any shape, which the output has too. y: that shape, or its last dims: [T, H] beside x [B, T, H], as learned positions are.
+    Layouts: one for both, Partial(sum) included; where y lacks dims, alike on those that it has, and without Partial. The
+    output lies as `x`. The gradient of a `y` that lacks dims is Partial(sum) on the axes that shard them. Communication: none.
     """
-    check_same_shape("add", x, y)
-    return apply(ADD, x, y)
+    repeated = x.ndim - y.ndim
+    if repeated < 0 or x.shape[repeated:] != y.shape:
+        raise ValueError(
+            f"add takes two tensors of one shape, or y of the last dims of x, got {tuple(x.shape)} and {tuple(y.shape)}"
+        )
+    return apply(ADD, x, y, repeated=repeated)
 
 
-ADD = Op("add", reference.forward, reference.backward, pair_rule("add", linear=True))
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    x, y = layouts
+    shape, last = shapes
+    assert x is not None and y is not None and shape is not None and last is not None, "both are given"
+    if options["repeated"]:
+        output = infer.elementwise("add", False, x, y, shapes=(shape, last))
+    else:
+        output = infer.elementwise("add", True, x, y)
+    return Sharding(output, shape, independent(output, layouts))
+
+
+ADD = Op("add", reference.forward, reference.backward, _rule)

@@ -27,7 +27,7 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensors]:
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
-    """The turn back, by the negative angle; cos and sin get no gradient."""
+    """The turn back, by the negative angle and the same scale; cos and sin get no gradient."""
     cos, sin = saved
     assert cos is not None and sin is not None, "forward saves both"
     return _turn(grad, cos, -sin) if needed[0] else None, None, None
@@ -49,7 +49,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.view(x.shape).to(x.dtype)
 
 
-def table(positions: Tensor, frequencies: Tensor, *, function: str) -> Tensor:
-    """The cosine or sine of each angle: positions [...] of ints, frequencies [D // 2] -> [..., D // 2]."""
+def table(positions: Tensor, frequencies: Tensor, *, function: str, scale: float = 1.0) -> Tensor:
+    """scale times the cosine or sine of each angle: positions [...] of ints, frequencies [D // 2] -> [..., D // 2]."""
     angles = positions.unsqueeze(-1) * frequencies
-    return angles.cos() if function == "cos" else angles.sin()
+    found = angles.cos() if function == "cos" else angles.sin()
+    return found if scale == 1 else found.mul_(scale)

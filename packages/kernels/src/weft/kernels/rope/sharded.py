@@ -36,10 +36,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply(ROPE, x, cos, sin)
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """`cos` and `sin` of `rope`, for tokens at any positions: those of `positions * frequencies`.
+def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`cos` and `sin` of `rope`, for tokens at any positions: those of `positions * frequencies`, times `scale`.
 
     positions: [..., T] of ints. frequencies: [D / 2] of float32. Returns two tensors [..., T, D / 2], without gradients.
+    scale: what `rope` multiplies the length of each pair by, beside turning it: YaRN's attention factor, whose square is
+    then in every product of a query and a key (Peng et al., 2023, section 3.4).
     Layouts: any of the positions, but for Partial; the tables lie the same. Communication: none.
     """
     if positions.is_floating_point() or frequencies.ndim != 1:
@@ -47,7 +49,7 @@ def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
             f"rope_tables takes positions [..., T] of ints and frequencies [D / 2], got {tuple(positions.shape)} of "
             f"{positions.dtype} and {tuple(frequencies.shape)}"
         )
-    cos, sin = (apply(ROPE_TABLE, positions, frequencies, function=function) for function in ("cos", "sin"))
+    cos, sin = (apply(ROPE_TABLE, positions, frequencies, function=each, scale=float(scale)) for each in ("cos", "sin"))
     return cos, sin
 
 

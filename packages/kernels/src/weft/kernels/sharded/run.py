@@ -41,7 +41,8 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
                 return _in_graph(op.name, tuple(options.items()), *tensors), None
             return _on_mesh(op, tensor.device_mesh, tensors, options)
     if op.backward is None:
-        return op.forward(*tensors, **options), None
+        output = op.forward(*tensors, **options)
+        return (*output, None) if isinstance(output, tuple) else (output, None)
     if not torch.is_grad_enabled():  # an autograd function costs the host more than many an op
         output, _ = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
@@ -58,7 +59,8 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     layouts: list[Layout | None] = []
     parts = ToLocal.apply(call, layouts, *tensors)  # type: ignore[no-untyped-call]
     output = op.forward(*parts, **options, **call.options)
-    return FromLocal.apply(call, layouts, output), None  # type: ignore[no-untyped-call]
+    outputs = (output,) if call.sharding.more is None else output
+    return *FromLocal.apply(call, layouts, *outputs), None  # type: ignore[no-untyped-call]
 
 
 @in_graph

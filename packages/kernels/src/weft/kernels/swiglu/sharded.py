@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-from ..elementwise.pairs import check_same_shape, pair_rule
+from torch import Tensor
+from weft.mesh import Layout, infer
+
 from ..op import Op
-from ..sharded import apply, autocasts
+from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import reference
 
 
@@ -17,8 +19,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up: one shape, which the output has too.
     Layouts: one for both, without Partial; the output lies the same. Communication: none.
     """
-    check_same_shape("swiglu", gate, up)
+    if gate.shape != up.shape:
+        raise ValueError(f"swiglu takes two tensors of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
     return apply(SWIGLU, gate, up)
 
 
-SWIGLU = Op("swiglu", reference.forward, reference.backward, pair_rule("swiglu", linear=False))
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    gate, up = layouts
+    assert gate is not None and up is not None and shapes[0] is not None, "both are given"
+    output = infer.elementwise("swiglu", False, gate, up)
+    return Sharding(output, shapes[0], independent(output, layouts))
+
+
+SWIGLU = Op("swiglu", reference.forward, reference.backward, _rule)

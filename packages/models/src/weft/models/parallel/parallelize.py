@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import distribute
 from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 
+from .axes import check_axes
 from .boundaries import hook
-from .layouts import check_units, has_tensor_axis, parameter_layouts
-from .plan import ParallelPlan, resolve
-from .recompute import recompute
+from .context import check_context, hook_context
+from .layouts import has_tensor_axis, parameter_layouts
+from .plan import ParallelPlan
+from .preparation import check_prepared, hook_prepared
+from .recompute import blocks_of, recompute
+from .resolve import Part, parts_of, styles_of
 from .styles import TENSOR_AXIS
+
+_ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
+
+
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """What a model was laid out by."""
+
+    mesh: ProcessMesh
+    plan: ParallelPlan
 
 
 def parallelize(
@@ -26,24 +43,33 @@ def parallelize(
 
     plan: the model's own where None. device_mesh: torch's name for the mesh; give one of the two.
     Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
-    parameters are left as they are. Give it tokens as a DTensor, sharded over the data axes; plain tokens count as replicated.
+    parameters are left as they are; so is a model that was laid out by an equal plan on an equal mesh. Give it tokens as a DTensor,
+    sharded over the data axes; plain tokens count as replicated.
     Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
-    row- or vocab-parallel layer one reduction of its output, and in the backward one for every input that
-    column-parallel layers share.
-    Raises ValueError as `resolve` does, where tied parameters are given two layouts, where a head would be cut, and for no mesh or two.
+    row- or vocab-parallel layer one reduction of its output, in the backward one for every input that
+    column-parallel layers share, and those of prepared inputs and outputs.
+    Raises ValueError, before anything is changed and before any process group is used: as `parts_of` does; for an axis that
+    plans do not know; where tied parameters are given two layouts, where a head would be cut, for an input that there is not;
+    for a model of which a part is laid out already; for no mesh or two.
     """
     given = one_mesh(mesh, device_mesh)
     if given is None:
         raise ValueError("parallelize needs a mesh to lay the model out on")
     mesh = as_process_mesh(given)
     if plan is None:
-        plan = model.parallel_plan()  # type: ignore[operator]
-    styles = resolve(model, plan)  # a mistake in the plan is one on any mesh
-    recompute(model, plan)
-    if mesh.size == 1:
+        plan = _own_plan(model)
+    if _is_laid_out(model, mesh, plan):
         return model
-    if has_tensor_axis(mesh):
-        check_units(model, styles, mesh.axis_size(TENSOR_AXIS))
+    parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
+    check_axes(mesh)
+    check_prepared(model, parts, mesh)
+    for part in parts:
+        blocks_of(model.get_submodule(part.name), part.plan)
+    if mesh.size == 1:
+        return _recomputing(model, parts, mesh, plan)
+    styles = styles_of(model, parts)
+    for part in parts:
+        check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -53,5 +79,53 @@ def parallelize(
                 made[parameter] = nn.Parameter(distribute(parameter.detach(), layout), parameter.requires_grad)
             module.register_parameter(name, made[parameter])
     if has_tensor_axis(mesh):
-        hook(model, styles, plan)
+        for part in parts:
+            prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
+            hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
+    for part in parts:
+        hook_context(model.get_submodule(part.name), mesh, part.plan)
+    hook_prepared(model, parts, mesh)
+    setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
+    return _recomputing(model, parts, mesh, plan)
+
+
+def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
+    """Last, since from then on a block's forward is another function."""
+    for part in parts:
+        if part.plan.recompute != "none":
+            recompute(model.get_submodule(part.name), part.plan)
+            setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
+
+
+def _own_plan(model: nn.Module) -> ParallelPlan:
+    """Raises ValueError for a model that has none."""
+    own = getattr(model, "parallel_plan", None)
+    if not callable(own):
+        raise ValueError(f"a {type(model).__name__} has no parallel_plan() of its own; give parallelize a plan=")
+    plan = own()
+    if not isinstance(plan, ParallelPlan):
+        raise ValueError(f"{type(model).__name__}.parallel_plan() gave {plan!r}, which is no ParallelPlan")
+    return plan
+
+
+def _is_laid_out(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> bool:
+    """Whether the model is laid out so already. Raises ValueError where it is otherwise, or a part of it is."""
+    before = getattr(model, _ATTRIBUTE, None)
+    if before == _LaidOut(mesh, plan):
+        return True
+    again = (
+        "To lay it out anew, save_pretrained() it and read it by from_pretrained(folder, mesh, plan), or parallelize a new "
+        "model and bring each parameter over by reshard()"
+    )
+    if isinstance(before, _LaidOut):
+        what = "by another plan" if before.mesh == mesh else f"on {before.mesh}, and now on {mesh}"
+        raise ValueError(f"this {type(model).__name__} was laid out before, {what}. {again}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} of this {type(model).__name__} is a DTensor already, on {parameter.device_mesh}: parallelize takes a "
+                f"model of plain parameters. Models within a model are laid out at once, by ParallelPlan.merge(); "
+                f"fully_shard() and what else makes DTensors comes after parallelize. {again}"
+            )
+    return False

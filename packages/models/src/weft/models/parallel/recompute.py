@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from weft.reshard.running.received import giving, keeping
 
-from .plan import ParallelPlan, Recompute, nearest
+from .plan import ParallelPlan, Recompute
+from .resolve import nearest
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)  # batched ones are attention's weights, which are recomputed
@@ -57,13 +58,14 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
     Communication: none here. In backward "full" issues a block's forward collectives again, but for those of its last layer;
     "selective" none. Raises ValueError as `blocks_of` does.
     """
-    if plan.recompute != "none":
-        for block in blocks_of(model, plan).values():
-            block.forward = partial(_recomputed, plan.recompute, block.forward)
+    for block in blocks_of(model, plan).values():
+        block.forward = partial(_recomputed, plan.recompute, block.forward)
 
 
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
-    """By name, the outermost modules that `plan.blocks` names. Raises ValueError for a pattern that matches none."""
+    """By name, the outermost modules that `plan.blocks` names, where the plan recomputes. Raises ValueError for a pattern that matches none."""
+    if plan.recompute == "none":
+        return {}
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, None] = {}
     for pattern in plan.blocks:
@@ -71,7 +73,7 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
         if not matching:
             raise ValueError(
                 f"recompute={plan.recompute!r} is by the block, and blocks {pattern!r} match no module of "
-                f"{type(model).__name__}; name them by ParallelPlan(blocks=(...,)): the nearest names are "
+                f"{type(model).__name__}; name them by ParallelPlan(blocks=(...,)); "
                 f"{nearest(pattern, names)}"
             )
         found |= dict.fromkeys(matching)

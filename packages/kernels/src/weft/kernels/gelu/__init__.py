@@ -1,0 +1,5 @@
+"""gelu: the op, its local computation and its layout rule."""
+
+from .sharded import gelu
+
+__all__ = ["gelu"]

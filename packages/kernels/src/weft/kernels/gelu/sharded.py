@@ -1,0 +1,38 @@
+"""gelu on plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from weft.mesh import Layout, infer
+
+from ..op import Op
+from ..sharded import Shapes, Sharding, apply, autocasts, independent
+from . import reference
+
+FORMS = ("none", "tanh")
+
+
+@autocasts("gelu")
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """`x * Phi(x)`, with the normal distribution function (Hendrycks & Gimpel, 2016).
+
+    x: any shape, which the output has too. approximate: "none", or "tanh" for the form that GPT-2 was trained with, as of
+    torch.nn.functional.gelu.
+    Layouts: any without Partial; the output lies the same. Communication: none.
+    Raises LayoutError where `x` is Partial, ValueError for another approximation.
+    """
+    if approximate not in FORMS:
+        raise ValueError(f"gelu: approximate is {approximate!r}; give one of {', '.join(map(repr, FORMS))}")
+    return apply(GELU, x, approximate=approximate)
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    (x,), (shape,) = layouts, shapes
+    assert x is not None and shape is not None, "x is given"
+    output = infer.elementwise("gelu", False, x)
+    return Sharding(output, shape, independent(output, layouts))
+
+
+GELU = Op("gelu", reference.forward, reference.backward, _rule)
