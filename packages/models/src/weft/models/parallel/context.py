@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -44,14 +43,11 @@ def has_context_axis(mesh: ProcessMesh) -> bool:
     return CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
 
 
-def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, apart: Sequence[nn.Module] = ()) -> None:
-    """Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp.
-
-    apart: modules within it that have plans of their own.
-    """
+def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
+    """Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp."""
     if plan.context is None or not has_context_axis(mesh):
         return
-    own = _own_modules(model, apart)
+    own = dict(model.named_modules())
     attentions = [name for name, module in own.items() if isinstance(module, DotProductAttention)]
     if not attentions:
         raise ValueError(
@@ -72,12 +68,9 @@ def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
         check_head_degrees(heads, cp=mesh.axis_size(CONTEXT_AXIS), tp=tp)
 
 
-def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, apart: Sequence[nn.Module] = ()) -> None:
-    """Puts the reshards of context parallelism where the model's tokens enter and where its layers attend.
-
-    apart: modules within it that have plans of their own.
-    """
-    own = _own_modules(model, apart).values()
+def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
+    """Puts the reshards of context parallelism where the model's tokens enter and where its layers attend."""
+    own = list(model.modules())
     if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
     model.register_forward_pre_hook(_Tokens(model, plan).enter, with_kwargs=True)
@@ -92,12 +85,6 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, apart:
             else:
                 module.register_forward_pre_hook(_enter_heads, with_kwargs=True)
                 module.register_forward_hook(_leave_heads)
-
-
-def _own_modules(model: nn.Module, apart: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Those of the model, by name, that are in none of `apart`."""
-    others = {module for each in apart for module in each.modules()}
-    return {name: module for name, module in model.named_modules() if module not in others}
 
 
 class _Tokens:
