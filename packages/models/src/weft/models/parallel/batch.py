@@ -106,9 +106,10 @@ def lay_out_batch(
         tensor = tensor[here[0]] if rows is None else tensor
         return wrap(tensor[:, here[1]].contiguous(), layout, (B, T))
 
-    placed = laid(positions, by_tokens)
+    placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
+    assert own_tokens is not None, "they are given"
     return Batch(
-        tokens=laid(tokens, by_tokens),
+        tokens=own_tokens,
         targets=laid(targets, by_tokens),
         positions=OrderedPositions(values=placed, order=order) if placed is not None and order is not None else placed,
         documents=laid(documents, by_rows),
