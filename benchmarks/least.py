@@ -56,6 +56,10 @@ ROWS = [
     Row(name="context by all-gather, tensor", mesh={"dp": 2, "cp": 2, "tp": 2}, plan={"context": "all_gather"}),
     Row(name="ulysses", mesh={"cp": 4}, plan={"context": "ulysses"}),
     Row(name="ulysses, sequence", mesh={"cp": 2, "tp": 2}, plan={"context": "ulysses", "sequence": True}),
+    Row(name="selective recompute", mesh={"tp": 2}, plan={"sequence": True, "recompute": "selective"}),
+    Row(name="full recompute", mesh={"tp": 2}, plan={"recompute": "full"}),
+    Row(name="full recompute, sequence", mesh={"tp": 2}, plan={"sequence": True, "recompute": "full"}),
+    Row(name="full recompute, context", mesh={"cp": 4}, plan={"context": "all_gather", "recompute": "full"}),
 ]
 
 
@@ -74,6 +78,9 @@ class Amount:
 def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
     """What one decoder block needs in forward or in backward: each is the other's dual, so both need the same.
 
+    Where all of it is computed again, backward needs the forward's too, but for the reduction that ends the block: nothing reads
+    that result again. Where products and what was received are kept, it needs none of them.
+
     tp: Shoeybi et al. 2019, figure 4: an all-reduce where the attention ends and one where the MLP does; under sequence
     parallelism (Korthikanti et al. 2022, section 4.2.2) a gather and a scatter in place of each, of as many bytes.
     cp: keys and values gathered together, their gradients scattered together; or (Jacobs et al. 2023, section 3.2) queries, keys
@@ -82,9 +89,8 @@ def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
     dp, cp, tp = (row.size(axis) for axis in ("dp", "cp", "tp"))
     tokens = B / dp * T / cp  # of a rank
     kinds: Counter[str] = Counter()
-    nbytes = 0.0
+    stream, nbytes = tokens * config.hidden_size * ITEM, 0.0
     if tp > 1:
-        stream = tokens * config.hidden_size * ITEM
         kinds += Counter({"all-gather": 2, "reduce-scatter": 2} if row.plan.get("sequence") else {"all-reduce": 2})
         nbytes += 2 * 2 * (tp - 1) / tp * stream
     width = config.num_heads * config.head_dim / tp
@@ -95,6 +101,12 @@ def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
     elif cp > 1:
         kinds["all-to-all"] += 2
         nbytes += (cp - 1) / cp * tokens * (2 * width + 2 * keys) * ITEM
+    if row.plan.get("recompute") == "full" and phase == "backward":
+        again = least_of_a_block(config, row, "forward")
+        kinds, nbytes = kinds + again.kinds, nbytes + again.nbytes
+        if tp > 1:
+            kinds["reduce-scatter" if row.plan.get("sequence") else "all-reduce"] -= 1
+            nbytes -= (1 if row.plan.get("sequence") else 2) * (tp - 1) / tp * stream
     return Amount(kinds, nbytes)
 
 
