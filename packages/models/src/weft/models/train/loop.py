@@ -20,7 +20,7 @@ from ..estimate import Collectives, collectives
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
-from ..parallel import Batch, lay_out_batch, parallelize
+from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
 from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
@@ -93,7 +93,8 @@ class _Trainer:
         self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
             model = make_model(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
+        own: ParallelPlan = model.parallel_plan()  # type: ignore[operator]
+        self.plan = dataclasses.replace(own, **dataclasses.asdict(run.config.plan))
         self.predicted = collectives(model, self.mesh, self.plan)
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         if run.config.compile:
