@@ -193,3 +193,14 @@ def test_a_key_that_is_an_int_is_compiled_in_and_says_so() -> None:
 @pytest.mark.parametrize("context", ["all_gather", "ulysses"])
 def test_a_block_compiles_under_context_parallelism(context: str, config: ModelConfig, pool: Pool) -> None:
     pool.run(on_context, replace(config, num_heads=8, num_kv_heads=4), context)
+
+
+def whole_on_context(context: Literal["all_gather", "ulysses"]) -> None:
+    config = replace(CONFIG, num_heads=8, num_kv_heads=4)
+    compiles("model", "aot_eager", config, ProcessMesh.grid(cp=2), False, context)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+def test_a_whole_model_compiles_under_context_parallelism(context: str, pool: Pool) -> None:
+    pool.run(whole_on_context, context, ranks=2)
