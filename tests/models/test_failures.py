@@ -128,7 +128,7 @@ class Users(nn.Module):
         self.out, self.head = Linear(16, 16, bias=True), Linear(16, 31, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = add(self.tokens(tokens), self.positions(torch.arange(8).expand(tokens.shape)))
+        x = add(self.tokens(tokens), self.positions(torch.arange(8)))
         query, key = self.query_norm(self.query(x)), self.key_norm(self.key(x))
         return self.head(add(x, self.out(self.attend(query, key, self.value(x)))))
 
