@@ -12,6 +12,7 @@ from .families import FAMILIES
 
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
+    from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
     from .gpt.model import GPT
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
+    from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .train.optimizer import clip_gradients
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
     "save_pretrained": ".checkpoint",
+    "Communication": ".communication",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
@@ -54,6 +57,7 @@ _HOMES = {
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "record": ".recording",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
@@ -65,6 +69,7 @@ __all__ = [
     "GPT",
     "Batch",
     "ColwiseParallel",
+    "Communication",
     "DynamicRopeScaling",
     "GPTConfig",
     "LinearRopeScaling",
@@ -88,6 +93,7 @@ __all__ = [
     "lay_out_batch",
     "parallelize",
     "patch",
+    "record",
     "save_pretrained",
     "stream",
 ]

@@ -9,6 +9,10 @@ class Cut(Protocol):
     """A config that says what tensor parallelism cuts."""
 
     @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
     def parallel_sizes(self) -> dict[str, int]:
         """By name, the sizes that are cut."""
 

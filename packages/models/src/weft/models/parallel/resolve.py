@@ -75,7 +75,7 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
             found = [full for full, name in within.items() if name == pattern or (name and fnmatchcase(name, pattern))]
             if not found:
                 whom = f"{prefix}, a {type(names[prefix]).__name__}" if prefix else type(model).__name__
-                raise ValueError(f"plan pattern {shown!r} matches no module of {whom}; {_nearest(shown, list(within))}")
+                raise ValueError(f"plan pattern {shown!r} matches no module of {whom}; {nearest(shown, list(within))}")
             for name in dict.fromkeys(first[names[full]] for full in found):
                 for style in as_styles(pattern, styles):
                     _check_kind(shown, style, name, names[name])
@@ -138,7 +138,7 @@ def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) 
         if not found:
             raise ValueError(
                 f"the plan of {pattern!r} was merged for a module that {type(model).__name__} has not; "
-                f"{_nearest(pattern, list(names))}"
+                f"{nearest(pattern, list(names))}"
             )
         for name in found:
             if any(name.startswith(f"{outer}.") for outer in found):
@@ -219,7 +219,7 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
         )
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def nearest(name: str, names: list[str]) -> str:
     known = [each for each in names if each]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
     return f"the nearest names are {', '.join(near or known[:3])}"
