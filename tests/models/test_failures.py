@@ -213,6 +213,25 @@ def test_failure_26_gradients_on_several_meshes_are_clipped_by_one_norm(norms_on
         assert float(found["clipped"]) == pytest.approx(1e-3, rel=1e-4)
 
 
+def norm_of_two() -> Tensor:
+    """Of a module of two models, each on two of the ranks."""
+    both = nn.ModuleList([make(LLAMA, seed) for seed in (0, 1)])
+    meshes = [ProcessMesh.grid(dp=1, tp=2), ProcessMesh.grid(dp=2, first_rank=2)]
+    for model, mesh in zip(both, meshes, strict=True):
+        parallelize(model, mesh)
+        stepped(model, mesh)
+    return clip_gradients(both, 1.0)
+
+
+def test_failure_26_models_on_other_ranks_have_one_norm(pool) -> None:
+    alone = nn.ModuleList([make(LLAMA, seed) for seed in (0, 1)])
+    for model in alone:
+        stepped(model)
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    for norm in pool.run(norm_of_two):
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+
+
 def trained(tp: int) -> dict[str, Tensor]:
     """The weights of a tied model after some steps of AdamW, and those that it began with."""
     model: Any = make(LLAMA)

@@ -58,7 +58,7 @@ class Report:
         self.line("layout of the parameters")
         wide = max(len(name) for name, _, _ in kinds)
         for (name, shape, layout), count in kinds.items():
-            held = "whole, on one process" if layout is None else f"{layout!s:16} {_shards(layout, shape)}"
+            held = "whole, on one process" if layout is None else f"{layout!s:15}  {_shards(layout, shape)}"
             times = f" x {count}" if count > 1 else ""
             self.line(f"  {name:{wide}}  {str(list(shape)) + times:15}  {held}".rstrip())
 
