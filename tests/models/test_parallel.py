@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
@@ -19,18 +20,18 @@ from weft.models import (
     ParallelPlan,
     RowwiseParallel,
     VocabParallel,
-    estimate,
     initialize,
     parallelize,
+    record,
 )
 from weft.models.checks import check_tensor_parallel
-from weft.models.estimate import collectives
 from weft.models.parallel.resolve import resolve
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
 from weft.reshard.running.gradients import BUCKET_BYTES
 
 from tests.models.cases import whole
+from tests.models.stepping import observed_step
 from tests.support.collectives import Collectives
 
 CONFIG = LlamaConfig(
@@ -74,28 +75,22 @@ def on(mesh: ProcessMesh, *tensors: Tensor) -> list[Tensor]:
 def one_step(
     dp: int, tp: int, config: LlamaConfig, plan: dict[str, Any], bucket_bytes: int = BUCKET_BYTES
 ) -> dict[str, Any]:
-    """Loss, gradients and collectives by phase, and those predicted."""
+    """Loss, gradients and what this rank communicates, as issued and as recorded before."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     chosen = replace(model.parallel_plan(), **plan)
-    predicted = collectives(model, mesh, chosen)
+    options = {"inputs": {"dropout_key": KEY}, "rank": dist.get_rank(), "clip_norm": 1e9, "bucket_bytes": bucket_bytes}
+    recorded = record(model, mesh, chosen, batch=(5, 9), **options)
     parallelize(model, mesh, chosen)
     sync = GradientSync(model, bucket_bytes=bucket_bytes)
     tokens, target = on(mesh, *batch())
-    issued = {}
-    with Collectives() as seen, CollectiveCount() as count:
-        loss = cross_entropy(model(tokens, dropout_key=KEY), target, denominator=float(target.numel()))
-        loss = reshard(loss) if isinstance(loss, DTensor) else loss
-        issued["forward"] = count.take()
-        loss.backward()
-        issued["backward"] = count.take()
-        sync.wait()
-        issued["gradients"] = count.take()
-    assert Counter(seen.kinds) == sum(issued.values(), Counter())  # none was issued inside a DTensor's own ops
-    if mesh.size > 1:
-        predicted["gradients"]["all-reduce"] -= 1  # the gradient's norm, which no one asks for here
+
+    def loss() -> Tensor:
+        return cross_entropy(model(tokens, dropout_key=KEY), target, denominator=float(target.numel()))
+
+    step, communication = observed_step(model, loss, sync, clip_norm=1e9)
     found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return {"loss": whole(loss).item(), "gradients": found, "issued": issued, "predicted": predicted}
+    return {"loss": step.loss.item(), "gradients": found, "issued": communication, "recorded": recorded}
 
 
 @pytest.mark.parametrize(("change", "plan"), VARIANTS)
@@ -108,7 +103,7 @@ def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any]
     loss.backward()
     for found in pool.run(one_step, dp, tp, config, plan, ranks=4):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
-        assert {phase: +count for phase, count in found["predicted"].items()} == found["issued"]
+        assert found["recorded"] == found["issued"]
         for name, parameter in dense.named_parameters():
             torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -227,19 +222,11 @@ def test_data_parallelism_leaves_a_block_as_it_is_but_for_one_bucket(pool) -> No
         assert after == ["all-reduce"] * 2  # over dp for the projections; over dp and tp for the norms
 
 
-def small_buckets(dp: int, tp: int, plan: dict[str, Any], bucket_bytes: int) -> dict[str, Any]:
-    estimate.BUCKET_BYTES = bucket_bytes
-    try:
-        return one_step(dp, tp, CONFIG, plan, bucket_bytes=bucket_bytes)
-    finally:
-        estimate.BUCKET_BYTES = BUCKET_BYTES
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 3_000, 10_000])
 @pytest.mark.parametrize(("dp", "tp", "plan"), [(4, 1, {}), (2, 2, {}), (2, 2, {"sequence": True})])
 def test_buckets_are_predicted_by_the_phase_in_which_they_leave(dp, tp, plan, bucket_bytes, pool) -> None:
-    found = pool.run(small_buckets, dp, tp, plan, bucket_bytes)[0]
-    assert {phase: +count for phase, count in found["predicted"].items()} == found["issued"]
+    for found in pool.run(one_step, dp, tp, CONFIG, plan, bucket_bytes):
+        assert found["recorded"] == found["issued"]
 
 
 def laid_out_then_filled(dp: int, tp: int) -> dict[str, Tensor]:
@@ -299,7 +286,7 @@ def test_tied_parameters_need_styles_that_agree() -> None:
     model = Llama(replace(CONFIG, tie_embeddings=True))
     plan = ParallelPlan(tensor={"embed_tokens": VocabParallel()})
     with pytest.raises(ValueError, match=r"'embed_tokens.weight' and 'lm_head.weight' are one tied parameter"):
-        collectives(model, ProcessMesh.grid(tp=2), plan)
+        record(model, ProcessMesh.grid(tp=2), plan, batch=(5, 9))
 
 
 def test_degrees_that_do_not_divide_list_those_that_do() -> None:

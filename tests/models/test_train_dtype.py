@@ -12,6 +12,7 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import LlamaConfig
+from weft.models.communication import Communication
 from weft.models.families import make_model
 from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
@@ -54,8 +55,9 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         layer.mlp.up_proj.register_forward_hook(lambda module, args, output: computed.add(output.dtype))
     before = [parameter.detach().to_local().clone() for parameter in made.model.parameters()]
     made.first_step()
-    assert made.issued == {phase: +count for phase, count in made.predicted.items()}
-    assert made._taken[0].loss.dtype == torch.float32
+    if made.predicted is not None:
+        assert Communication.of(made.issued) == made.predicted
+    assert made._taken[0].found.loss.dtype == torch.float32
     kept = {each.dtype for state in made._optimizer.state.values() for each in state.values() if each.ndim}
     after = [parameter.to_local() for parameter in made.model.parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -63,7 +65,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         "computed": computed,
         "parameters": {each.dtype for each in after},
         "kept": kept,
-        "loss": made._taken[0].loss.item(),
+        "loss": made._taken[0].found.loss.item(),
         "said": said,
     }
 

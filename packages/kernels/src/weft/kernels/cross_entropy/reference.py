@@ -394,6 +394,6 @@ def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Equal chunks of the rows of x [N, V], and memory for one of them in `_wide` numbers, for all the same."""
     N, V = x.shape
     most = max(1, CHUNK * torch.get_num_threads() // V)
-    step = -(-N // -(-N // most)) if N else 1
+    step = -(-N // -(-N // most)) if N and not x.is_meta else max(1, N)  # what has no memory is taken at once
     space = torch.empty(min(step, N), V, dtype=_wide(x.dtype), device=x.device)
     return ((slice(start, start + step), space) for start in range(0, N, step))

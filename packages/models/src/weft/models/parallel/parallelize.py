@@ -57,7 +57,7 @@ def parallelize(
         raise ValueError("parallelize needs a mesh to lay the model out on")
     mesh = as_process_mesh(given)
     if plan is None:
-        plan = _own_plan(model)
+        plan = own_plan(model)
     if _is_laid_out(model, mesh, plan):
         return model
     parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
@@ -98,7 +98,7 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
     return model
 
 
-def _own_plan(model: nn.Module) -> ParallelPlan:
+def own_plan(model: nn.Module) -> ParallelPlan:
     """Raises ValueError for a model that has none."""
     own = getattr(model, "parallel_plan", None)
     if not callable(own):
