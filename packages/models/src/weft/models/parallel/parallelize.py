@@ -18,7 +18,7 @@ from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
 from .recompute import blocks_of, recompute
-from .resolve import Part, parts_of, styles_of
+from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import TENSOR_AXIS
 
 _ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
@@ -68,7 +68,8 @@ def parallelize(
     if mesh.size == 1:
         return _recomputing(model, parts, mesh, plan)
     styles = styles_of(model, parts)
-    for part in parts:
+    attending = parts_with(parts, "context")
+    for part in attending:
         check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -82,7 +83,7 @@ def parallelize(
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
             hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
-    for part in parts:
+    for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))

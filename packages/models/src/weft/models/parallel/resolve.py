@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -96,6 +96,32 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
                 case _:
                     each.part.styles[name] = each.style
     return parts
+
+
+def parts_with(parts: list[Part], option: str) -> list[Part]:
+    """The parts whose modules an option of a plan is of, each module in one: of a part within another, the other's alone.
+
+    Where the other has the option's default, it is the inner part's. Raises ValueError where they contradict each other.
+    """
+    default = next(each.default for each in fields(ParallelPlan) if each.name == option)
+    found = []
+    for part in parts:
+        own = getattr(part.plan, option)
+        around = [other for other in parts if other is not part and _is_within(part.name, other.name)]
+        outer = [other for other in around if getattr(other.plan, option) != default]
+        if any(getattr(other.plan, option) != own for other in outer):
+            raise ValueError(
+                f"the plan of {part.name!r} has {option}={own!r}, and that of {outer[0].name!r}, in which it is, "
+                f"{option}={getattr(outer[0].plan, option)!r}; give both the same, or leave it out in {outer[0].name!r}"
+            )
+        holds_others = any(_is_within(other.name, part.name) for other in parts if other is not part)
+        if not outer and not (own == default and holds_others):
+            found.append(part)
+    return found
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
 
 
 @dataclass(slots=True)
