@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .families import FAMILIES
 
 if TYPE_CHECKING:
-    from .checkpoint import from_pretrained, save_pretrained
+    from .checkpoint import from_pretrained, load_lora, save_lora, save_pretrained
     from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         RowwiseParallel,
         VocabParallel,
         lay_out_batch,
+        lora,
+        merge_lora,
         parallelize,
     )
     from .patching import Patch, patch
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
+    "load_lora": ".checkpoint",
+    "save_lora": ".checkpoint",
     "save_pretrained": ".checkpoint",
     "Communication": ".communication",
     "generate": ".generation",
@@ -54,6 +58,8 @@ _HOMES = {
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "lay_out_batch": ".parallel",
+    "lora": ".parallel",
+    "merge_lora": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
@@ -91,9 +97,13 @@ __all__ = [
     "generate",
     "initialize",
     "lay_out_batch",
+    "load_lora",
+    "lora",
+    "merge_lora",
     "parallelize",
     "patch",
     "record",
+    "save_lora",
     "save_pretrained",
     "stream",
 ]
