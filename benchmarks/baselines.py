@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 from weft.models import Llama
 from weft.models.llama.config import LlamaConfig
-from weft.models.llama.model import rotary_tables
+from weft.models.rope import rotary_tables
 
 # As torchtitan lays a Llama out without sequence parallelism. A block's input becomes a DTensor once, at attention and
 # at mlp, so that the backward reduces one gradient there and not one for each of the three or two projections.
@@ -52,7 +52,7 @@ class TorchLlama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]"""
-        cos, sin = rotary_tables(self.config, tokens.shape[1], tokens.device)  # kept from step to step
+        cos, sin = rotary_tables(self.config.rotary, tokens.shape[1], tokens.device)  # kept from step to step
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.models.train.config import DataConfig, Run
+from weft.models.train.config import DataConfig, PlanConfig, Run
 from weft.models.train.data import Corpus
 from weft.models.train.recipes import recipe
 
@@ -56,7 +56,7 @@ def trained(pool: Pool, folder: Path) -> dict[Mesh, list[float]]:
     losses = {}
     for mesh in MESHES:
         config = replace(
-            recipe("llama-tiny"), steps=STEPS, check=False, sequence_parallel=mesh.sequence_parallel, data=DATA
+            recipe("llama-tiny"), steps=STEPS, check=False, plan=PlanConfig(sequence=mesh.sequence_parallel), data=DATA
         )
         run = Run(recipe="llama-tiny", config=config, corpus=corpus, dp=mesh.dp, tp=mesh.tp, folder=folder / str(mesh))
         pool.run(quietly, run, ranks=mesh.dp * mesh.tp, timeout=200)

@@ -112,7 +112,7 @@ def test_commands_in_sentences_and_tables_are_typed_too() -> None:
     assert set(inline(README)) >= {"./run docs", "./run benchmark -k step_time", "./run test tests/models -k block"}
     assert all(expected(command) for command in inline(README))
     assert expected("./run benchmark -k dispatch") == "dispatch: Weft's figures, and the others' over them"
-    assert expected("./run train --help") != expected("./run train --sequence-parallel")
+    assert expected("./run train --help") != expected("./run train --plan.sequence")
 
 
 def test_the_program_is_saved_under_the_name_that_torchrun_is_given(tmp_path: Path) -> None:

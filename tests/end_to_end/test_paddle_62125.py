@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, parallelize
-from weft.models.llama.model import rotary_tables
+from weft.models.rope import rotary_tables
 from weft.reshard import GradientSync, distribute, reshard
 
 STEPS, ROWS, LENGTH, HALF = 5, 8, 16, 2
@@ -78,7 +78,7 @@ def over_data(mesh: ProcessMesh) -> Layout:
 
 
 def forward(model: Llama, stages: list[ProcessMesh], tokens: Tensor, key: int) -> Tensor:
-    cos, sin = rotary_tables(model.config, LENGTH, torch.device("cpu"))
+    cos, sin = rotary_tables(model.config.rotary, LENGTH, torch.device("cpu"))
     x = model.dropout(model.embed_tokens(tokens), key)
     for number, layer in enumerate(model.layers):
         if number == HALF:

@@ -122,12 +122,22 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
     for name in ("a", "b"):
         (text / f"{name}.txt").write_text(f"{name}: weft and warp, wärp and weft. " * 40)
     losses = []
-    for mesh in (("1", "1"), ("1", "2"), ("2", "1")):
-        arguments = ("--mesh.dp", mesh[0], "--mesh.tp", mesh[1], "--output", f"{mesh[0]}x{mesh[1]}")
-        arguments += ("--model.dropout", "0.1", "--data.path", str(text))
+    meshes = {
+        "1x1": ("--mesh.tp", "1"),
+        "1x2": ("--mesh.tp", "2"),
+        "2x1": ("--mesh.dp", "2", "--mesh.tp", "1"),
+        "context": ("--mesh.cp", "2", "--mesh.tp", "1"),
+        "context-sequence": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence"),
+        "ulysses": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.context", "ulysses"),
+    }
+    for name, mesh in meshes.items():
+        arguments = ("--mesh.dp", "1", *mesh) if "--mesh.dp" not in mesh else mesh
+        arguments += ("--output", name, "--model.dropout", "0.1", "--model.attention-dropout", "0.1")
+        arguments += ("--data.path", str(text))
         done = weft("train", "--steps", "3", *SMALL, *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        lines = (tmp_path / f"{mesh[0]}x{mesh[1]}" / "metrics.jsonl").read_text().splitlines()
+        assert "NOT as predicted" not in done.stdout
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
@@ -136,7 +146,7 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 SHOWN = {
     "2x2": (),
     "4x1": ("--mesh.dp", "4", "--mesh.tp", "1"),
-    "sequence-parallel": ("--sequence-parallel",),
+    "sequence-parallel": ("--plan.sequence",),
     "one-process": ("--mesh.dp", "1", "--mesh.tp", "1"),
 }
 
@@ -194,6 +204,15 @@ BAD_INPUT = [
         r"tp=3 does not divide num_heads 8 and .*; degrees that work: 1, 2, 4$",
         id="heads",
     ),
+    pytest.param(
+        ("train", "--mesh.cp", "3"), r"mesh cp=3 does not fit 4 processes; cp that fit: 1, 2, 4$", id="context"
+    ),
+    pytest.param(
+        ("train", "--mesh.cp", "2", "--plan.context", "ulysses", "--model.num-kv-heads", "2"),
+        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which does not divide num_kv_heads 2; cp that work: 1; context",
+        id="ulysses-heads",
+    ),
+    pytest.param(("train", "--plan.context", "ring"), r"(?i)invalid choice 'ring'.*all_gather", id="context-kind"),
     pytest.param(
         ("train", "--model.hidden-size", "100", "--model.num-heads", "10"),
         r"num_heads 10 is not a multiple of num_kv_heads 4",

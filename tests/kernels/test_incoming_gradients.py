@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft import kernels
+from weft.kernels.packing import pack, unpack
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
 
@@ -30,7 +31,19 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
     "add": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
     "add-repeated": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(5, 8))),
     "attention": (lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4), None, (normal(6, 5, 8),) * 3),
+    "attention-in-order": (
+        lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4, order=((3, 5), (0, 3))),
+        None,
+        (normal(6, 5, 8),) * 3,
+    ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), None, (normal(6, 5, 8),)),
+    "dropout-in-order": (
+        lambda _, x: kernels.dropout(x, 0.5, KEY, order=((3, 5), (0, 3))),
+        None,
+        (normal(6, 5, 8),),
+    ),
+    "pack": (lambda _, x, y: pack(x, y, parts=2), None, (normal(6, 5, 8), normal(6, 5, 4))),
+    "unpack": (lambda _, x: unpack(x, (4, 2))[0], None, (normal(6, 5, 2, 6),)),
     "embedding": (kernels.embedding, TOKENS, (normal(11, 8),)),
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids, reduction="none"), CLASSES, (normal(6, 5, 8),)),
     "linear_cross_entropy": (

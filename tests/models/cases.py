@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.models.initialization import initialize
-from weft.models.llama.config import Llama3RopeScaling, LlamaConfig
+from weft.models.llama.config import LlamaConfig
 from weft.models.llama.model import Llama
-from weft.models.llama.weights import tensor_name, write_config
+from weft.models.llama.weights import stored, write_config
+from weft.models.rope_scaling import Llama3RopeScaling
 from weft.reshard import to_global
 
 SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
@@ -51,7 +52,7 @@ def theirs(model):
 
     config = transformers.LlamaConfig(**write_config(model), attn_implementation="eager")
     other = transformers.LlamaForCausalLM(config).eval()
-    weights = {tensor_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = {stored(name).name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing, unexpected = other.load_state_dict(weights, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if model.config.tie_embeddings else [])

@@ -74,7 +74,9 @@ class TestHelp:
     def test_every_recipe_is_there_with_its_size(self, weft: Weft) -> None:
         _, out, _ = weft("train", "--help")
         for name, config in RECIPES.items():
-            assert f"  {name}: Llama, {config.model.num_parameters / 1e6:.2f} M parameters, 4 layers" in out
+            assert (
+                f"  {name}: {config.model.title}, {config.model.num_parameters / 1e6:.2f} M parameters, 4 layers" in out
+            )
 
     def test_the_defaults_are_those_of_the_recipe(self, weft: Weft) -> None:
         def tied(out: str) -> str:

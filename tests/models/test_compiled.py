@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
-from weft.mesh import Layout, ProcessMesh, derive_key
-from weft.models import Llama, LlamaConfig, initialize, parallelize
-from weft.reshard import distribute, layout_of, reshard
+from weft.mesh import ProcessMesh, derive_key
+from weft.models import Llama, LlamaConfig, initialize, lay_out_batch, parallelize
+from weft.reshard import layout_of, reshard
 
 from tests.support.pool import Pool
 
@@ -75,7 +75,14 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other)
 
 
-def compiles(way: str, backend: str, config: LlamaConfig, mesh: ProcessMesh | None, sequence: bool) -> None:
+def compiles(
+    way: str,
+    backend: str,
+    config: LlamaConfig,
+    mesh: ProcessMesh | None,
+    sequence: bool,
+    context: Literal["all_gather", "ulysses"] | None = None,
+) -> None:
     """Compiled, the model computes what it does otherwise, with as many collectives, and is not compiled again."""
     torch._dynamo.reset()
     counters.clear()
@@ -84,15 +91,18 @@ def compiles(way: str, backend: str, config: LlamaConfig, mesh: ProcessMesh | No
     for model in (eager, compiled):
         initialize(model, seed=0)
         if mesh is not None:
-            parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
+            plan = replace(model.parallel_plan(), sequence=sequence, context=context)
+            parallelize(model, mesh, plan)
+    options = {}
     if mesh is not None:
-        laid = lambda tensor: distribute(tensor, Layout(mesh, "dp: S(0)"))  # noqa: E731
+        laid = lambda tensor: lay_out_batch(mesh, plan, tensor).tokens  # noqa: E731
+        options = {"positions": lay_out_batch(mesh, plan, batch(0)[0]).positions}
     forward = WAYS[way](compiled, backend)
     for step in range(4):
         if step == 2:
             made = counters["stats"]["unique_graphs"]
-        wanted, expected = collectives_of(partial(stepped, eager, eager, laid, step))
-        found, issued = collectives_of(partial(stepped, compiled, forward, laid, step))
+        wanted, expected = collectives_of(partial(stepped, eager, partial(eager, **options), laid, step))
+        found, issued = collectives_of(partial(stepped, compiled, partial(forward, **options), laid, step))
         same(found, wanted)
         assert issued == expected
     assert counters["stats"]["unique_graphs"] == made > 0
@@ -100,6 +110,10 @@ def compiles(way: str, backend: str, config: LlamaConfig, mesh: ProcessMesh | No
 
 def on_ranks(way: str, backend: str, config: LlamaConfig, sequence: bool) -> None:
     compiles(way, backend, config, ProcessMesh.grid(dp=2, tp=2), sequence)
+
+
+def on_context(config: LlamaConfig, context: Literal["all_gather", "ulysses"]) -> None:
+    compiles("block", "aot_eager", config, ProcessMesh.grid(cp=2, tp=2), True, context)
 
 
 CONFIGS = [
@@ -138,7 +152,7 @@ def packed_rows(mesh: ProcessMesh | None) -> None:
     laid: Callable[[Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if mesh is not None:
         parallelize(model, mesh, model.parallel_plan())
-        laid = lambda tensor: distribute(tensor, Layout(mesh, "dp: S(0)"))  # noqa: E731
+        laid = lambda tensor: lay_out_batch(mesh, model.parallel_plan(), tensor).tokens  # noqa: E731
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     tokens = laid(batch(0)[0])
     for cut in (2, 5):
@@ -169,3 +183,10 @@ def test_a_key_that_is_an_int_is_compiled_in_and_says_so() -> None:
     tokens, _ = batch(0)
     with pytest.raises(Exception, match=r"torch\.tensor\(derive_key"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, dropout_key=derive_key(0, "dropout"))
+
+
+@pytest.mark.exhaustive  # half a minute each
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+def test_a_block_compiles_under_context_parallelism(context: str, config: LlamaConfig, pool: Pool) -> None:
+    pool.run(on_context, replace(config, num_heads=8, num_kv_heads=4), context)

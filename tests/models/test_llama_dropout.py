@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from weft.kernels import dropout
 from weft.mesh import derive_key
 from weft.models.layers import Dropout
-from weft.models.llama.model import Llama, rotary_tables
+from weft.models.llama.model import Llama
 from weft.models.llama.weights import read_config, write_config
+from weft.models.rope import rotary_tables
 
 from tests.models.cases import SMALL, make, some_tokens, theirs
 
@@ -23,7 +24,7 @@ each_dropout = pytest.mark.parametrize("config", [pytest.param(DROPPING, id="str
 def loss_and_gradients(model, run, key):
     """Of the sum of squared logits; `run` takes a layer and its arguments."""
     tokens = some_tokens(SMALL)
-    cos, sin = rotary_tables(SMALL, 64, tokens.device)
+    cos, sin = rotary_tables(SMALL.rotary, 64, tokens.device)
     x = model.dropout(model.embed_tokens(tokens), key)
     for layer in model.layers:
         x = run(layer, x, cos[:33], sin[:33], key)
@@ -48,7 +49,7 @@ def test_a_dropout_layer_knows_its_name():
 def test_dropout_is_of_the_embedding_and_of_what_is_added_to_the_stream():
     model, key = make(DROPPING), derive_key(5, "dropout", 2)
     tokens = some_tokens(SMALL)
-    cos, sin = (table[:33] for table in rotary_tables(SMALL, 64, tokens.device))
+    cos, sin = (table[:33] for table in rotary_tables(SMALL.rotary, 64, tokens.device))
     x = dropout(model.embed_tokens(tokens), 0.25, derive_key(key, "dropout"))
     for i, layer in enumerate(model.layers):
         added = layer.self_attn(layer.input_layernorm(x), cos, sin)

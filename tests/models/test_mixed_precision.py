@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from weft.kernels import cross_entropy, linear_cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models import Llama, parallelize
-from weft.models.llama.weights import tensor_name
+from weft.models.llama.weights import stored
 from weft.reshard import GradientSync, distribute, reshard
 
 from tests.models.cases import SMALL, make, some_tokens, theirs, whole
@@ -76,7 +76,7 @@ def of_transformers(lower: torch.dtype | None) -> Found:
         loss = torch_loss(other(TOKENS).logits)
     loss.backward()
     gradients = dict(other.named_parameters())
-    return {"loss": loss.detach()} | {name: gradients[tensor_name(name)].grad for name, _ in model.named_parameters()}
+    return {"loss": loss.detach()} | {name: gradients[stored(name).name].grad for name, _ in model.named_parameters()}
 
 
 def error(found: Found, truth: Found) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import train as train_command
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.data import Corpus
 from weft.models.train.recipes import recipe
 from weft.models.train.suggestions import suggestions
@@ -17,7 +17,7 @@ TINY = recipe("llama-tiny")
 OTHER = replace(
     TINY,
     steps=7,
-    sequence_parallel=True,
+    plan=PlanConfig(sequence=True, recompute="selective"),
     check=False,
     output=Path("a run"),
     data=DataConfig(path=Path("my book.txt"), batch_size=3),

@@ -36,7 +36,33 @@ from weft.reshard import distribute, to_global
 def test_the_mesh_follows_from_the_processes(
     dp: int | None, tp: int | None, processes: int, exact: bool, sizes: tuple[int, int]
 ) -> None:
-    assert mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, exact=exact) == sizes
+    assert mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, exact=exact) == (sizes[0], 1, sizes[1])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "sizes"),
+    [
+        pytest.param({"cp": 2}, 4, (1, 2, 2), id="tp-from-the-rest"),
+        pytest.param({"cp": 4}, 4, (1, 4, 1), id="cp-alone"),
+        pytest.param({"cp": 2, "tp": 1}, 4, (2, 2, 1), id="dp-from-the-rest"),
+        pytest.param({"dp": 1, "cp": 3, "tp": 1}, 4, (1, 3, 1), id="fewer-than-there-are"),
+    ],
+)
+def test_the_mesh_has_a_context_axis_where_it_is_asked_for(mesh, processes: int, sizes: tuple[int, int, int]) -> None:
+    assert mesh_sizes(MeshConfig(**mesh), processes, exact=False) == sizes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        pytest.param({"cp": 3}, r"mesh cp=3 does not fit 4 processes; cp that fit: 1, 2, 4$", id="cp"),
+        pytest.param({"cp": 8}, r"mesh cp=8 does not fit 4 processes; cp that fit: 1, 2, 4$", id="too-many"),
+        pytest.param({"dp": 4, "cp": 2}, r"dp=4 x cp=2 .*; beside cp=2, dp x tp that fit: 2 x 1, 1 x 2$", id="dp"),
+    ],
+)
+def test_a_context_axis_that_does_not_fit_names_what_does(mesh, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mesh_sizes(MeshConfig(**mesh), 4, exact=False)
 
 
 @pytest.mark.parametrize(

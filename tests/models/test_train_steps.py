@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft import kernels
 from weft.kernels import cross_entropy
 from weft.models import Llama, LlamaConfig, initialize
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
@@ -23,7 +24,7 @@ from tests.kernels.reads import NoReads
 from tests.support.pool import Pool
 
 MODEL = LlamaConfig(
-    vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, dropout=0.1
+    vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=8, num_kv_heads=4, dropout=0.1
 )
 CONFIG = TrainConfig(
     model=MODEL, steps=8, check=False, data=DataConfig(batch_size=4, sequence_length=8), mesh=MeshConfig(dp=2, tp=2)
@@ -34,19 +35,30 @@ CHECKING = [
 ]
 
 
-def trainer(text: str, sequence: bool) -> _Trainer:
+WAYS = [
+    pytest.param((2, 1, 2), {}, id="tensor"),
+    pytest.param((2, 1, 2), {"sequence": True}, id="sequence"),
+    pytest.param((1, 2, 2), {"sequence": True, "context": "all_gather"}, id="context-sequence"),
+    pytest.param((1, 2, 2), {"context": "ulysses"}, id="ulysses"),
+]
+each_way = pytest.mark.parametrize(("sizes", "plan"), WAYS)
+
+
+def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, Any] | None = None) -> _Trainer:
     corpus = find_corpus(Path(text))
-    config = replace(CONFIG, sequence_parallel=sequence)
-    run = Run(recipe="small", config=config, corpus=corpus, dp=2, tp=2, folder=Path(text).parent)
+    dp, cp, tp = sizes
+    config = replace(CONFIG, plan=PlanConfig(**(plan or {})))
+    run = Run(recipe="small", config=config, corpus=corpus, dp=dp, cp=cp, tp=tp, folder=Path(text).parent)
     made = _Trainer(run, torch.device("cpu"))
     made.report.line = lambda line: None  # type: ignore[method-assign]
     return made
 
 
-def steps_without_reading(text: str, sequence: bool) -> list[float]:
+def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> list[float]:
     """Steps 2 to 4, without the checks of values that a CPU makes because it waits for nothing."""
-    made = trainer(text, sequence)
+    made = trainer(text, sizes, plan)
     made.first_step()
+    assert made.issued == {phase: +count for phase, count in made.predicted.items()}
     with ExitStack() as stack:
         for check in CHECKING:
             stack.enter_context(patch(check, lambda tensor: False))
@@ -62,19 +74,23 @@ def text(tmp_path: Path) -> str:
     return str(tmp_path / "text.txt")
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_a_step_reads_nothing_on_the_host(pool: Pool, text: str, sequence: bool) -> None:
-    losses = pool.run(steps_without_reading, text, sequence, ranks=4)
+@each_way
+def test_a_step_reads_nothing_on_the_host(
+    pool: Pool, text: str, sizes: tuple[int, int, int], plan: dict[str, Any]
+) -> None:
+    losses = pool.run(steps_without_reading, text, sizes, plan, ranks=4)
     assert losses == [losses[0]] * 4
     assert len(losses[0]) == 4
 
 
-def held_out_loss(text: str, sequence: bool) -> float:
-    return trainer(text, sequence).held_out_loss()
+def held_out_loss(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> float:
+    return trainer(text, sizes, plan).held_out_loss()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(pool: Pool, text: str, sequence: bool) -> None:
+@each_way
+def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(
+    pool: Pool, text: str, sizes: tuple[int, int, int], plan: dict[str, Any]
+) -> None:
     """Of 5 sequences in batches of 4: one data-parallel rank has none of the last. Without dropout."""
     batches = Batches(find_corpus(Path(text)), sequence_length=8, batch_size=4, seed=CONFIG.seed)
     tokens, target = batches.held_out(slice(None))
@@ -82,11 +98,11 @@ def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(pool: Pool, 
     model = Llama(MODEL).eval()
     initialize(model, seed=CONFIG.seed)
     truth = torch.nn.functional.cross_entropy(model(tokens).double().flatten(0, 1), target.flatten()).item()
-    assert pool.run(held_out_loss, text, sequence, ranks=4) == pytest.approx([truth] * 4, rel=1e-6)
+    assert pool.run(held_out_loss, text, sizes, plan, ranks=4) == pytest.approx([truth] * 4, rel=1e-6)
 
 
 def broken_at_step_three(text: str) -> str:
-    made = trainer(text, False)
+    made = trainer(text)
     made.first_step()
     made.step(1)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from .embedding import embedding
 from .gelu import gelu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from .local import on_local_tensors
 from .matmul import linear
 from .random import normal, uniform
 from .rms_norm import rms_norm
@@ -30,6 +31,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "normal",
+    "on_local_tensors",
     "rms_norm",
     "rope",
     "rope_tables",

@@ -20,7 +20,7 @@ class Op:
         returns a tuple of them, and its backward is given a tuple of gradients, None for those that are zero.
     backward(saved, grad, needed, **options) -> gradients: one per tensor of forward; None where `needed[i]` is false.
         It is linear in `grad`, so a Partial gradient may flow through it. Without it torch differentiates forward, which then
-        has one output and returns that alone.
+        returns its output, or a tuple of them, alone.
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
     dtype(dtype of the first floating tensor, options) -> that of the output: ranks outside the mesh have nothing else to ask.
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.

@@ -8,14 +8,32 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .families import FAMILIES
+
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
     from .generation import generate, stream
+    from .gpt.config import GPTConfig
+    from .gpt.model import GPT
     from .initialization import initialize
-    from .llama.config import Llama3RopeScaling, LlamaConfig
+    from .llama.config import LlamaConfig
     from .llama.model import Llama
-    from .parallel import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel, parallelize
+    from .parallel import (
+        Batch,
+        ColwiseParallel,
+        ParallelPlan,
+        PositionParallel,
+        PrepareInput,
+        PrepareOutput,
+        RowwiseParallel,
+        VocabParallel,
+        lay_out_batch,
+        parallelize,
+    )
     from .patching import Patch, patch
+    from .qwen.config import QwenConfig
+    from .qwen.model import Qwen
+    from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
@@ -23,29 +41,48 @@ _HOMES = {
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
-    "Llama3RopeScaling": ".llama.config",
-    "LlamaConfig": ".llama.config",
-    "Llama": ".llama.model",
+    "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PositionParallel": ".parallel",
+    "PrepareInput": ".parallel",
+    "PrepareOutput": ".parallel",
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
+    "lay_out_batch": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "DynamicRopeScaling": ".rope_scaling",
+    "LinearRopeScaling": ".rope_scaling",
+    "Llama3RopeScaling": ".rope_scaling",
+    "YarnRopeScaling": ".rope_scaling",
+    **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
+    "GPT",
+    "Batch",
     "ColwiseParallel",
+    "DynamicRopeScaling",
+    "GPTConfig",
+    "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "PositionParallel",
+    "PrepareInput",
+    "PrepareOutput",
+    "Qwen",
+    "QwenConfig",
     "RowwiseParallel",
     "VocabParallel",
+    "YarnRopeScaling",
     "from_pretrained",
     "generate",
     "initialize",
+    "lay_out_batch",
     "parallelize",
     "patch",
     "save_pretrained",

@@ -9,8 +9,13 @@ from torch import nn
 from weft.mesh import ProcessMesh
 from weft.reshard.running.gradients import BUCKET_BYTES
 
-from .parallel.parallelize import column_siblings, has_tensor_axis, parameter_layouts
-from .parallel.plan import TENSOR_AXIS, ColwiseParallel, ParallelPlan, Style, resolve
+from .layers import DotProductAttention
+from .parallel.boundaries import column_siblings
+from .parallel.context import has_context_axis
+from .parallel.layouts import COPIES_AXIS, has_tensor_axis, parameter_layouts
+from .parallel.plan import ParallelPlan
+from .parallel.resolve import resolve
+from .parallel.styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
 PHASES = ("forward", "backward", "gradients")
 Collectives = dict[str, Counter[str]]
@@ -29,7 +34,7 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
     styles = resolve(model, plan)
     if has_tensor_axis(mesh):
         entrances = len(column_siblings(styles))
-        exits = sum(not isinstance(style, ColwiseParallel) for style in styles.values())
+        exits = sum(isinstance(style, RowwiseParallel | VocabParallel) for style in styles.values())
         reduction = "reduce-scatter" if plan.sequence else "all-reduce"
         counts["forward"][reduction] += exits
         counts["backward"][reduction] += entrances
@@ -37,6 +42,11 @@ def collectives(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Coll
             counts["forward"]["all-gather"] += entrances
             counts["backward"]["all-gather"] += exits
         counts["forward"]["all-gather"] += 1  # the logits where they are made whole, or the loss's statistics
+    if plan.context is not None and has_context_axis(mesh):
+        attentions = sum(isinstance(module, DotProductAttention) for module in model.modules())
+        for phase, kind in (("forward", "all-gather"), ("backward", "reduce-scatter")):
+            gathers = plan.context == "all_gather"
+            counts[phase][kind if gathers else "all-to-all"] += attentions if gathers else 2 * attentions
     counts["forward"]["all-reduce"] += bool(_data_axes(mesh))
     early, late = _gradient_buckets(model, mesh, plan, styles)
     counts["backward"]["all-reduce"] += early
@@ -57,16 +67,21 @@ def _gradient_buckets(
     Buckets are filled as backward makes the gradients: in the reverse of the model's order.
     """
     layouts = parameter_layouts(model, mesh, styles)
-    filling: Counter[tuple[str, ...]] = Counter()
+    filling: Counter[tuple[ProcessMesh, tuple[str, ...]]] = Counter()
     early = 0
     for name, parameter in reversed(list(model.named_parameters())):
-        between = plan.sequence and has_tensor_axis(mesh) and name.rpartition(".")[0] not in styles
+        between = (
+            plan.sequence
+            and has_tensor_axis(mesh)
+            and not isinstance(styles.get(name.rpartition(".")[0]), ColwiseParallel | RowwiseParallel | VocabParallel)
+        )
         partial = [*_data_axes(mesh), *([TENSOR_AXIS] if between else [])]
-        axes = tuple(axis for axis in mesh.axis_names if axis in partial)
+        on = layouts[name].mesh
+        axes = tuple(axis for axis in on.axis_names if axis in partial or axis == COPIES_AXIS)
         if axes:
             local = layouts[name].largest_local_shape(parameter.shape)
-            filling[axes] += math.prod(local) * parameter.element_size()
-            if filling[axes] >= BUCKET_BYTES:
-                del filling[axes]
+            filling[on, axes] += math.prod(local) * parameter.element_size()
+            if filling[on, axes] >= BUCKET_BYTES:
+                del filling[on, axes]
                 early += 1
     return early, len(filling)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
+from weft.kernels.order import Runs
 
 
 class Linear(nn.Linear):
@@ -55,6 +56,30 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dim; its parameters are left unset too."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., size] -> [..., size]"""
+        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class HeadNorm(RMSNorm):
+    """An RMSNorm of each head alone: of the last dim `size` elements at a time, all heads by one weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., heads * size] -> [..., heads * size]"""
+        return kernels.rms_norm(input, self.weight, self.eps, head_dim=self.weight.shape[0])
+
+
 class Dropout(nn.Module):
     """Zeroes elements with probability p while training, by (key, name, global element index); see `kernels.dropout`.
 
@@ -67,14 +92,16 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name = p, name
 
-    def forward(self, input: Tensor, key: int | Tensor | None) -> Tensor:
+    def forward(self, input: Tensor, key: int | Tensor | None, order: Runs | None = None) -> Tensor:
         """[...] -> [...]; the input itself where p is 0, and in eval mode.
 
-        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU.
-        Raises RuntimeError where elements are to be dropped and it is None.
+        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order: as of `kernels.dropout`.
+        Raises RuntimeError where elements are to be dropped and the key is None.
         """
         options = self.options(key)
-        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name) if options else input
+        if not options:
+            return input
+        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name, order=order)
 
     def options(self, key: int | Tensor | None) -> dict[str, Any]:
         """What `kernels.attention` is given, which drops its weights itself; nothing where p is 0, and in eval mode.
@@ -97,12 +124,21 @@ class Dropout(nn.Module):
 class DotProductAttention(nn.Module):
     """Causal attention of queries to keys, between a layer's projections; it has no parameters.
 
-    window: how many of the last keys a query sees; all where None. name: its own in the model.
+    window: how many of the last keys a query sees; all where None. scale: of the scores; 1 / sqrt(head_dim) where None.
+    name: its own in the model.
     """
 
-    def __init__(self, head_dim: int, *, dropout: float = 0.0, window: int | None = None, name: str) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        dropout: float = 0.0,
+        window: int | None = None,
+        scale: float | None = None,
+        name: str,
+    ) -> None:
         super().__init__()
-        self.head_dim, self.window = head_dim, window
+        self.head_dim, self.window, self.scale = head_dim, window, scale
         self.dropout = Dropout(dropout, f"{name}.dropout")
 
     def forward(
@@ -113,10 +149,107 @@ class DotProductAttention(nn.Module):
         dropout_key: int | Tensor | None = None,
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        order: Runs | None = None,
     ) -> Tensor:
         """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`."""
-        options = {"documents": documents, "cache": cache, **self.dropout.options(dropout_key)}
-        return kernels.attention(query, key, value, head_dim=self.head_dim, window=self.window, **options)
+        options = {"window": self.window, "scale": self.scale, "documents": documents, "cache": cache, "order": order}
+        options |= self.dropout.options(dropout_key)
+        return kernels.attention(query, key, value, head_dim=self.head_dim, **options)
 
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, window={self.window}"
+        return f"head_dim={self.head_dim}, window={self.window}, scale={self.scale}"
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries and rotary positions.
+
+    qk_norm_eps: of a norm over each head of queries and keys, before they are turned; no such norm where None.
+    window: as of `DotProductAttention`. name: its own in the model.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm_eps: float | None,
+        window: int | None,
+        dropout: float,
+        name: str,
+    ) -> None:
+        super().__init__()
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=qkv_bias, unit=head_dim)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, unit=head_dim)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, unit=head_dim)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+        self.q_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
+        self.attend = DotProductAttention(head_dim, dropout=dropout, window=window, name=f"{name}.attend")
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dropout_key: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
+        query, key = self.q_proj(x), self.k_proj(x)  # [B, T, heads * D], [B, T, kv_heads * D]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = kernels.rope(query, cos, sin), kernels.rope(key, cos, sin)
+        mixed = self.attend(query, key, self.v_proj(x), dropout_key, documents, cache)  # [B, T, heads * D]
+        output: Tensor = self.o_proj(mixed)
+        return output
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        output: Tensor = self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return output
+
+
+class Block(nn.Module):
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); with dropout on what is added, as in GPT-2.
+
+    name: the block's own in the model.
+    """
+
+    def __init__(self, attention: Attention, mlp: GatedMLP, *, norm_eps: float, dropout: float, name: str) -> None:
+        super().__init__()
+        hidden_size = attention.o_proj.out_features
+        self.input_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.self_attn = attention
+        self.self_attn_dropout = Dropout(dropout, f"{name}.self_attn_dropout")
+        self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.mlp = mlp
+        self.mlp_dropout = Dropout(dropout, f"{name}.mlp_dropout")
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dropout_key: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """[B, T, H] -> [B, T, H]; the other arguments as of `Attention`."""
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
+        x = kernels.add(x, self.self_attn_dropout(mixed, dropout_key))
+        return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))

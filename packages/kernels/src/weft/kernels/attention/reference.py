@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dropout import function as dropping
+from ..order import Runs, as_read
 from ..random.part import Part
 
 
@@ -66,6 +67,44 @@ def forward(
         kept, _ = dropping.forward(ones, dropout_key, p=dropout, number=number, name=name, part=here)
         output = _attend_to_some(q, k, v, mask, kept != 0, scale, dropout)
     return output.transpose(1, 2).reshape(query.shape)
+
+
+def in_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    dropout_key: Tensor | None = None,
+    *,
+    order: Runs,
+    queries: Runs | None = None,
+    parts: tuple[Part, ...] | None = None,
+    **options: Any,
+) -> Tensor:
+    """`forward` where the tokens of all four lie in `order`; each run of queries computes with the keys that it sees alone.
+
+    queries: the runs of those that are here; all where None. parts: for each of them, which of the weights are here, their rows
+    and columns as they are read; all where None.
+    """
+    key, value = as_read(key, order, -2), as_read(value, order, -2)
+    documents = None if documents is None else as_read(documents, order, -1)
+    queries = order if queries is None else queries
+    if parts is None:
+        heads, S = query.shape[-1] // options["head_dim"], key.shape[-2]
+        weights = (*query.shape[:-2], heads, S, S)
+        parts = tuple([rows_of(weights, start, stop) for start, stop in queries])
+    pieces = query.split([stop - start for start, stop in queries], -2) if queries else ()
+    outputs = [
+        forward(piece, key, value, documents, dropout_key, first=start, part=part, **options)
+        for piece, (start, _), part in zip(pieces, queries, parts, strict=True)
+    ]
+    return torch.cat(outputs, -2) if outputs else forward(query, key, value, first=0, **options)
+
+
+def rows_of(weights: tuple[int, ...], start: int, stop: int) -> Part:
+    """The rows `start` to `stop` of weights [..., heads, T, S]."""
+    *lead, _, S = weights
+    return Part.of(weights, (*(slice(0, size) for size in lead), slice(start, stop), slice(0, S)))
 
 
 def read_on(

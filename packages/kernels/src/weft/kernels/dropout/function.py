@@ -11,6 +11,7 @@ from weft.mesh import derive_key
 
 from ..backend import use_triton
 from ..op import Tensors
+from ..order import Runs
 from ..random.part import Part
 from . import reference
 
@@ -23,13 +24,17 @@ def forward(
     number: int = 0,
     name: str | None = None,
     part: Part | None = None,
+    order: Runs | None = None,
+    parts: tuple[Part, ...] | None = None,
 ) -> tuple[Tensor, Tensors]:
     """The output; but for the key nothing is saved, since backward draws the mask again.
 
     The key is `key` or, without it, `number`; with a name it is derive_key of the two.
     part: which elements of the global tensor x is; all of them without.
+    order: of the tokens, dim -2, where they lie in another than they are read in; parts: then, for each of x's runs of them,
+    which elements it is as they are read.
     """
-    return _masked(x, key, p, number, name, part), () if key is None else (key,)
+    return _masked_in_order(x, key, p, number, name, part, order, parts), () if key is None else (key,)
 
 
 def backward(
@@ -41,10 +46,38 @@ def backward(
     number: int = 0,
     name: str | None = None,
     part: Part | None = None,
+    order: Runs | None = None,
+    parts: tuple[Part, ...] | None = None,
 ) -> Tensors:
     """The gradient, dropped and scaled as x was; the key has none."""
     key = saved[0] if saved else None
-    return (_masked(grad, key, p, number, name, part) if needed[0] else None, None)[: len(needed)]
+    masked = _masked_in_order(grad, key, p, number, name, part, order, parts) if needed[0] else None
+    return (masked, None)[: len(needed)]
+
+
+def _masked_in_order(
+    x: Tensor,
+    key: Tensor | None,
+    p: float,
+    number: int,
+    name: str | None,
+    part: Part | None,
+    order: Runs | None,
+    parts: tuple[Part, ...] | None,
+) -> Tensor:
+    if order is None:
+        return _masked(x, key, p, number, name, part)
+    parts = parts_of(x.shape, tuple(slice(0, size) for size in x.shape), order) if parts is None else parts
+    if not parts:
+        return x.new_zeros(x.shape)  # no tokens are here
+    pieces = x.split([each.sizes[-2] for each in parts], -2)
+    return torch.cat([_masked(y, key, p, number, name, of) for y, of in zip(pieces, parts, strict=True)], -2)
+
+
+def parts_of(shape: Sequence[int], held: Sequence[slice], runs: Runs) -> tuple[Part, ...]:
+    """Which elements of a tensor [..., T, H] the `runs` of tokens are that lie in the box `held`."""
+    *lead, _, width = held
+    return tuple([Part.of(shape, (*lead, slice(*run), width)) for run in runs])
 
 
 def _masked(x: Tensor, key: Tensor | None, p: float, number: int, name: str | None, part: Part | None) -> Tensor:

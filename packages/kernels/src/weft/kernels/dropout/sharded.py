@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
 from ..op import Op
+from ..order import checked_order, runs_within
 from ..random.philox import check_key
 from ..random.sharded import DTYPES, part_of
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
@@ -17,7 +19,14 @@ from . import function
 
 
 @autocasts("dropout")
-def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> Tensor:
+def dropout(
+    x: Tensor,
+    p: float,
+    key: int | Tensor,
+    name: str | None = None,
+    *,
+    order: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
     """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
 
     x: any shape and strides, in bfloat16, float16, float32 or float64; the product is of float32 at least, and rounded
@@ -27,6 +36,8 @@ def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> 
     Element i of the global tensor, row-major, is zeroed where word i % 4 of block i // 4 of Philox 4x32-10 (Salmon et al.
     2011) is below p * 2**32: bitwise the same mask in every layout, on a CPU and on a GPU, and again in backward, which
     draws it anew: no mask is saved. No rank draws more than its own part.
+    order: of x [..., T, H], where the tokens lie in another order than they are read in, which then counts for the mask: as of
+    `attention`.
     Layouts: any, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
     and a Partial(sum) gradient may flow. Communication: none.
     Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
@@ -34,7 +45,14 @@ def dropout(x: Tensor, p: float, key: int | Tensor, name: str | None = None) -> 
     operand, number = check_dropout("dropout", "p", p, key)
     if x.dtype not in DTYPES:
         raise ValueError(f"dropout: x is {x.dtype}; give one of {', '.join(map(str, DTYPES))}")
-    return x if p == 0 else apply(DROPOUT, x, operand, p=p, number=number, name=name)
+    if p == 0:
+        return x
+    options: dict[str, Any] = {"p": p, "number": number, "name": name}
+    if order is not None:
+        if x.ndim < 2:
+            raise ValueError(f"dropout: order is of the tokens of x [..., T, H], got shape {tuple(x.shape)}")
+        options["order"] = checked_order("dropout", order, x.shape[-2])
+    return apply(DROPOUT, x, operand, **options)
 
 
 def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) -> tuple[Tensor | None, int]:
@@ -62,8 +80,13 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     assert layout is not None and shape is not None, "x is given"
     output = infer.elementwise("dropout", True, layout)
 
+    order = options.get("order")
+
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"part": part_of(layout, shape, rank)}
+        if order is None:
+            return {"part": part_of(layout, shape, rank)}
+        held = layout.local_slices(shape, rank)
+        return {"parts": function.parts_of(shape, held, runs_within(order, held[-2].start, held[-2].stop))}
 
     return Sharding(output, shape, independent(output, (layout, None)), local)
 

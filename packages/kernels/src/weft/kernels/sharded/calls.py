@@ -16,6 +16,7 @@ from weft.reshard.running.dtensor import kind_of, wrap
 from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
 from ..op import Op
+from .meshes import Meshes
 from .rules import Shapes, Sharding, sharding_of
 
 
@@ -30,7 +31,9 @@ class Flow(NamedTuple):
 class Call:
     """An op on operands that lie alike, on this rank.
 
-    options: what the op's rule gives this rank's forward; None outside the mesh.
+    Where some operands lie on a mesh and others on one whose axes are parts of its axes, the op is computed on the latter, by
+    its rule; an output, and a gradient, is of the mesh with fewer axes where that can say how it lies. Nothing moves for it.
+    options: what the op's rule gives this rank's forward; None outside the mesh. outputs: layout and shape of each.
     Raises LayoutError where the rule does not take how the operands lie.
     """
 
@@ -41,7 +44,12 @@ class Call:
         self.shapes: Shapes = tuple(None if each is None else tuple(int(n) for n in each.shape) for each in tensors)
         self.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
         self.is_plain = tuple(not isinstance(tensor, DTensor) for tensor in tensors)
-        self.sharding: Sharding = sharding_of(op, layouts, self.shapes, fixed)
+        self._own, self._meshes = layouts, Meshes.of(layouts)
+        if self._meshes.fine != process_mesh(mesh):
+            laid_out = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+            mesh = next((own for own in laid_out if process_mesh(own) == self._meshes.fine), mesh)
+        self.sharding: Sharding = sharding_of(op, self._meshes.refine(layouts, self.shapes), self.shapes, fixed)
+        self.outputs = self._meshes.coarsen(self.sharding.outputs)
         rank = this_rank()
         self.options = self.sharding.local(rank, mesh) if rank in self.sharding.output.mesh else None
         self._flows: dict[Any, Flow] = {}
@@ -72,14 +80,23 @@ class Call:
         return flow
 
     def _flow(self, grads: Sequence[DTensor | None]) -> Flow:
-        outputs = [layout for layout, _ in self.sharding.outputs]
+        outputs = [layout for layout, _ in self.outputs]
         arrived = [None if grad is None else layout_of(grad) for grad in grads]
         sliced = tuple(
             None if grad is None or layout is None else _sliced_layout(layout, output, tuple(grad.shape), grad.dtype)
             for grad, layout, output in zip(grads, arrived, outputs, strict=True)
         )
         taken = (cut or layout for cut, layout in zip(sliced, arrived, strict=True))
-        return Flow(sliced, self.sharding.gradients(*taken))
+        return Flow(sliced, self.gradients(*taken))
+
+    def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
+        """The layouts of the operands' gradients, where those of the outputs arrive so."""
+        fine = self._meshes.refine(arrived, tuple(shape for _, shape in self.outputs))
+        found = self.sharding.gradients(*fine)
+        if self._meshes.fine == self._meshes.coarse:
+            return found
+        operands = zip(found, self._own, self.shapes, strict=True)
+        return tuple(self._meshes.gradient(self.op.name, *operand) for operand in operands)
 
     def as_operands(self, parts: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
         """The gradients of the operands, from this rank's parts of them."""

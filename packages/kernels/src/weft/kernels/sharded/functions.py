@@ -95,19 +95,26 @@ class ToLocal(torch.autograd.Function):
 
 
 class FromLocal(torch.autograd.Function):
-    """The output of an op that torch differentiates. Its dual is `ToLocal`."""
+    """The outputs of an op that torch differentiates. Its dual is `ToLocal`."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, layouts: list[Layout | None], output: Tensor) -> DTensor:
+    def forward(ctx: Any, call: Call, layouts: list[Layout | None], *outputs: Tensor) -> tuple[DTensor, ...]:
         ctx.call, ctx.layouts = call, layouts
-        return wrap(output.detach(), call.sharding.output, call.sharding.shape)
+        ctx.set_materialize_grads(False)
+        made = [wrap(output.detach(), *lying) for output, lying in zip(outputs, call.outputs, strict=True)]
+        ctx.mark_non_differentiable(*(each for each in made if not (each.is_floating_point() or each.is_complex())))
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Tensors:
+    def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
+        if all(grad is None for grad in grads):
+            return (None,) * (2 + len(grads))
         with torch.no_grad():
-            (cut,), ctx.layouts[:] = ctx.call.flow((grad,))
-            part = sliced(grad, cut).to_local()
-        return None, None, *(refusing((part,), grad) if torch.is_grad_enabled() else (part,))
+            cuts, ctx.layouts[:] = ctx.call.flow(grads)
+            parts = tuple(
+                None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, cuts, strict=True)
+            )
+        return None, None, *(refusing(parts, *grads) if torch.is_grad_enabled() else parts)
 
 
 def computed(
@@ -129,7 +136,7 @@ def computed(
         else:
             output = op.infer(*locals_, **options)
     parts = (output,) if sharding.more is None else output
-    return [wrap(part, *lying) for part, lying in zip(parts, sharding.outputs, strict=True)], saved, options
+    return [wrap(part, *lying) for part, lying in zip(parts, call.outputs, strict=True)], saved, options
 
 
 def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:

@@ -44,7 +44,8 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
         output = op.infer(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
     if op.backward is None:
-        return op.forward(*tensors, **options), None
+        output = op.forward(*tensors, **options)
+        return (*output, None) if isinstance(output, tuple) else (output, None)
     return Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
 
 
@@ -58,7 +59,8 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     layouts: list[Layout | None] = []
     parts = ToLocal.apply(call, layouts, *tensors)  # type: ignore[no-untyped-call]
     output = op.forward(*parts, **options, **call.options)
-    return FromLocal.apply(call, layouts, output), None  # type: ignore[no-untyped-call]
+    outputs = (output,) if call.sharding.more is None else output
+    return *FromLocal.apply(call, layouts, *outputs), None  # type: ignore[no-untyped-call]
 
 
 @in_graph

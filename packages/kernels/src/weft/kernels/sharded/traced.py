@@ -47,12 +47,12 @@ class Placed:
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The op's outputs, of which there are several."""
-        lying = self.call.sharding.outputs
+        lying = self.call.outputs
         return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, lying, strict=True))
 
     def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
         """The layouts of the operands' gradients, where those of the outputs arrive so."""
-        return self.call.sharding.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
+        return self.call.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
 
     def as_operand(self, i: int, gradient: Tensor, layout: Layout | None) -> Tensor:
         """The gradient of operand i, as the operand is. Raises as `laid`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,10 @@ from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import one_mesh, wrap
 
+from ..families import FAMILIES, family_of, make_model
 from ..initialization import local_slices
-from ..llama import weights as llama
 from ..parallel import ParallelPlan, parallelize
-
-# What a model type brings: MODEL, make(config), write_config(model), tensor_name(parameter), is_ignored(tensor, model).
-ARCHITECTURES: Mapping[str, Any] = {llama.MODEL_TYPE: llama}
+from .stored import grouped, joined
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,18 +52,20 @@ def from_pretrained(
     mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
     config = _read_config(folder)
-    weights = _architecture(folder, config)
+    weights = _weights_of(folder, config)
     with torch.device("meta"):
-        model: nn.Module = weights.make(config)
+        model = make_model(weights.read_config(config))
     with ExitStack() as files:
-        tensors = _open(folder, files)
+        tensors = _open(folder, files, weights.PREFIX)
         _check(model, tensors, folder, weights)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
         loaded: dict[Tensor, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
-            stored = tensors[weights.tensor_name(name)].get_slice(weights.tensor_name(name))
-            part = _read(stored, local_slices(parameter)).to(device, dtype or _DTYPES[stored.get_dtype()])
+            stored = weights.stored(name)
+            file = tensors[stored.name]()
+            held = stored.slices(local_slices(parameter), tuple(parameter.shape))
+            part = stored.restored(_read(file, held)).to(device, dtype or _DTYPES[file.get_dtype()])
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
@@ -83,7 +84,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         on every rank, for a parallel model.
     """
     folder = Path(folder)
-    weights = _architecture_of(model)
+    weights = _weights_of_model(model)
     parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -93,14 +94,17 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
     _raise_on_all(error, parallel)
 
     shards = _shards(model, weights, shard_bytes)
-    for filename, names in shards.items():
-        whole = {weights.tensor_name(name): _whole(model.get_parameter(name), keep=writer) for name in names}
+    for filename, tensors in shards.items():
+        whole = {
+            tensor: joined([(weights.stored(name), _whole(model.get_parameter(name), keep=writer)) for name in names])
+            for tensor, names in tensors.items()
+        }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
             error = _attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
     if writer and error is None:
         config = weights.write_config(model)
         error = _attempt(
-            _finish, model, config, {n: f for f, ns in shards.items() for n in ns}, weights, temporary, folder
+            _finish, model, config, {name: file for file, names in shards.items() for name in names}, temporary, folder
         )
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -128,17 +132,21 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
-def _architecture(folder: Path, config: Mapping[str, Any]) -> Any:
+def _weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     kind = str(config.get("model_type"))
-    if kind not in ARCHITECTURES:
+    if kind not in FAMILIES:
         raise ValueError(
-            f"{folder / 'config.json'}: model_type {kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}"
+            f"{folder / 'config.json'}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}"
         )
-    return ARCHITECTURES[kind]
+    return FAMILIES[kind].weights
 
 
-def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Per tensor name, the open file that holds it."""
+def _open(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[], Any]]:
+    """By name, what gives each tensor to read slices of.
+
+    prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
+    published GPT-2 was, and all names are of it.
+    """
     if (folder / INDEX_FILE).is_file():
         index = _read_json(folder / INDEX_FILE, "").get("weight_map")
         if not isinstance(index, dict):
@@ -151,7 +159,7 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
             f"save the model with save_pretrained(..., safe_serialization=True)"
         )
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Callable[[], Any]] = {}
     for filename in filenames:
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
@@ -159,13 +167,19 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
         except SafetensorError as error:
             raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
-        tensors.update(dict.fromkeys(file.keys(), file))
-    return tensors
+        names: list[str] = file.keys()  # it is no mapping, and has no iterator
+        tensors.update({name: partial(file.get_slice, name) for name in names})
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _check(model: nn.Module, tensors: Mapping[str, Any], folder: Path, weights: Any) -> None:
+def _check(model: nn.Module, tensors: Mapping[str, Callable[[], Any]], folder: Path, weights: Any) -> None:
     """Raises ValueError unless the files hold the model's tensors, in its shapes, and no others."""
-    shapes = {weights.tensor_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        stored = weights.stored(name)
+        shapes[stored.name] = stored.shape(tuple(parameter.shape))
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {_listed(missing)}; check config.json against the files")
@@ -173,7 +187,7 @@ def _check(model: nn.Module, tensors: Mapping[str, Any], folder: Path, weights: 
     if unexpected:
         raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
     for name, shape in shapes.items():
-        stored = tensors[name].get_slice(name)
+        stored = tensors[name]()
         if tuple(stored.get_shape()) != shape:
             raise ValueError(
                 f"{folder}: {name} has shape {tuple(stored.get_shape())}, but config.json makes it {shape}; check it"
@@ -205,33 +219,34 @@ def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
 # Writing
 
 
-def _architecture_of(model: nn.Module) -> Any:
-    for weights in ARCHITECTURES.values():
-        if isinstance(model, weights.MODEL):
-            return weights
-    raise ValueError(f"a {type(model).__name__} has no Hugging Face form; save one of {', '.join(ARCHITECTURES)}")
+def _weights_of_model(model: nn.Module) -> Any:
+    family = family_of(model)
+    if family is None:
+        raise ValueError(f"a {type(model).__name__} has no Hugging Face form; save one of {', '.join(FAMILIES)}")
+    return family.weights
 
 
-def _shards(model: nn.Module, weights: Any, shard_bytes: int) -> dict[str, list[str]]:
-    """Per file name, the parameters it holds: in order, each file up to shard_bytes (one parameter at least)."""
-    groups: list[list[str]] = [[]]
+def _shards(model: nn.Module, weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
+    """Per file name, the stored tensors that it holds and the parameters of each: each file up to shard_bytes, or one tensor."""
+    parameters = dict(model.named_parameters())
+    files: list[dict[str, list[str]]] = [{}]
     held = 0
-    for name, parameter in model.named_parameters():
-        nbytes = parameter.numel() * parameter.element_size()
-        if groups[-1] and held + nbytes > shard_bytes:
-            groups.append([])
+    for tensor, names in grouped(parameters, weights.stored).items():
+        nbytes = sum(parameters[name].numel() * parameters[name].element_size() for name in names)
+        if files[-1] and held + nbytes > shard_bytes:
+            files.append({})
             held = 0
-        groups[-1].append(name)
+        files[-1][tensor] = names
         held += nbytes
-    if len(groups) == 1:
-        return {SINGLE_FILE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+    if len(files) == 1:
+        return {SINGLE_FILE: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
 def _whole(parameter: Tensor, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
-        return whole.detach().cpu().contiguous() if keep else whole.new_empty(0)
+        return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))
 
 
 def _start(folder: Path, temporary: Path) -> None:
@@ -240,9 +255,8 @@ def _start(folder: Path, temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _finish(
-    model: nn.Module, config: dict[str, Any], files: Mapping[str, str], weights: Any, temporary: Path, folder: Path
-) -> None:
+def _finish(model: nn.Module, config: dict[str, Any], files: Mapping[str, str], temporary: Path, folder: Path) -> None:
+    """files: by stored tensor, the file that it is in."""
     parameters = dict(model.named_parameters())
     dtype = next(iter(parameters.values())).dtype
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -251,7 +265,7 @@ def _finish(
         total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
         index = {
             "metadata": {"total_size": total},
-            "weight_map": {weights.tensor_name(name): file for name, file in files.items()},
+            "weight_map": files,
         }
         (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     temporary.rename(folder)

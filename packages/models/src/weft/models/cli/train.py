@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from ..llama.config import check_tensor_parallel
+from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
-from ..train.config import Run, TrainConfig, mesh_sizes
+from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
 from ..train.data import check_enough, check_vocabulary, find_corpus
 from ..train.folder import check_new
 from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
@@ -23,6 +24,7 @@ Examples
   {PROGRAM} train
   {PROGRAM} train --data.path book.txt
   {PROGRAM} train --mesh.dp 4 --mesh.tp 1
+  {PROGRAM} train --mesh.cp 2 --plan.sequence
   {PROGRAM} train llama-tiny-tied --steps 500
 
 Recipes
@@ -61,12 +63,13 @@ def _settle(arguments: list[str]) -> tuple[Run, int]:
         compact_below=60,
     )
     gpus, world = gpu_count(), launched_processes()
-    dp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
+    dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
+    config = replace(config, plan=settled_plan(config.plan, config.model, cp=cp, tp=tp))
     check_vocabulary(config.model.vocab_size)
     corpus = find_corpus(config.data.path)
     check_enough(corpus, config.data.sequence_length)
     folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if speaks():  # of several at once, the others would meet what it makes
         check_new(folder)
-    return Run(recipe=name, config=config, corpus=corpus, dp=dp, tp=tp, folder=folder), gpus
+    return Run(recipe=name, config=config, corpus=corpus, dp=dp, cp=cp, tp=tp, folder=folder), gpus

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from ..parallel.plan import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel
+from ..decoder import TENSOR_STYLES
+from ..parallel.plan import ParallelPlan
 
-PLAN = ParallelPlan(
-    tensor={
-        "embed_tokens": VocabParallel(),
-        "layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
-        "layers.*.self_attn.o_proj": RowwiseParallel(),
-        "layers.*.mlp.gate_proj": ColwiseParallel(),
-        "layers.*.mlp.up_proj": ColwiseParallel(),
-        "layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(),
-    }
-)
+PLAN = ParallelPlan(tensor=TENSOR_STYLES)

@@ -1,6 +1,19 @@
 """Parallel plans and what carries them out."""
 
+from .batch import Batch, lay_out_batch
 from .parallelize import parallelize
-from .plan import ColwiseParallel, ParallelPlan, RowwiseParallel, VocabParallel
+from .plan import ParallelPlan
+from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
 
-__all__ = ["ColwiseParallel", "ParallelPlan", "RowwiseParallel", "VocabParallel", "parallelize"]
+__all__ = [
+    "Batch",
+    "ColwiseParallel",
+    "ParallelPlan",
+    "PositionParallel",
+    "PrepareInput",
+    "PrepareOutput",
+    "RowwiseParallel",
+    "VocabParallel",
+    "lay_out_batch",
+    "parallelize",
+]

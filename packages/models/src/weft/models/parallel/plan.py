@@ -2,82 +2,87 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
-from torch import nn
+from .styles import Preparation, Style, as_styles
 
-TENSOR_AXIS = "tp"
-
-
-@dataclass(frozen=True, slots=True)
-class ColwiseParallel:
-    """A linear layer cut along its output: weight S(0), bias S(0); its input is whole, its output sharded.
-
-    Column-parallel siblings that are given one tensor bring it to their layout once.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class RowwiseParallel:
-    """A linear layer cut along its input: weight S(1), bias whole; its output is Partial, and reduced at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class VocabParallel:
-    """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
-
-
-Style = ColwiseParallel | RowwiseParallel | VocabParallel
+Context = Literal["all_gather", "ulysses"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
     """How a model is laid out on a mesh.
 
-    tensor: module names with wildcards, as in "layers.*.mlp.up_proj", and the style of each, along the axis "tp".
+    tensor: module names with wildcards, as in "layers.*.mlp.up_proj", and the style of each, along the axis "tp"; or several
+        styles, of which one says how parameters lie and others prepare inputs and outputs. "" is the model itself.
     sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
         become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
+    context: tokens that are sharded over "cp" attend to those of all ranks: "all_gather" gathers their keys and values,
+        "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
+        no tokens that are sharded so.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
+    recompute: what backward computes again in place of keeping it, block by block.
+    parts: the plans of models within the model, by the names of their modules; see `merge`.
+    Raises ValueError for what is no style, and for parts beside anything else.
     """
 
-    tensor: Mapping[str, Style] = field(default_factory=dict)
+    tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
     sequence: bool = False
+    context: Context | None = None
     loss_parallel: bool = True
+    recompute: Recompute = "none"
+    parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context not in get_args(Context):
+            raise ValueError(
+                f"ParallelPlan: context is {self.context!r}; it must be None or one of {', '.join(map(repr, get_args(Context)))}"
+            )
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
+            )
+        for pattern, given in self.tensor.items():
+            as_styles(pattern, given)
+        if not self.parts:
+            return
+        for each in fields(self):
+            default = each.default if each.default_factory is not dict else {}
+            if each.name != "parts" and getattr(self, each.name) != default:
+                raise ValueError(
+                    f"a plan of parts was given {each.name}={getattr(self, each.name)!r} beside them; give it to the parts "
+                    f"that it is for, {', '.join(map(repr, self.parts))}: the model's own is the part ''"
+                )
+
+    @classmethod
+    def merge(cls, plans: Mapping[str, ParallelPlan]) -> ParallelPlan:
+        """The plan of a model that contains models, each of which keeps its own plan: `merge({"vision": a, "text": b})`.
+
+        plans: by the name of the module that holds the model, or a pattern of such names; "" is the model itself. The names
+            in a plan count from that module, and its options (sequence, loss_parallel, …) hold within it, whatever those of
+            the others are. What two of them say of one module must be the same.
+        Raises ValueError for no plans, or what is none; `parallelize`, which knows the model, for a name that it has not, and for
+        two plans that contradict each other, naming both.
+        """
+        if not plans:
+            raise ValueError('ParallelPlan.merge was given no plans; give them by module: {"vision": …, "text": …}')
+        for prefix, plan in plans.items():
+            if not isinstance(prefix, str) or not isinstance(plan, cls):
+                raise ValueError(
+                    f"ParallelPlan.merge was given {prefix!r}: {plan!r}; give the ParallelPlan of each module by its name"
+                )
+        return cls(parts=dict(plans))
 
     def __str__(self) -> str:
-        lines = [f"{pattern}: {style!r}" for pattern, style in self.tensor.items()]
-        return "\n".join([*lines, f"sequence: {self.sequence}", f"loss_parallel: {self.loss_parallel}"])
+        if self.parts:
+            return "\n\n".join(f"[{prefix}]\n{plan}" for prefix, plan in self.parts.items())
+        lines = [f"{pattern}: {_shown(style)}" for pattern, style in self.tensor.items()]
+        others = [each.name for each in fields(self) if each.name not in ("tensor", "parts")]
+        return "\n".join([*lines, *(f"{name}: {getattr(self, name)}" for name in others)])
 
 
-def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """The style of every module that the plan names, in the model's order.
-
-    Raises ValueError for a pattern that matches no module, naming the nearest that there are; for a module that two
-    patterns give different styles; for a style that the module's kind does not have.
-    """
-    modules = dict(model.named_modules())
-    styles: dict[str, tuple[str, Style]] = {}
-    for pattern, style in plan.tensor.items():
-        names = [name for name in modules if name and fnmatchcase(name, pattern)]
-        if not names:
-            near = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
-            raise ValueError(
-                f"plan pattern {pattern!r} matches no module of {type(model).__name__}; "
-                f"the nearest names are {', '.join(near) or ', '.join(list(modules)[1:4])}"
-            )
-        for name in names:
-            earlier, other = styles.setdefault(name, (pattern, style))
-            if other != style:
-                raise ValueError(
-                    f"plan patterns {earlier!r} and {pattern!r} give {name!r} two styles: {other} and {style}"
-                )
-            kind = nn.Embedding if isinstance(style, VocabParallel) else nn.Linear
-            if not isinstance(modules[name], kind):
-                raise ValueError(
-                    f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(modules[name]).__name__}; "
-                    f"that style is for {kind.__name__} layers"
-                )
-    return {name: styles[name][1] for name in modules if name in styles}
+def _shown(style: object) -> str:
+    return ", ".join(map(repr, style)) if isinstance(style, Sequence) else repr(style)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from ..llama.config import LlamaConfig
+from ..config import ModelConfig
+from ..degrees import check_head_degrees
 from .data import Corpus
+
+Context = Literal["all_gather", "ulysses"]
 
 
 def _shown(metavar: str, default: str) -> Any:
@@ -24,13 +27,27 @@ def _shown(metavar: str, default: str) -> Any:
 class MeshConfig:
     """Processes along each axis; their product is all GPUs, 4 processes on a CPU, or those that a launcher started."""
 
-    dp: Annotated[int | None, _shown("INT", "processes / tp")] = None
+    dp: Annotated[int | None, _shown("INT", "processes / cp / tp")] = None
     """Data parallel: each of these reads its own part of every batch."""
+    cp: int = 1
+    """Context parallel: these share the tokens of every sequence."""
     tp: Annotated[int | None, _shown("INT", "2; 1 for an odd number of processes")] = None
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
-        _at_least("mesh", self, 1, *(name for name in ("dp", "tp") if getattr(self, name) is not None))
+        _at_least("mesh", self, 1, *(name for name in ("dp", "cp", "tp") if getattr(self, name) is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What the run says of the parallel plan; the model says the rest."""
+
+    sequence: bool = False
+    """Shard activations on the tokens between the tensor-parallel layers."""
+    context: Annotated[Context | None, _shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
+    """How tokens attend to those of other cp ranks: keys and values are gathered, or tokens are exchanged for heads."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +100,15 @@ class TrainConfig:
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
-    sequence_parallel: bool = False
-    """Shard activations on the tokens between the tensor-parallel layers."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    model: LlamaConfig
+    model: ModelConfig
     """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
@@ -113,30 +129,60 @@ class Run:
     config: TrainConfig
     corpus: Corpus
     dp: int
+    cp: int = 1
     tp: int
     folder: Path
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes and their sizes; cp where it is used."""
+        return {"dp": self.dp, **({"cp": self.cp} if self.cp > 1 else {}), "tp": self.tp}
 
-def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int]:
-    """(dp, tp) for `processes`: what is given stays, and the rest follows.
+    @property
+    def processes(self) -> int:
+        return self.dp * self.cp * self.tp
+
+
+def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:
+    """(dp, cp, tp) for `processes`: what is given stays, and the rest follows.
 
     exact: all processes must be used, as where a launcher has started them; otherwise at most that many, and where both
     sizes are given, their product.
     Raises ValueError for a mesh that does not fit the processes.
     """
-    dp, tp = mesh.dp, mesh.tp
+    dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
+    rest = processes // cp
     if tp is None:
-        tp = processes // dp if dp else (2 if processes % 2 == 0 else 1)
+        tp = rest // dp if dp else (2 if rest % 2 == 0 else 1)
     if dp is None:
-        dp = processes // tp
-    used = dp * tp
+        dp = rest // tp
+    used = dp * cp * tp
     if used < 1 or (used != processes if exact or None in (mesh.dp, mesh.tp) else used > processes):
-        fits = ", ".join(f"{processes // n} x {n}" for n in range(1, processes + 1) if processes % n == 0)
-        given = " x ".join(f"{name}={size}" for name, size in (("dp", mesh.dp), ("tp", mesh.tp)) if size is not None)
-        raise ValueError(
-            f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; dp x tp that fit: {fits}"
+        sizes = (("dp", mesh.dp), ("cp", cp if cp > 1 else None), ("tp", mesh.tp))
+        given = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
+        fits = f"dp x tp that fit: {', '.join(f'{rest // n} x {n}' for n in _divisors(rest))}"
+        if cp > 1:
+            fits = (
+                f"beside cp={cp}, {fits}"
+                if processes % cp == 0
+                else f"cp that fit: {', '.join(map(str, _divisors(processes)))}"
+            )
+        raise ValueError(f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
+    return dp, cp, tp
+
+
+def settled_plan(plan: PlanConfig, model: ModelConfig, *, cp: int, tp: int) -> PlanConfig:
+    """The plan with what follows from the mesh. Raises ValueError for heads that it cannot cut."""
+    context = plan.context or ("all_gather" if cp > 1 else None)
+    if context == "ulysses":
+        check_head_degrees(
+            {name: size for name, size in model.parallel_sizes.items() if name.endswith("heads")}, cp=cp, tp=tp
         )
-    return dp, tp
+    return replace(plan, context=context)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def general_name(parameter: str) -> str:

@@ -42,14 +42,14 @@ def launched_processes() -> int | None:
 
 
 def launch(run: Run, *, gpus: int) -> int:
-    """Runs `run` on dp x tp processes of this machine, or as one of those that a launcher has started.
+    """Runs `run` on dp x cp x tp processes of this machine, or as one of those that a launcher has started.
 
     Returns the exit status: 0, or 1 where the run stopped; SIGTERM ends this process with 143. Raises KeyboardInterrupt.
     When one process fails the others are ended, and its error is printed first, with its rank. All end with this one.
     """
     if launched_processes() is not None:
         return _join_world(run, gpus)
-    processes = run.dp * run.tp
+    processes = run.processes
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     signal.signal(signal.SIGTERM, _exit)

@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of, reshard
-from weft.reshard.running.dtensor import wrap
 
 from ..estimate import Collectives, collectives
+from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
-from ..llama.model import Llama
-from ..parallel import parallelize
+from ..parallel import Batch, lay_out_batch, parallelize
 from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
@@ -39,9 +38,9 @@ class TrainingError(RuntimeError):
 
 
 def train(run: Run, device: torch.device) -> None:
-    """Trains on this process's part of the mesh dp x tp, which is the whole world; rank 0 prints and writes.
+    """Trains on this process's part of the mesh dp x cp x tp, which is the whole world; rank 0 prints and writes.
 
-    Communication: what the model's plan says, the gradients' buckets and their norm; the loss, summed over "dp".
+    Communication: what the model's plan says, the gradients' buckets and their norm; the loss, summed over "dp" and "cp".
     Raises TrainingError, on every rank, where the loss is not finite.
     """
     trainer = _Trainer(run, device)
@@ -91,14 +90,14 @@ class _Trainer:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
         self.report = Report(speaks=self.rank == 0)
-        self.mesh = ProcessMesh.grid(dp=run.dp, tp=run.tp)
+        self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
-            model = Llama(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), sequence=run.config.sequence_parallel)
+            model = make_model(run.config.model)
+        self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
         self.predicted = collectives(model, self.mesh, self.plan)
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         if run.config.compile:
-            for layer in self.model.layers:  # type: ignore[union-attr]
+            for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
         self._optimizer = make_optimizer(self.model, run.config.optimizer)
@@ -171,7 +170,7 @@ class _Trainer:
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
 
-        Communication: for each batch the model's own forward, and the sum of the losses over "dp".
+        Communication: for each batch the model's own forward, and the sum of the losses over "dp" and "cp".
         """
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
@@ -181,8 +180,9 @@ class _Trainer:
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
                 batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
-                tokens, target = self._laid_out(batch, shape)
-                loss = cross_entropy(self.model(tokens), target, denominator=float(count * T))
+                laid = self._laid_out(batch, shape)
+                logits = self.model(laid.tokens, positions=laid.positions)
+                loss = cross_entropy(logits, laid.targets, denominator=float(count * T))
                 total += _local(reshard(loss) if isinstance(loss, DTensor) else loss)
         self.model.train()
         return total.item()
@@ -197,22 +197,20 @@ class _Trainer:
 
     def _loss(self, step: int) -> tuple[Tensor, Tensor]:
         """The mean loss over the global batch of `step`, whole on every rank, and this rank's part of it."""
-        tokens, target = self._laid_out(self._batches.batch(step, self._rows), self._shape)
-        logits = self.model(tokens, dropout_key=self._dropout_key(step))
-        loss = cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
+        laid = self._laid_out(self._batches.batch(step, self._rows), self._shape)
+        logits = self.model(laid.tokens, dropout_key=self._dropout_key(step), positions=laid.positions)
+        loss = cross_entropy(logits, laid.targets, denominator=float(math.prod(self._shape)))
         return (reshard(loss) if isinstance(loss, DTensor) else loss), loss.detach()
 
-    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
         """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
-        tokens, target = (part.to(self._device) for part in batch)
-        if self.mesh.size == 1:
-            return tokens, target
-        return wrap(tokens, self._layout, shape), wrap(target, self._layout, shape)
+        tokens, targets = (part.to(self._device) for part in batch)
+        return lay_out_batch(self.mesh, self.plan, tokens, targets, rows=shape[0])
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
         with torch.device("meta"):
-            model: nn.Module = Llama(self._config.model)
+            model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
         with torch.no_grad():

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
+from typing import Any
 
+from ..config import ModelConfig
+from ..gpt.config import GPTConfig
 from ..llama.config import LlamaConfig
+from ..qwen.config import QwenConfig
 from .config import TrainConfig
 from .data import VOCAB_SIZE
 
-_TINY = LlamaConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=128,
-    intermediate_size=384,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    max_seq_len=256,
-    # Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
-    # every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
-    initializer_range=0.06,
-)
+# Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
+# every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
+_INITIALIZER_RANGE = 0.06
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 8,
+    "max_seq_len": 256,
+    "initializer_range": _INITIALIZER_RANGE,
+}
+_GATED: dict[str, Any] = {**_SIZES, "intermediate_size": 384, "num_kv_heads": 4}
 
 RECIPES = {
-    "llama-tiny": TrainConfig(model=_TINY),
-    "llama-tiny-tied": TrainConfig(model=replace(_TINY, tie_embeddings=True)),
+    "llama-tiny": TrainConfig(model=LlamaConfig(**_GATED)),
+    "llama-tiny-tied": TrainConfig(model=LlamaConfig(**_GATED, tie_embeddings=True)),
+    "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED)),
+    "qwen3-tiny": TrainConfig(model=QwenConfig(version=3, **_GATED)),
+    "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES)),
 }
 
 
@@ -37,6 +44,6 @@ def recipe(name: str) -> TrainConfig:
     return RECIPES[name]
 
 
-def size_in_words(model: LlamaConfig) -> str:
+def size_in_words(model: ModelConfig) -> str:
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
-    return f"Llama, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers{tied}"
+    return f"{model.title}, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers{tied}"

@@ -124,11 +124,11 @@ def _counted(counts: Counter[str]) -> str:
 
 def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
-    processes = run.dp * run.tp
+    processes = run.processes
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
         f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
-        f"{processes} process{'es' if processes > 1 else ''}, mesh dp={run.dp} x tp={run.tp}"
+        f"{processes} process{'es' if processes > 1 else ''}, mesh {' x '.join(f'{axis}={size}' for axis, size in run.axes.items())}"
     )
     skipped = run.corpus.skipped
     if not skipped:

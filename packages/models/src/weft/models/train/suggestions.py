@@ -7,7 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
-from ..llama.config import check_tensor_parallel
+from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from .config import MeshConfig, Run, TrainConfig
 from .recipes import recipe
@@ -19,12 +19,13 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     on_cpu: then one process more can always be started.
     """
     lines = [f"{PROGRAM} generate {shlex.quote(str(run.folder))} --prompt {shlex.quote(run.corpus.prompt)}"]
-    train = _train_command(run.dp * run.tp)
+    train = _train_command(run.processes)
     if train is None:
         return lines
     mesh = _other_mesh(run, on_cpu and "RANK" not in os.environ)
     if mesh is not None:
-        other = dataclasses.replace(run.config, mesh=mesh)
+        plan = dataclasses.replace(run.config.plan, context=None)  # it has no axis there
+        other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
         lines.append(f"{train} {_arguments(run.recipe, other)}    the same loss on another mesh")
     if run.config.data.path is None:
         lines.append(f"{train} {_arguments(run.recipe, run.config)} --data.path FILE_OR_FOLDER    your own text")
@@ -43,11 +44,11 @@ def _train_command(processes: int) -> str | None:
 def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
     """Another mesh of as many processes, of two where there was one; data parallel alone where it was not. None where
     there is none."""
-    processes = run.dp * run.tp
+    processes = run.processes
     if processes == 1 and may_grow:
         processes = 2
     for tp in range(1, processes + 1):
-        if processes % tp == 0 and (processes // tp, tp) != (run.dp, run.tp):
+        if processes % tp == 0 and (processes // tp, 1, tp) != (run.dp, run.cp, run.tp):
             try:
                 check_tensor_parallel(run.config.model, tp)
             except ValueError:

@@ -83,7 +83,7 @@ class Bucket:
         mesh = process_mesh(grad.device_mesh)
         if this_rank() in mesh:
             shapes = [tuple(parameter.shape) for parameter in self._items]
-            announce(f"gradients of shapes {shapes}, {grad.dtype}, summed over {way.axes}", mesh.ranks, (mesh,))
+            announce(f"gradients of shapes {shapes}, {grad.dtype}, summed over {way.axes}", meshes=(mesh,))
         with torch.no_grad():
             self._pending = Pending(self._run())
 

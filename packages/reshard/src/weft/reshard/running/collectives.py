@@ -12,9 +12,10 @@ from weft.mesh.extents import Box, volume
 
 from ..planning.exchange import Messages, within
 from ..planning.identities import reduced
+from .worlds import Positions
 
 Running = Generator[dist.Work, None, Tensor]
-Phase = tuple[dist.ProcessGroup, list[int]]  # a group, and the position of each of its members along the axes
+Phase = tuple[dist.ProcessGroup, Positions]  # a group, and the position of each of its members along the axes
 
 # torch 2.13 renamed these; 2.11 and 2.12 have the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,7 +67,7 @@ def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield _started(all_gather_single(gathered.view(-1), part.reshape(-1), group, async_op=True))
-        part = gathered if positions == sorted(positions) else gathered[_inverse(positions)]
+        part = gathered if isinstance(positions, range) else gathered[_inverse(positions)]
     return part
 
 
@@ -84,8 +85,8 @@ def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running
     """
     for group, positions in phases:
         stacked = stacked.reshape(len(positions), -1)
-        if positions != sorted(positions):
-            stacked = stacked[positions]
+        if not isinstance(positions, range):
+            stacked = stacked[list(positions)]
         flat = stacked.view(-1)
         if op in ("sum", "avg"):
             parts = stacked.new_empty(stacked.shape[1])
@@ -137,7 +138,7 @@ def exchange(
     return result
 
 
-def _inverse(positions: list[int]) -> list[int]:
+def _inverse(positions: Positions) -> list[int]:
     return sorted(range(len(positions)), key=positions.__getitem__)
 
 

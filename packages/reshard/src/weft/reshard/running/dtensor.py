@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from weft.mesh import Layout, LayoutError, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
 
 from ..planning.identities import identity
-from .groups import axis_names, device_mesh, of_this_world, process_mesh, this_rank
+from .groups import axis_names, device_mesh, device_type, of_this_world, process_mesh, this_rank
 
 Placements = Mapping[Any, Placement] | Sequence[Placement] | str
 STRIDED = "_StridedShard"  # torch's name of what has no public one
@@ -149,9 +148,7 @@ def _spelled(layout: Layout) -> tuple[ProcessMesh, tuple[TorchPlacement, ...]]:
 
 def _device_type(local: Tensor) -> str:
     """The device type of the mesh a local tensor belongs to; a meta tensor will live where the backend's do."""
-    if not local.is_meta:
-        return local.device.type
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return device_type() if local.is_meta else local.device.type
 
 
 def _to_torch(placement: Any) -> TorchPlacement:

@@ -39,7 +39,7 @@ from ..planning.steps import (
 )
 from .blocks import assembled, cut_to, padded, taken_apart
 from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
-from .groups import axis_group, device_mesh, group_along, group_of, this_rank
+from .groups import device_mesh, group_along, group_of, group_over, this_rank
 from .order import announce
 
 
@@ -60,7 +60,7 @@ def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     rank = this_rank()
     takes_part = rank in plan.src.mesh or rank in plan.dst.mesh
     if takes_part and any(not isinstance(step, Local) for step in plan.steps):
-        announce(plan, plan.ranks, (plan.src.mesh, plan.dst.mesh))
+        announce(plan, meshes=(plan.src.mesh, plan.dst.mesh))
     if not takes_part:
         return local
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
@@ -145,7 +145,7 @@ class _Here:
         """The ranks, ascending, that exchange with this one, and their group."""
         ranks = taking_part(src, dst, self.rank)
         axes = exchanging_axes(src, dst) if src.mesh == dst.mesh else ()
-        return ranks, axis_group(self.mesh, axes[0]) if len(axes) == 1 else group_of(ranks)
+        return ranks, group_over(self.mesh, axes) if axes else group_of(ranks)
 
     def _make_partial(self, step: MakePartial, local: Tensor) -> Tensor:
         if step.dim is None:

@@ -58,17 +58,19 @@ def check_order(timeout: float = 60.0) -> Iterator[None]:
         check.leave(why)
 
 
-def announce(plan: object, ranks: Sequence[int], meshes: Sequence[ProcessMesh] = ()) -> None:
+def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[ProcessMesh] = ()) -> None:
     """Waits until all `ranks` are about to run `plan`, where `check_order` is on; returns at once where it is not.
 
+    ranks: those of the meshes where None.
     Plans are the same if they print the same, on the same ranks and the same `meshes`.
     Threads may call it: one waits at a time, as autograd's thread and the main thread must take turns alike everywhere.
     Raises OrderError: see `check_order`.
     """
     check = _check
     if check is not None:
+        ranks = {rank for mesh in meshes for rank in mesh} if ranks is None else ranks
         digests = tuple(mesh.digest for mesh in meshes)
-        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or _named(ranks)
+        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or _named(list(ranks))
         check.announce(_Said(f"{plan} on {on}", tuple(sorted(ranks)), digests))
 
 

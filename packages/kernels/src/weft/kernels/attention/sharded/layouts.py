@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
 from weft.mesh.infer.terms import Operation, infer, never
 
+from ...order import runs_within
 from ...random.part import Part
 from ...sharded import Shapes, Sharding, independent
-from ..heads import check_heads
+from ..heads import check_heads, heads_as_cut
 
 Layouts = tuple[Layout | None, ...]
 KEPT = ("the kept keys", "the kept values")
@@ -24,17 +25,23 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     assert shape is not None and key_shape is not None, "all are given"
     lead = ascii_lowercase[: len(shape) - 2]
     terms = (lead + "th", lead + "sh", lead + "sh", lead + "s")
-    output = _inferred(terms, laid, ("the query", "the key", "the value", "the documents"), "s")
     _check_heads(layouts[:2], shapes[:2], options["head_dim"])
+    laid[1:3] = heads_as_cut(laid[0], laid[1:3], shape, key_shape, options["head_dim"])
+    output = _inferred(terms, laid, ("the query", "the key", "the value", "the documents"), "s")
     query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
+    order = options.get("order")
     assert query is not None, "it is given"
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         *rows, tokens, width = query.local_slices(shape, rank)
+        heads = slice(width.start // head_dim, width.stop // head_dim)
+        weights = (*shape[:-2], shape[-1] // head_dim, T, S)
+        if order is not None:
+            runs = runs_within(order, tokens.start, tokens.stop)
+            parts = tuple([Part.of(weights, (*rows, heads, slice(*run), slice(0, S))) for run in runs])
+            return {"queries": runs, "parts": parts}
         found: dict[str, Any] = {"first": S - T + tokens.start}
         if options.get("dropout"):
-            heads = slice(width.start // head_dim, width.stop // head_dim)
-            weights = (*shape[:-2], shape[-1] // head_dim, T, S)
             found["part"] = Part.of(weights, (*rows, heads, tokens, slice(0, S)))
         return found
 
@@ -48,8 +55,11 @@ def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> S
     lead = ascii_lowercase[: len(shape) - 2]
     terms = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
     operands = ("the query", "the key", "the value", *KEPT, "the documents")
-    output = _inferred(terms, layouts, operands, "tc")
-    _check_heads(layouts[:2], shapes[:2], options["head_dim"])
+    key_shape, head_dim = shapes[1], options["head_dim"]
+    assert key_shape is not None, "it is given"
+    _check_heads(layouts[:2], shapes[:2], head_dim)
+    laid = [layouts[0], *heads_as_cut(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
+    output = _inferred(terms, laid, operands, "tc")
     return Sharding(output, shape, independent(output, layouts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ...dropout.sharded import check_dropout
 from ...op import Op
+from ...order import checked_order
 from ...sharded import apply, autocasts
 from .. import reference
 from .cache import KeyValueCache
@@ -26,6 +28,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     documents: Tensor | None = None,
+    order: Sequence[tuple[int, int]] | None = None,
     dropout: float = 0.0,
     dropout_key: int | Tensor | None = None,
     dropout_name: str | None = None,
@@ -37,6 +40,9 @@ def attention(
     the last T keys' tokens. scale: 1 / sqrt(D) by default.
     causal: a query sees the keys up to its own token's. window: and of those the last `window` alone (Child et al., 2019).
     documents: [..., S] of ints, a number for each key's token: a query sees the keys of its own document alone.
+    order: where the tokens of all four lie in another order than they are read in, which then counts for causal, for the window
+    and for dropout: the runs of neighbours, [start, stop) of the sequence, in the order in which they lie. A run of queries
+    computes with the keys up to its own last one alone.
     dropout: 0 to 1, the share of the weights that are zeroed, while the others are divided by 1 - dropout. dropout_key and
     dropout_name: as key and name of `dropout`, for a tensor of the weights, [..., heads, T, S]: the same mask in every layout,
     and again where the call is repeated. With dropout the weights are in memory, T * S of each head.
@@ -53,6 +59,8 @@ def attention(
     options: dict[str, Any] = {"head_dim": head_dim, "causal": causal, "scale": scale, "window": window}
     if cache is not None:
         _check_reading(query, key, value, causal, dropout)
+        if order is not None:
+            raise ValueError("attention: a cache has tokens as they are read; leave order out")
         output = apply(READ_ON, query, key, value, *cache.room_for(key), documents, length=cache.length, **options)
         cache.length += key.shape[-2]
         return output
@@ -64,7 +72,11 @@ def attention(
             )
         operand, number = check_dropout("attention", "dropout", dropout, dropout_key)
         options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
-    return apply(ATTENTION, query, key, value, documents, operand, **options)
+    if order is not None:
+        if query.shape[-2] != S:
+            raise ValueError(f"attention: order is of all tokens, but there are {query.shape[-2]} queries and {S} keys")
+        options["order"] = checked_order("attention", order, S)
+    return apply(ATTENTION if order is None else IN_ORDER, query, key, value, documents, operand, **options)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> None:
@@ -116,4 +128,5 @@ def _check_reading(query: Tensor, key: Tensor, value: Tensor, causal: bool, drop
 
 
 ATTENTION = Op("attention", reference.forward, None, rule, varying=("number",))
+IN_ORDER = Op("attention_in_order", reference.in_order, None, rule, varying=("number",))
 READ_ON = Op("attention_read_on", reference.read_on, None, reading_rule, varying=("length",))

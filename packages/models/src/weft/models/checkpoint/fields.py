@@ -1,0 +1,143 @@
+"""The fields of Hugging Face's config.json, and what each is to a model of ours: read, fixed, or without meaning for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What says nothing about the network: how the file came about, how text becomes tokens and tokens text, what else a
+# model's class can return, and settings of tasks other than the next token.
+MEANINGLESS = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "prefix",
+        "sep_token_id",
+        "tokenizer_class",
+        "unk_token_id",
+        "gradient_checkpointing",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "use_cache",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "tie_encoder_decoder",
+        "is_decoder",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    ]
+)
+
+# What would make another network of any family, and the values with which it does not.
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "cross_attention_hidden_size": (None,),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+
+_REMEDIES = {"quantization_config": "quantized weights are not supported; save the model dequantized"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """What a family makes of the fields of its config.json.
+
+    model: what it is called in errors. names: Hugging Face's name of each field that is one of ours, and ours.
+    required: of these, those that must be there. defaults: what transformers takes for a field that is absent, where that
+    is not our default. fixed: fields with one meaning here, and the values that say it. elsewhere: fields that the family
+    reads itself. meaningless: fields of its own that say nothing about the network.
+    """
+
+    model: str
+    names: Mapping[str, str]
+    required: Collection[str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    elsewhere: Collection[str] = ()
+    meaningless: Collection[str] = ()
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of our config's fields; those that the file leaves open are not among them.
+
+        Raises ValueError for a field that is missing, unknown, or has a value that the model does not have.
+        """
+        for name in self.required:
+            if config.get(name) is None:
+                raise ValueError(f"config.json has no {name!r}; a {self.model} needs {', '.join(self.required)}")
+        for name, value in config.items():
+            self._check(name, value)
+        given = {**self.defaults, **config}
+        return {ours: given[theirs] for theirs, ours in self.names.items() if given.get(theirs) is not None}
+
+    def write(self, config: object) -> dict[str, Any]:
+        """What config.json says of a config of ours, but for what is read elsewhere."""
+        written = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
+        fixed = {name: values[0] for name, values in self.fixed.items()}
+        # transformers would take its own for tokens that are absent, whatever they mean here.
+        return {**fixed, **written, "bos_token_id": None, "eos_token_id": None}
+
+    def _check(self, name: str, value: Any) -> None:
+        if name in self.names or name in self.elsewhere or name in self.meaningless or name in MEANINGLESS:
+            return
+        values = self.fixed.get(name, FIXED.get(name))
+        if values is None:
+            raise ValueError(
+                f"config.json: {name!r}, which is {value!r}, is no field of a {self.model} that is known here; "
+                f"remove it where it says nothing about the network"
+            )
+        if value not in values:
+            remedy = f"a {self.model} here has {' or '.join(map(repr, values))}"
+            raise ValueError(f"config.json: {name} {value!r} is not supported; {_REMEDIES.get(name, remedy)}")

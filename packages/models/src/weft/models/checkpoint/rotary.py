@@ -1,0 +1,168 @@
+"""What the files of the rotary families share: names of fields and tensors, and rotary settings, as transformers 4 and 5 have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..config import RotaryConfig
+from ..rope_scaling import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+    magnitude,
+)
+from .stored import Stored
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES = {  # Hugging Face's: ours
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "initializer_range",
+    "attention_dropout": "attention_dropout",
+}
+ACTIVATIONS = ("silu", "swish")  # two names of one function
+
+# Fields of config.json that `read_rope` reads.
+ROPE_FIELDS = ("partial_rotary_factor", "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta")
+
+
+PREFIX = "model."  # of the names of all but the head
+
+
+def stored(parameter: str) -> Stored:
+    """How a parameter of ours is stored."""
+    return Stored(parameter if parameter.startswith("lm_head.") else f"{PREFIX}{parameter}")
+
+
+def is_ignored(tensor: str, model: nn.Module) -> bool:
+    """True for a tensor that files may hold and the model has no use for."""
+    tied = tensor == "lm_head.weight" and model.config.tie_embeddings  # type: ignore[union-attr]
+    return tied or tensor.endswith("rotary_emb.inv_freq")
+
+
+_ANYWHERE = ("partial_rotary_factor", "rope_theta", "rope_type", "type")  # settings beside those of the kind
+_ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of scaling: our class, Hugging Face's names of its fields and ours; which of them may be absent; others read."""
+
+    make: type[Any]
+    names: Mapping[str, str]
+    optional: tuple[str, ...] = ()
+    others: tuple[str, ...] = field(default=())
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "linear": _Kind(LinearRopeScaling, {"factor": "factor"}),
+    "dynamic": _Kind(DynamicRopeScaling, {"factor": "factor"}, others=(_ORIGINAL,)),
+    "llama3": _Kind(
+        Llama3RopeScaling,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            _ORIGINAL: "original_max_seq_len",
+        },
+    ),
+    "yarn": _Kind(
+        YarnRopeScaling,
+        {
+            "factor": "factor",
+            _ORIGINAL: "original_max_seq_len",
+            "attention_factor": "attention_factor",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "truncate": "truncate",
+        },
+        optional=(_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate"),
+        others=("mscale", "mscale_all_dim"),
+    ),
+}
+
+
+def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """rope_theta and rope_scaling, as far as config.json says them. max_seq_len: of the model.
+
+    Raises ValueError for a kind or a setting that is not known, and for one that is missing.
+    """
+    rope: dict[str, Any] = {}
+    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = settings.get("rope_theta", config.get("rope_theta"))
+    if theta is not None:
+        rope["rope_theta"] = theta
+    fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction not in (None, 1, 1.0):
+        raise ValueError(f"config.json: partial_rotary_factor {fraction} is not supported; whole heads are turned here")
+    if config.get("rope_interleaved"):
+        raise ValueError("config.json: rope_interleaved is not supported; the pairs are i and i + D/2 here")
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind != "default":
+        rope["rope_scaling"] = _read_scaling(kind, settings, max_seq_len)
+    else:
+        _check_known(kind, settings, ())
+    return rope
+
+
+def write_rope(config: RotaryConfig) -> dict[str, Any]:
+    """What config.json says of the rotary settings, under the keys of transformers 4, which 5 reads too."""
+    scaling: dict[str, Any] | None = None
+    if config.rope_scaling is not None:
+        (name,) = (name for name, kind in _KINDS.items() if isinstance(config.rope_scaling, kind.make))
+        values = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in _KINDS[name].names.items()}
+        scaling = {"rope_type": name} | {theirs: value for theirs, value in values.items() if value is not None}
+    return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
+
+
+def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> RopeScaling:
+    if name not in _KINDS:
+        raise ValueError(f"config.json: rope type {name!r} is not supported; use one of default, {', '.join(_KINDS)}")
+    kind = _KINDS[name]
+    _check_known(name, settings, (*kind.names, *kind.others))
+    missing = [theirs for theirs in kind.names if theirs not in kind.optional and settings.get(theirs) is None]
+    if missing:
+        raise ValueError(f"config.json: the {name!r} rope scaling has no {', '.join(missing)}; add it")
+    values = {ours: settings[theirs] for theirs, ours in kind.names.items() if settings.get(theirs) is not None}
+    if name == "dynamic":
+        _check_original(settings, max_seq_len)
+    if name == "yarn":
+        values.setdefault("original_max_seq_len", max_seq_len)  # as transformers has it
+        if settings.get("mscale") and settings.get("mscale_all_dim"):
+            factor = settings["factor"]
+            ratio = magnitude(factor, settings["mscale"]) / magnitude(factor, settings["mscale_all_dim"])
+            values.setdefault("attention_factor", ratio)
+    scaling: RopeScaling = kind.make(**values)
+    return scaling
+
+
+def _check_known(name: str, settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = [key for key in settings if key not in known and key not in _ANYWHERE]
+    if unknown:
+        raise ValueError(
+            f"config.json: the {name!r} rope scaling has {', '.join(unknown)}, which is not known; "
+            f"it has {', '.join(known) or 'no settings'}"
+        )
+
+
+def _check_original(settings: Mapping[str, Any], max_seq_len: int) -> None:
+    """transformers computes dynamic scaling from max_position_embeddings, and passes this setting over."""
+    if settings.get(_ORIGINAL) not in (None, max_seq_len):
+        raise ValueError(
+            f"config.json: the 'dynamic' rope scaling has {_ORIGINAL} {settings[_ORIGINAL]}, but scaling sets in at "
+            f"max_position_embeddings, {max_seq_len}; make them equal"
+        )

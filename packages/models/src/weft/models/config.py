@@ -1,0 +1,147 @@
+"""The sizes that models share, checked when they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .checks import check_positive, check_probabilities, check_sizes
+from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and constants that every family has."""
+
+    vocab_size: int
+    """Tokens that there are."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Transformer blocks."""
+    num_heads: int
+    """Query heads."""
+    max_seq_len: int = 2048
+    """Tokens in the longest sequence that the model is trained on."""
+    tie_embeddings: bool = False
+    """One table for embedding and output."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "vocab_size", "hidden_size", "num_layers", "num_heads", "max_seq_len")
+        if self.initializer_range != 0:
+            check_positive(self, "initializer_range")
+
+    @property
+    def title(self) -> str:
+        """What such a model is called."""
+        raise NotImplementedError
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, a tied table counted once."""
+        raise NotImplementedError
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """By name, the sizes that tensor parallelism cuts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions:
+    """What the blocks of the rotary families differ in."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryConfig(ModelConfig):
+    """What the families with rotary positions, RMS norms and gated MLPs share."""
+
+    intermediate_size: int
+    """Width inside the MLPs."""
+    num_kv_heads: int = 0
+    """Key and value heads, shared by groups of query heads; 0: as many as query heads."""
+    head_dim: int = 0
+    """Width of a head; 0: hidden_size / num_heads."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """How the rotary wavelengths are stretched."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in norms."""
+    attention_dropout: float = 0.0
+    """Probability of zeroing a weight of the attention."""
+    dropout: float = 0.0
+    """Probability of zeroing an element of the embedding's output, and of what a block adds to the residual stream."""
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        where = type(self).__name__
+        check_sizes(self, "intermediate_size")
+        if self.num_kv_heads == 0:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.head_dim == 0:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"{where}: hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
+                    f"change one, or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        check_sizes(self, "num_kv_heads", "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            degrees = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"{where}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                f"use one of {degrees}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"{where}: head_dim {self.head_dim} is odd, but rotary embedding turns pairs; make it even"
+            )
+        check_positive(self, "rope_theta", "norm_eps")
+        check_probabilities(self, "attention_dropout", "dropout")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ValueError(
+                f"{where}: rope_scaling is {self.rope_scaling!r}; give a Llama3RopeScaling or another of weft.models, or None"
+            )
+        if isinstance(self.rope_scaling, DynamicRopeScaling) and self.head_dim < 4:
+            raise ValueError(
+                f"{where}: head_dim {self.head_dim} is too small for dynamic rope scaling; make it 4 or more"
+            )
+
+    @property
+    def rotary(self) -> Rotary:
+        """What the rotary tables follow from."""
+        return Rotary(
+            head_dim=self.head_dim, theta=self.rope_theta, max_seq_len=self.max_seq_len, scaling=self.rope_scaling
+        )
+
+    def block(self, index: int) -> BlockOptions:
+        """What block `index` has."""
+        raise NotImplementedError
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, a tied table counted once."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return tables + sum(self._block_parameters(i) for i in range(self.num_layers)) + self.hidden_size
+
+    def _block_parameters(self, index: int) -> int:
+        has = self.block(index)
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = 2 * self.hidden_size * (width + kv_width) + 3 * self.hidden_size * self.intermediate_size
+        biases = has.qkv_bias * (width + 2 * kv_width) + has.output_bias * self.hidden_size
+        biases += has.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return weights + biases + 2 * self.hidden_size + has.qk_norm * 2 * self.head_dim
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """By name, the sizes that tensor parallelism cuts."""
+        names = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,169 @@
+"""What decoder-only models are made of: blocks, a norm, a head, caches; and the body of those with rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Generic, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from weft import kernels
+from weft.kernels import KeyValueCache
+from weft.kernels.backend import has_data
+
+from .config import ModelConfig, RotaryConfig
+from .initialization import Constant, Initial, Normal
+from .layers import Attention, Block, Dropout, Embedding, GatedMLP, Linear, RMSNorm
+from .parallel.styles import ColwiseParallel, RowwiseParallel, Style, VocabParallel
+from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
+
+TENSOR_STYLES: dict[str, Style] = {
+    "embed_tokens": VocabParallel(),
+    "layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+    "layers.*.self_attn.o_proj": RowwiseParallel(),
+    "layers.*.mlp.gate_proj": ColwiseParallel(),
+    "layers.*.mlp.up_proj": ColwiseParallel(),
+    "layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(),
+}
+
+AnyConfig = TypeVar("AnyConfig", bound=ModelConfig)
+AnyRotaryConfig = TypeVar("AnyRotaryConfig", bound=RotaryConfig)
+
+
+class CausalModel(nn.Module, Generic[AnyConfig]):
+    """A model whose head may share the embedding's table, and whose blocks keep keys and values in a cache.
+
+    residual_outputs: ends of the names of the weights that write into the residual stream.
+    """
+
+    lm_head: Linear
+    residual_outputs: tuple[str, ...]
+
+    def __init__(self, config: AnyConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def embedding(self) -> Embedding:
+        """The tokens' table, which the head may share."""
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks, in order."""
+        raise NotImplementedError
+
+    def make_cache(self, capacity: int) -> list[KeyValueCache]:
+        """A cache for each block, with room for `capacity` tokens of a sequence."""
+        return [KeyValueCache(capacity) for _ in self.blocks]
+
+    def initial_value(self, name: str) -> Initial:
+        """How parameter `name` starts: norms 1, biases 0, weights normal with initializer_range.
+
+        The two projections that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that the
+        stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
+        """
+        if name.endswith(".bias"):
+            return Constant(0.0)
+        if self.get_parameter(name).ndim == 1:
+            return Constant(1.0)
+        std = self.config.initializer_range
+        if name.endswith(self.residual_outputs):
+            std /= math.sqrt(2 * self.config.num_layers)
+        return Normal(std)
+
+    def _tie(self) -> None:
+        """Gives the head the embedding's table where the config says so; called when both are made."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # to_empty() and to() make one new parameter for each place that holds it; a tied weight stays one.
+        tied = self.lm_head.weight is self.embedding.weight
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        return self
+
+
+class Decoder(CausalModel[AnyRotaryConfig]):
+    """tokens [B, T] int64 -> logits [B, T, V]: rotary positions, RMS norms before each part of a block, gated MLPs."""
+
+    residual_outputs = ("o_proj.weight", "down_proj.weight")
+
+    def __init__(self, config: AnyRotaryConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.dropout, "dropout")
+        self.layers = nn.ModuleList(_block(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tie()
+
+    @property
+    def embedding(self) -> Embedding:
+        """The tokens' table, which the head may share."""
+        return self.embed_tokens
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks, in order."""
+        return self.layers
+
+    def forward(
+        self,
+        tokens: Tensor,
+        dropout_key: int | Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """positions: [B, T] of ints, each token's own; where None they count from 0, or on from the tokens in `cache`.
+
+        documents: [B, T] of ints, the same number for the tokens that see one another, as in packed rows; with a cache
+        [B, capacity], see `kernels.attention`. cache: of `make_cache`; it is given the tokens' keys and values.
+        On a mesh tokens, positions and documents are given in one layout.
+        """
+        cos, sin = self._tables(tokens, positions, cache[0].length if cache else 0)
+        x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, dropout_key, documents, cache[i] if cache else None)
+        logits: Tensor = self.lm_head(self.norm(x))  # [B, T, V]
+        return logits
+
+    def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the tokens' angles, [T, D // 2] or [B, T, D // 2] each. first: the position of the first one."""
+        rotary = self.config.rotary
+        kept = has_data(tokens) and not torch.compiler.is_compiling()
+        if positions is not None:
+            if rotary.depends_on_length:
+                frequencies = compute_rotary_frequencies(rotary, tokens.device, length_of(positions))
+            else:
+                frequencies = (rotary_frequencies if kept else compute_rotary_frequencies)(rotary, tokens.device)
+            return kernels.rope_tables(positions, frequencies, scale=rotary.table_scale)
+        stop = first + tokens.shape[-1]
+        rows = 1 << max(0, stop - 1).bit_length()  # a power of two: few lengths, so few tables are kept
+        length = stop if rotary.depends_on_length and stop > rotary.max_seq_len else None
+        cos, sin = (rotary_tables if kept else compute_rotary_tables)(rotary, rows, tokens.device, length)
+        return cos[first:stop], sin[first:stop]
+
+
+def _block(config: RotaryConfig, index: int) -> Block:
+    has, name = config.block(index), f"layers.{index}"
+    attention = Attention(
+        config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=has.qkv_bias,
+        output_bias=has.output_bias,
+        qk_norm_eps=config.norm_eps if has.qk_norm else None,
+        window=has.window,
+        dropout=config.attention_dropout,
+        name=f"{name}.self_attn",
+    )
+    mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=has.mlp_bias)
+    return Block(attention, mlp, norm_eps=config.norm_eps, dropout=config.dropout, name=name)

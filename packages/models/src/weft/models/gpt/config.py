@@ -1,0 +1,78 @@
+"""The sizes of a GPT-2, checked when they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..checks import check_choice, check_positive, check_probabilities, check_sizes
+from ..config import ModelConfig
+
+Activation = Literal["gelu_new", "gelu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig(ModelConfig):
+    """Sizes and constants of a GPT-2. Those that do not fit together are a ValueError."""
+
+    max_seq_len: int = 1024
+    """Positions that there are, and so the tokens in the longest sequence."""
+    tie_embeddings: bool = True
+    """One table for embedding and output."""
+    intermediate_size: int = 0
+    """Width inside the MLPs; 0: 4 * hidden_size."""
+    activation: Activation = "gelu_new"
+    """Inside the MLPs: gelu, or gelu_new, its approximation by tanh that GPT-2 was trained with."""
+    norm_eps: float = 1e-5
+    """Added to the variance in norms."""
+    scale_attention: bool = True
+    """Scores of the attention are divided by the root of a head's width."""
+    scale_attention_by_layer: bool = False
+    """Scores of the attention are divided by the layer's number too, counted from 1."""
+    embedding_dropout: float = 0.0
+    """Probability of zeroing an element of the embeddings' sum."""
+    attention_dropout: float = 0.0
+    """Probability of zeroing a weight of the attention."""
+    dropout: float = 0.0
+    """Probability of zeroing an element of what a block adds to the residual stream."""
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if self.intermediate_size == 0:
+            object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
+        check_sizes(self, "intermediate_size")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"GPTConfig: hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one"
+            )
+        check_choice(self, "activation", ("gelu_new", "gelu"))
+        check_positive(self, "norm_eps")
+        check_probabilities(self, "embedding_dropout", "attention_dropout", "dropout")
+
+    @property
+    def title(self) -> str:
+        """What such a model is called."""
+        return "GPT-2"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
+    def attention_scale(self, index: int) -> float:
+        """What block `index` multiplies the scores of its attention by."""
+        scale = self.head_dim**-0.5 if self.scale_attention else 1.0
+        return scale / (index + 1) if self.scale_attention_by_layer else scale
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, a tied table counted once."""
+        H, inner = self.hidden_size, self.intermediate_size
+        block = 4 * H * (H + 1) + 2 * H * inner + inner + H + 4 * H
+        tables = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_seq_len) * H
+        return tables + self.num_layers * block + 2 * H
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """By name, the sizes that tensor parallelism cuts."""
+        return {name: getattr(self, name) for name in ("num_heads", "hidden_size", "intermediate_size")}

@@ -1,0 +1,73 @@
+"""GPT-2's config and parameters, as Hugging Face writes them: q, k and v in one tensor, weights transposed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoint.fields import Fields
+from ..checkpoint.stored import Stored
+from .config import GPTConfig
+from .model import GPT
+
+PREFIX = "transformer."  # of the names of all but the head
+_DEFAULT_DROPOUT = 0.1
+FIELDS = Fields(
+    model="GPT-2",
+    names={
+        "vocab_size": "vocab_size",
+        "n_positions": "max_seq_len",
+        "n_embd": "hidden_size",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "n_inner": "intermediate_size",
+        "activation_function": "activation",
+        "layer_norm_epsilon": "norm_eps",
+        "initializer_range": "initializer_range",
+        "tie_word_embeddings": "tie_embeddings",
+        "scale_attn_weights": "scale_attention",
+        "scale_attn_by_inverse_layer_idx": "scale_attention_by_layer",
+        "embd_pdrop": "embedding_dropout",
+        "attn_pdrop": "attention_dropout",
+        "resid_pdrop": "dropout",
+    },
+    required=("vocab_size", "n_embd", "n_layer", "n_head"),
+    defaults=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), _DEFAULT_DROPOUT),
+    meaningless=(
+        "n_ctx",  # n_positions, once more
+        "reorder_and_upcast_attn",  # the order and the precision in which the same scores are computed
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    ),
+)
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # other names of one function
+
+
+def read_config(config: Mapping[str, Any]) -> GPTConfig:
+    """The config of a config.json. Raises ValueError for a setting that this GPT-2 does not have."""
+    values = FIELDS.read(config)
+    if "activation" in values:
+        values["activation"] = _ACTIVATIONS.get(values["activation"], values["activation"])
+    return GPTConfig(**values)
+
+
+def write_config(model: GPT) -> dict[str, Any]:
+    """What config.json says of the model, but for its dtype."""
+    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **FIELDS.write(model.config)}
+
+
+def stored(parameter: str) -> Stored:
+    """How a parameter of ours is stored."""
+    if parameter.startswith("lm_head."):
+        return Stored(parameter)
+    name, transposed = f"{PREFIX}{parameter}", bool(re.search(r"(_proj|c_fc)\.weight$", parameter))
+    part = re.search(r"\.attn\.([qkv])_proj\.", name)
+    if part is None:
+        return Stored(name, transposed=transposed)
+    return Stored(name.replace(f"{part[1]}_proj", "c_attn"), part="qkv".index(part[1]), parts=3, transposed=transposed)
+
+
+def is_ignored(tensor: str, model: GPT) -> bool:
+    """True for a tensor that files may hold and the model has no use for: masks, and the head of a tied one."""
+    tied = tensor == "lm_head.weight" and model.config.tie_embeddings
+    return tied or re.search(r"\.attn\.(bias|masked_bias)$", tensor) is not None

@@ -1,0 +1,52 @@
+"""The axes of a mesh that a plan knows, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.mesh import ProcessMesh
+
+from .styles import CONTEXT_AXIS, TENSOR_AXIS
+
+DATA_AXES = ("dp", "data", "batch", "replica", "shard")
+_KNOWN = (*DATA_AXES, CONTEXT_AXIS, TENSOR_AXIS)
+
+
+def check_axes(mesh: ProcessMesh) -> None:
+    """Raises ValueError for an axis that a plan does not know: it would be taken for one that shards data.
+
+    An axis of size 1 does nothing, whatever its name.
+    """
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        if size == 1 or _is_known(axis):
+            continue
+        if axis == "pp":
+            raise ValueError(
+                f"{mesh} has an axis 'pp', and a plan lays out one stage of a pipeline; give parallelize the mesh of the "
+                f"stage, as mesh.get_mesh_with_dim('pp', 0), and the modules that are in it"
+            )
+        raise ValueError(
+            f"{mesh} has an axis {axis!r}, which a plan does not know; {_names()}. Rename it, as by "
+            f"mesh.rename({axis}={TENSOR_AXIS!r})"
+        )
+
+
+def check_named(mesh: ProcessMesh, axes: Iterable[str], where: str) -> None:
+    """Raises ValueError for an axis that neither the mesh has nor any that a plan knows."""
+    for axis in axes:
+        if axis not in mesh.axis_names and not _is_known(axis):
+            raise ValueError(
+                f"{where} names axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}, and {_names()}, of which those "
+                f"that a mesh has not have size 1"
+            )
+
+
+def _is_known(axis: str) -> bool:
+    return axis in _KNOWN or axis.startswith(tuple(f"{name}_" for name in DATA_AXES))
+
+
+def _names() -> str:
+    return (
+        f"the names are {TENSOR_AXIS} (tensor), {CONTEXT_AXIS} (context) and, for data, {', '.join(DATA_AXES)}, or parts of these, "
+        f"as dp_replica"
+    )

@@ -1,0 +1,220 @@
+"""Context parallelism: tokens sharded over "cp", and attention that reads those of all ranks, by hooks of its modules."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.kernels.order import Runs
+from weft.kernels.packing import pack, unpack
+from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
+from weft.reshard import layout_of, reshard
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dynamo import in_graph
+from weft.reshard.running.groups import this_rank
+
+from ..degrees import check_head_degrees
+from ..layers import DotProductAttention, Dropout
+from .batch import OrderedPositions
+from .boundaries import TOKENS_DIM
+from .plan import ParallelPlan
+from .styles import CONTEXT_AXIS, TENSOR_AXIS
+
+HEADS_DIM = 2
+ATTENTION_ARGUMENTS = ("query", "key", "value", "dropout_key", "documents", "cache")
+
+
+class Ordered(NamedTuple):
+    """An argument that a model hands on to its layers unread, and the order in which the tokens lie beside it.
+
+    As an argument the order is there again where a layer is recomputed, whatever batches have gone by.
+    """
+
+    order: Runs
+    value: Any
+
+
+def has_context_axis(mesh: ProcessMesh) -> bool:
+    """True where context parallelism has something to do."""
+    return CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
+
+
+def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
+    """Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp."""
+    if plan.context is None or not has_context_axis(mesh):
+        return
+    attentions = [name for name, module in model.named_modules() if isinstance(module, DotProductAttention)]
+    if not attentions:
+        raise ValueError(
+            f"the plan has context={plan.context!r}, but {type(model).__name__} has no DotProductAttention of "
+            f"weft.models.layers, which is what it is about; attend by one, or use context=None"
+        )
+    if plan.context == "ulysses":
+        modules = dict(model.named_modules())
+        for parent in (name.rpartition(".")[0] for name in attentions):
+            layers: Any = [
+                (f"{parent}.{child}".lstrip("."), layer) for child, layer in modules[parent].named_children()
+            ]
+            check_heads(
+                {name: layer.out_features // layer.unit for name, layer in layers if getattr(layer, "unit", 1) > 1},
+                mesh,
+            )
+
+
+def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
+    """Raises ValueError where numbers of heads, by what has them, cannot be cut over tp and cp."""
+    if heads:
+        tp = mesh.axis_size(TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
+        check_head_degrees(heads, cp=mesh.axis_size(CONTEXT_AXIS), tp=tp)
+
+
+def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
+    """Puts the reshards of context parallelism where the model's tokens enter and where its layers attend."""
+    if not has_context_axis(mesh):
+        return
+    model.register_forward_pre_hook(_Tokens(model, plan).enter, with_kwargs=True)
+    if plan.context is None:
+        return
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.register_forward_pre_hook(_drop_in_order, with_kwargs=True)
+        elif isinstance(module, DotProductAttention):
+            if plan.context == "all_gather":
+                module.register_forward_pre_hook(_gather_keys, with_kwargs=True)
+            else:
+                module.register_forward_pre_hook(_enter_heads, with_kwargs=True)
+                module.register_forward_hook(_leave_heads)
+
+
+class _Tokens:
+    """Where tokens enter the model: they are given positions, whole documents, and the order in which they lie."""
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
+        self._names = tuple(inspect.signature(model.forward).parameters)
+        self._context = plan.context
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        tokens, positions = given.get(self._names[0]), given.get("positions")
+        if not _sharded_on_tokens(tokens):
+            return None
+        if self._context is None:
+            raise LayoutError(
+                f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the tokens of "
+                f'the others; give the plan context="all_gather" or "ulysses", or replicate the tokens over {CONTEXT_AXIS!r}'
+            )
+        if given.get("documents") is not None:
+            given["documents"] = _whole_tokens(given["documents"])
+        if isinstance(positions, OrderedPositions):
+            given["positions"] = positions.values
+            given["documents"] = Ordered(positions.order, given.get("documents"))
+            if given.get("dropout_key") is not None:
+                given["dropout_key"] = Ordered(positions.order, given["dropout_key"])
+        elif positions is None and "positions" in self._names:
+            given["positions"] = _own_positions(tokens)
+        return (), given
+
+
+def _sharded_on_tokens(x: Any) -> bool:
+    return isinstance(x, DTensor) and layout_of(x)[CONTEXT_AXIS] == Shard(TOKENS_DIM)
+
+
+def _own_positions(tokens: DTensor) -> DTensor:
+    """Each token's place in its row, as `tokens` lie."""
+    layout, local = layout_of(tokens), tokens.to_local()
+    here = layout.local_slices(tokens.shape, this_rank())[TOKENS_DIM]
+    places = torch.arange(here.start, here.stop, device=local.device)
+    return wrap(places.expand(local.shape).contiguous() if local.ndim > 1 else local.clone(), layout, tokens.shape)
+
+
+def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "key"), args, strict=False)) | kwargs
+    return (
+        ((), {**given, "key": given["key"].value, "order": given["key"].order})
+        if isinstance(given["key"], Ordered)
+        else None
+    )
+
+
+def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By name, the order of the tokens apart."""
+    given = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+    for name in ("documents", "dropout_key"):
+        argument = given.get(name)
+        if isinstance(argument, Ordered):
+            given["order"], given[name] = argument
+    return given
+
+
+def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = _attention_arguments(args, kwargs)
+    if isinstance(given["query"], DTensor):
+        given["key"], given["value"] = _gathered(given["key"], given["value"])
+    return (), given
+
+
+def _enter_heads(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = _attention_arguments(args, kwargs)
+    if isinstance(given["query"], DTensor):
+        entered = _to_heads(given["query"], given["key"], given["value"], module.head_dim)
+        given["query"], given["key"], given["value"] = entered
+    return (), given
+
+
+def _leave_heads(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return _to_tokens(output) if isinstance(output, DTensor) else output
+
+
+@in_graph
+def _whole_tokens(documents: DTensor) -> DTensor:
+    """Documents [B, T] of all tokens. Communication: an all-gather where they are sharded over "cp"."""
+    return reshard(documents, placements=_replaced(layout_of(documents), "R"))
+
+
+@in_graph
+def _gathered(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
+    """Keys and values of all tokens. Communication: one all-gather, and in the backward one reduce-scatter."""
+    layout = layout_of(key)
+    if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
+        return key, value
+    return _moved((key, value), layout.parts(HEADS_DIM), _replaced(layout, "R"))
+
+
+@in_graph
+def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tuple[Tensor, ...]:
+    """All tokens of some heads. Communication: one all-to-all, and in the backward one.
+
+    Raises ValueError where the heads cannot be cut over tp and cp.
+    """
+    layout = layout_of(query)
+    if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
+        return query, key, value
+    heads = {name: int(x.shape[HEADS_DIM]) // head_dim for name, x in (("query", query), ("key", key))}
+    check_heads(heads, layout.mesh)
+    target = _replaced(layout, f"S({HEADS_DIM})")
+    return _moved((query, key, value), target.parts(HEADS_DIM), target)
+
+
+@in_graph
+def _to_tokens(output: DTensor) -> DTensor:
+    """The reverse of `_to_heads`, of the attention's output."""
+    layout = layout_of(output)
+    if layout[CONTEXT_AXIS] != Shard(HEADS_DIM):
+        return output
+    return reshard(output, placements=_replaced(layout, f"S({TOKENS_DIM})"))
+
+
+def _moved(tensors: tuple[DTensor, ...], parts: int, target: Layout) -> tuple[Tensor, ...]:
+    """Tensors of one layout in another, packed so that they travel together."""
+    packed = pack(*tensors, parts=parts)
+    assert isinstance(packed, DTensor), "it is made of DTensors"
+    return unpack(reshard(packed, placements=target), [int(x.shape[HEADS_DIM]) // parts for x in tensors])
+
+
+@lru_cache(maxsize=1024)
+def _replaced(layout: Layout, placement: str) -> Layout:
+    return layout.replace(**{CONTEXT_AXIS: placement})

@@ -1,0 +1,58 @@
+"""The sizes of a Qwen 2, 2.5 or 3, checked when they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..checks import check_choice, check_sizes
+from ..config import BlockOptions, RotaryConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenConfig(RotaryConfig):
+    """Sizes and constants of a Qwen. Those that do not fit together are a ValueError."""
+
+    version: Literal[2, 3] = 3
+    """2, which is 2.5 too: biases in the projections to queries, keys and values. 3: norms of each query and key head."""
+    attention_bias: bool = False
+    """Of version 3: biases in all of the attention's projections."""
+    sliding_window: int | None = None
+    """How many of the last keys a query sees in the sliding layers."""
+    sliding_layers: tuple[int, ...] = ()
+    """The layers with the window, counted from 0; in the others a query sees all keys before it."""
+
+    def __post_init__(self) -> None:
+        RotaryConfig.__post_init__(self)
+        check_choice(self, "version", (2, 3))
+        if self.version == 2 and self.attention_bias:
+            raise ValueError(
+                "QwenConfig: attention_bias is an option of version 3; version 2 has biases for q, k and v alone: leave it out"
+            )
+        if self.sliding_window is not None:
+            check_sizes(self, "sliding_window")
+        if bool(self.sliding_layers) != (self.sliding_window is not None):
+            raise ValueError(
+                f"QwenConfig: sliding_window is {self.sliding_window} and sliding_layers {self.sliding_layers}; "
+                f"give both, or neither"
+            )
+        outside = [layer for layer in self.sliding_layers if layer not in range(self.num_layers)]
+        if outside or list(self.sliding_layers) != sorted(set(self.sliding_layers)):
+            raise ValueError(
+                f"QwenConfig: sliding_layers is {self.sliding_layers}; give each layer once, in order, of 0 to "
+                f"{self.num_layers - 1}"
+            )
+
+    @property
+    def title(self) -> str:
+        """What such a model is called."""
+        return f"Qwen {self.version}"
+
+    def block(self, index: int) -> BlockOptions:
+        """What block `index` has."""
+        return BlockOptions(
+            qkv_bias=self.version == 2 or self.attention_bias,
+            output_bias=self.attention_bias,
+            qk_norm=self.version == 3,
+            window=self.sliding_window if index in self.sliding_layers else None,
+        )

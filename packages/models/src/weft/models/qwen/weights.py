@@ -1,0 +1,99 @@
+"""Qwen's config and parameters, as Hugging Face writes them for versions 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoint.fields import Fields
+from ..checkpoint.rotary import (
+    ACTIVATIONS,
+    NAMES,
+    PREFIX,
+    REQUIRED,
+    ROPE_FIELDS,
+    is_ignored,
+    read_rope,
+    stored,
+    write_rope,
+)
+from .config import QwenConfig
+from .model import Qwen
+
+__all__ = ["PREFIX", "is_ignored", "read_config", "stored", "write_config"]
+
+_WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+_WINDOW, _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = "sliding_attention", 4096, 28  # as transformers has them
+_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
+
+def _fields(version: int, **options: Any) -> Fields:
+    return Fields(
+        model=f"Qwen {version}",
+        required=REQUIRED,
+        fixed={"hidden_act": ACTIVATIONS, "use_mrope": (False,)},
+        elsewhere=(*ROPE_FIELDS, *_WINDOW_FIELDS),
+        **options,
+    )
+
+
+_FIELDS = {
+    "qwen2": _fields(2, names=NAMES, defaults=_DEFAULTS),
+    "qwen3": _fields(3, names={**NAMES, "attention_bias": "attention_bias"}, defaults={**_DEFAULTS, "head_dim": 128}),
+}
+
+
+def read_config(config: Mapping[str, Any]) -> QwenConfig:
+    """The config of a config.json. Raises ValueError for a setting that this Qwen does not have."""
+    kind = config["model_type"]
+    values = _FIELDS[kind].read(config)
+    if "num_key_value_heads" in config and config["num_key_value_heads"] is None:
+        values["num_kv_heads"] = values["num_heads"]
+    return QwenConfig(
+        version=3 if kind == "qwen3" else 2,
+        **values,
+        **read_rope(config, values["max_seq_len"]),
+        **_read_window(config, values["num_layers"]),
+    )
+
+
+def write_config(model: Qwen) -> dict[str, Any]:
+    """What config.json says of the model, but for its dtype."""
+    config = model.config
+    kind = f"qwen{config.version}"
+    return {
+        "architectures": [f"Qwen{config.version}ForCausalLM"],
+        "model_type": kind,
+        **_FIELDS[kind].write(config),
+        **write_rope(config),
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "layer_types": [
+            _WINDOW if layer in config.sliding_layers else "full_attention" for layer in range(config.num_layers)
+        ],
+    }
+
+
+def _read_window(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """sliding_window and sliding_layers, as transformers takes them from the older fields and from layer_types.
+
+    Raises ValueError for layer_types that do not fit.
+    """
+    window = config.get("sliding_window", _DEFAULT_WINDOW) if config.get("use_sliding_window") else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
+        layers = tuple(range(first, num_layers)) if window is not None else ()
+        return {"sliding_window": window, "sliding_layers": layers} if layers else {}
+    unknown = sorted({str(kind) for kind in kinds} - {_WINDOW, "full_attention"})
+    if unknown or len(kinds) != num_layers:
+        raise ValueError(
+            f"config.json: layer_types has {len(kinds)} layers{f', some of {unknown}' if unknown else ''}; it needs "
+            f"{num_layers}, each full_attention or {_WINDOW}"
+        )
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _WINDOW)
+    if layers and window is None:
+        raise ValueError(
+            "config.json: layer_types has sliding_attention, but there is no window; set use_sliding_window and sliding_window"
+        )
+    return {"sliding_window": window, "sliding_layers": layers} if layers else {}

@@ -1,0 +1,112 @@
+"""Tables for rotary embedding (Su et al. 2021), made from a config on demand: right wherever the model was built."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import Shard
+from weft.reshard import layout_of, reshard
+from weft.reshard.running.dtensor import wrap
+
+from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Rotary, YarnRopeScaling
+
+
+def compute_rotary_tables(
+    rotary: Rotary, rows: int, device: torch.device, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles of the positions below `rows`: [rows, D // 2] float32 each.
+
+    length: of the sequence that is read, where the frequencies depend on it. In float32 as Hugging Face computes them,
+    for that is what the published weights were trained with.
+    """
+    frequencies = compute_rotary_frequencies(rotary, device, length)
+    angle = torch.outer(torch.arange(rows, device=device).float(), frequencies)
+    if rotary.table_scale == 1:
+        return angle.cos(), angle.sin()
+    return angle.cos() * rotary.table_scale, angle.sin() * rotary.table_scale
+
+
+def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int | Tensor | None = None) -> Tensor:
+    """By how much the angle of each pair of elements turns from token to token: [D // 2] float32.
+
+    length: of the sequence that is read, a number or a scalar on the device; it counts for dynamic scaling alone.
+    """
+    exponent = torch.arange(0, rotary.head_dim, 2, device=device).float() / rotary.head_dim  # [D // 2]
+    match rotary.scaling:
+        case DynamicRopeScaling(factor=factor) if length is not None:
+            return 1.0 / _grown_base(rotary, factor, length, device) ** exponent
+        case LinearRopeScaling(factor=factor):
+            return 1.0 / rotary.theta**exponent / factor
+        case Llama3RopeScaling() as scaling:
+            return _llama3(1.0 / rotary.theta**exponent, scaling)
+        case YarnRopeScaling() as scaling:
+            return _yarn(rotary, rotary.theta**exponent, scaling)
+    return 1.0 / rotary.theta**exponent
+
+
+def length_of(positions: Tensor) -> Tensor:
+    """One more than the highest position: a scalar on the device, of int64.
+
+    Communication: where the positions are sharded, one all-reduce of a number over those axes.
+    """
+    local = positions.to_local() if isinstance(positions, DTensor) else positions
+    highest = local.max() if local.numel() else torch.full((), -1, dtype=positions.dtype, device=positions.device)
+    if isinstance(positions, DTensor):
+        layout = layout_of(positions)
+        sharded = [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Shard)]
+        parts = wrap(highest, layout.replace(**dict.fromkeys(sharded, "P(max)")), ())
+        highest = reshard(parts, placements=layout.replace(**dict.fromkeys(sharded, "R"))).to_local()
+    return highest + 1
+
+
+def _grown_base(rotary: Rotary, factor: float, length: int | Tensor, device: torch.device) -> Tensor:
+    """A scalar, computed on the device: where the length is there, the host does not wait for it."""
+    seen = torch.as_tensor(length, device=device).clamp(min=rotary.max_seq_len)
+    growth = factor * seen / rotary.max_seq_len - (factor - 1)
+    base: Tensor = rotary.theta * growth ** (rotary.head_dim / (rotary.head_dim - 2))
+    return base
+
+
+def _llama3(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # in the context first trained on
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)  # 0: a long wave, stretched; 1: a short one, kept
+    return (1 - blend) * frequency / scaling.factor + blend * frequency
+
+
+def _yarn(rotary: Rotary, wavelength: Tensor, scaling: YarnRopeScaling) -> Tensor:
+    """wavelength: [D // 2], over 2 pi. The pair that turns n times is found by its number, as in the paper's eq. 17."""
+
+    def pair(turns: float) -> float:
+        ratio = scaling.original_max_seq_len / (turns * 2 * math.pi)
+        return rotary.head_dim * math.log(ratio) / (2 * math.log(rotary.theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers has it
+    number = torch.arange(rotary.head_dim // 2, device=wavelength.device, dtype=torch.float32)
+    stretched = ((number - low) / (high - low)).clamp(0, 1)
+    return stretched / (scaling.factor * wavelength) + (1 - stretched) / wavelength
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)  # kept tables must be fit for training, whoever asks first
+@torch.no_grad()
+def rotary_tables(rotary: Rotary, rows: int, device: torch.device, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """`compute_rotary_tables`, kept; a graph that is traced computes its own."""
+    return compute_rotary_tables(rotary, rows, device, length)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+@torch.no_grad()
+def rotary_frequencies(rotary: Rotary, device: torch.device) -> Tensor:
+    """`compute_rotary_frequencies` of a length up to max_seq_len, kept as the tables are."""
+    return compute_rotary_frequencies(rotary, device)

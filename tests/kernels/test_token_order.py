@@ -1,0 +1,168 @@
+"""Tokens that lie in another order than they are read in, and tensors that travel together: on plain tensors and on meshes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels import attention, dropout
+from weft.kernels.order import as_laid, as_read
+from weft.kernels.packing import pack, unpack
+from weft.mesh import Layout, LayoutError
+from weft.reshard import distribute, layout_of, to_global
+
+from tests.kernels.cases import FOUR, GRID, TWO, normal, upstream_of
+from tests.kernels.test_attention import LAYOUTS, OPTIONS, B, D, attend, operands, with_gradients
+from tests.support.pool import Pool
+
+ORDER = ((5, 7), (0, 1), (3, 5), (3, 3), (1, 3))
+LYING = torch.tensor([5, 6, 0, 3, 4, 1, 2])  # the token of each place
+
+
+def laid(x: Tensor) -> Tensor:
+    return x if x.shape[-1] == 7 else x.index_select(-2, LYING)
+
+
+def laid_options(options: dict[str, Any]) -> dict[str, Any]:
+    more = {"documents": options["documents"][:, LYING]} if "documents" in options else {}
+    return {**options, **more, "order": ORDER}
+
+
+def wanted(options: dict[str, Any]) -> list[Tensor]:
+    """The output and the gradients of the scores written out, in the order in which the tokens lie."""
+    upstream = torch.empty(B, 7, 8, dtype=torch.float64)
+    upstream[:, LYING] = upstream_of(upstream.shape)
+    leaves = [tensor.requires_grad_() for tensor in operands(7, 7, B)]
+    output = attend(*leaves, head_dim=D, **options)
+    return [laid(x.detach()) for x in (output, *torch.autograd.grad(output, leaves, upstream))]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention_counts_tokens_as_they_are_read(options: dict[str, Any]) -> None:
+    given = [laid(tensor) for tensor in operands(7, 7, B)]
+    found = with_gradients(partial(attention, head_dim=D, **laid_options(options)), given)
+    for one, other in zip(found, wanted(options), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+def attention_on_mesh(name: str) -> None:
+    mesh, *layouts = LAYOUTS[name]
+    query, keys, documents = (Layout(mesh, text) for text in layouts)
+    for options in OPTIONS.values():
+        placed = laid_options(options)
+        if "documents" in placed:
+            placed["documents"] = distribute(placed["documents"], documents)
+        given = [distribute(laid(x), to) for x, to in zip(operands(7, 7, B), (query, keys, keys), strict=True)]
+        leaves = [tensor.requires_grad_() for tensor in given]
+        output = attention(*leaves, head_dim=D, **placed)
+        upstream = distribute(upstream_of(output.shape), layout_of(output))
+        for one, other in zip([output, *torch.autograd.grad(output, leaves, upstream)], wanted(options), strict=True):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(to_global(one.detach()), other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["queries-by-four", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("rows", "queries", "heads"))]
+)
+def test_on_a_mesh_each_rank_has_the_runs_of_its_own_queries(name: str, pool: Pool) -> None:
+    pool.run(attention_on_mesh, name, ranks=LAYOUTS[name][0].size)
+
+
+def dropout_on_mesh() -> list[Tensor]:
+    x, outputs = normal(2, 7, 5), []
+    for text in ("dp: S(1)", "dp: S(1), tp: S(1)", "dp: S(0), tp: S(2)", "dp: S(1), tp: P(sum)"):
+        on = distribute(laid(x), Layout(GRID, text)).requires_grad_()
+        y = dropout(on, 0.4, 11, "name", order=ORDER)
+        assert layout_of(y) == layout_of(on)
+        (gradient,) = torch.autograd.grad(
+            y, on, distribute(laid(upstream_of(x.shape)), Layout(GRID, text.replace("P(sum)", "R")))
+        )
+        outputs += [to_global(y.detach()), to_global(gradient)]
+    return outputs
+
+
+def test_dropout_draws_its_mask_for_tokens_as_they_are_read(pool: Pool) -> None:
+    x = normal(2, 7, 5).requires_grad_()
+    y = dropout(x, 0.4, 11, "name")
+    expected = [laid(y.detach()), laid(torch.autograd.grad(y, x, upstream_of(x.shape))[0])]
+    found = dropout(laid(x.detach()), 0.4, 11, "name", order=ORDER)
+    assert torch.equal(found, expected[0])
+    for outputs in pool.run(dropout_on_mesh, ranks=4):
+        for one, other in zip(outputs, expected * 4, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_as_read_and_as_laid_are_each_others_reverse() -> None:
+    x = normal(2, 7, 3)
+    assert torch.equal(as_laid(x, ORDER, 1), x[:, LYING])
+    assert torch.equal(as_read(x[:, LYING], ORDER, 1), x)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        pytest.param(lambda q: attention(q, q, q, head_dim=D, order=[(0, 3)]), r"order is \[\(0, 3\)\], but the tokens are 0 to 7", id="some"),
+        pytest.param(lambda q: attention(q, q, q, head_dim=D, order=[(0, 4), (3, 7)]), "have each of them once", id="twice"),
+        pytest.param(lambda q: attention(q[:, :3], q, q, head_dim=D, order=ORDER), "3 queries and 7 keys", id="fewer-queries"),
+        pytest.param(lambda q: dropout(q, 0.5, 1, order=[(7, 0)]), "dropout: order is", id="backwards"),
+    ],
+)  # fmt: skip
+def test_an_order_that_is_none_is_named(run: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(normal(2, 7, 4))
+
+
+# Tensors that travel together
+
+
+PACKED = {"two": ((4, 8), 2), "three-by-four": ((16, 8, 8), 4), "one-part": ((3, 5), 1)}
+
+
+@pytest.mark.parametrize(("widths", "parts"), PACKED.values(), ids=PACKED)
+def test_packed_tensors_are_side_by_side_in_each_part(widths: tuple[int, ...], parts: int) -> None:
+    tensors = [normal(2, 3, width, seed=i) for i, width in enumerate(widths)]
+    packed = pack(*tensors, parts=parts)
+    for part in range(parts):
+        assert torch.equal(packed[:, :, part], torch.cat([x.chunk(parts, -1)[part] for x in tensors], -1))
+    for one, other in zip(unpack(packed, [width // parts for width in widths]), tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+def packed_on_mesh() -> None:
+    for layout in (Layout(TWO, "tp: S(2)"), Layout(TWO, "tp: S(1)"), Layout(TWO, "tp: P(sum)")):
+        tensors = [normal(2, 3, width, seed=width) for width in (8, 4)]
+        leaves = [distribute(x, layout).requires_grad_() for x in tensors]
+        packed = pack(*leaves, parts=2)
+        assert layout_of(packed) == layout
+        assert torch.equal(to_global(packed.detach()), pack(*tensors, parts=2))
+        first, second = unpack(packed, (4, 2))
+        assert torch.equal(to_global(second.detach()), tensors[1])
+        upstream = normal(2, 3, 8, seed=5)
+        gradients = torch.autograd.grad(
+            first, leaves, distribute(upstream, Layout(TWO, str(layout).replace("P(sum)", "R")))
+        )
+        assert torch.equal(to_global(gradients[0]), upstream)
+        assert not to_global(gradients[1]).any()  # the other's
+
+
+def badly_packed() -> None:
+    with pytest.raises(LayoutError, match=r"2 parts cannot be cut in 4, .* give a multiple"):
+        pack(distribute(normal(2, 3, 8), Layout(FOUR, "tp: S(2)")), parts=2)
+    with pytest.raises(LayoutError, match="takes 4 whole parts cut evenly"):
+        unpack(distribute(normal(2, 3, 4, 4), Layout(FOUR, "tp: S(3)")), (2, 2))
+
+
+def test_packed_on_a_mesh_they_lie_as_they_did(pool: Pool) -> None:
+    pool.run(packed_on_mesh, ranks=2)
+    pool.run(badly_packed, ranks=4)
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    with pytest.raises(ValueError, match=r"a multiple of 2, got \(2, 3\), \(2, 4\)"):
+        pack(normal(2, 3), normal(2, 4), parts=2)
+    with pytest.raises(ValueError, match=r"the widths \(1, 2\) are not those of \(2, 2, 4\)"):
+        unpack(normal(2, 2, 4), (1, 2))

@@ -1,0 +1,168 @@
+"""Random small models of `transformers` of every family, saved in folders: what ours are compared with."""
+
+import copy
+import functools
+from pathlib import Path
+
+import torch
+from weft.models import from_pretrained, save_pretrained
+from weft.models.families import family_of
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT_SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 44}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+BASES = {"llama": SIZES, "qwen2": SIZES, "qwen3": {**SIZES, "head_dim": 8}, "gpt2": GPT_SIZES}
+
+
+def scaling(kind, **settings):
+    return {"rope_scaling": {"rope_type": kind, "factor": 4.0, **settings}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+ROPES = {
+    "default-rope": {"rope_scaling": {"rope_type": "default"}},
+    "linear": scaling("linear"),
+    "dynamic": {**scaling("dynamic"), "max_position_embeddings": 20},
+    "dynamic-unused": scaling("dynamic", factor=2.5),
+    "llama3": scaling("llama3", **LLAMA3),
+    "yarn": scaling("yarn", original_max_position_embeddings=16),
+    "yarn-of-max": scaling("yarn"),
+    "yarn-attention-factor": scaling("yarn", original_max_position_embeddings=16, attention_factor=0.7),
+    "yarn-betas": scaling("yarn", original_max_position_embeddings=32, beta_fast=4.0, beta_slow=1.5, truncate=False),
+    "yarn-mscale": scaling("yarn", original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8),
+}
+SHARED = {
+    "plain": {},
+    "one-key-head": {"num_key_value_heads": 1},
+    "as-many-key-heads": {"num_key_value_heads": 4},
+    "tied": {"tie_word_embeddings": True},
+    "theta": {"rope_theta": 500000.0},
+    "eps": {"rms_norm_eps": 1e-3},
+    "wide-heads": {"head_dim": 12},
+    "narrow-heads": {"head_dim": 4},
+    "one-layer": {"num_hidden_layers": 1},
+    "odd-sizes": {"vocab_size": 7, "intermediate_size": 5},
+    **ROPES,
+}
+WINDOWS = {
+    "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    "window-from-layer-1": {"use_sliding_window": True, "sliding_window": 1, "max_window_layers": 1},
+    "window-of-no-layer": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    "window-by-types": {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "window-unused": {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
+}
+GPT = {
+    "plain": {},
+    "inner-of-4": {"n_inner": None},
+    "gelu": {"activation_function": "gelu"},
+    "gelu-of-torch": {"activation_function": "gelu_pytorch_tanh"},
+    "untied": {"tie_word_embeddings": False},
+    "eps": {"layer_norm_epsilon": 1e-2},
+    "unscaled": {"scale_attn_weights": False},
+    "scaled-by-layer": {"scale_attn_by_inverse_layer_idx": True},
+    "upcast": {"reorder_and_upcast_attn": True},
+    "one-head": {"n_head": 1},
+    "one-layer": {"n_layer": 1},
+    "odd-vocabulary": {"vocab_size": 7},
+    "as-many-positions": {"n_positions": 33},
+    "no-dropout": {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+}
+OPTIONS = {
+    "llama": {**SHARED, "attention-biases": {"attention_bias": True}, "mlp-biases": {"mlp_bias": True}},
+    "qwen2": {**SHARED, **WINDOWS},
+    "qwen3": {**SHARED, **WINDOWS, "attention-biases": {"attention_bias": True}},
+    "gpt2": GPT,
+}
+
+
+def alone():
+    """Every option of every family: (model_type, names)."""
+    return [(kind, (name,)) for kind, options in OPTIONS.items() for name in options]
+
+
+def pairs():
+    """Every two options of a family that do not set the same field."""
+    return [
+        (kind, (one, two))
+        for kind, options in OPTIONS.items()
+        for i, one in enumerate(options)
+        for two in list(options)[i + 1 :]
+        if not options[one].keys() & options[two].keys() and options[one] and options[two]
+    ]
+
+
+def their_model(kind, names=(), seed=0, **options):
+    """A model of transformers whose every parameter is random, biases and norms too; in eager attention."""
+    import transformers  # here, as worker processes load this module too and have no use for it
+
+    chosen = functools.reduce(lambda all_, name: {**all_, **OPTIONS[kind][name]}, names, {})
+    given = copy.deepcopy({**BASES[kind], **chosen, **options})  # transformers writes into what it is given
+    config = getattr(transformers, f"{CLASSES[kind]}Config")(**given, attn_implementation="eager")
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def their_saved(folder: Path):
+    """What transformers reads in a folder, of which it misses nothing and leaves nothing."""
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+def tokens_for(model, T=33, seed=0):
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(0, model.config.vocab_size, (2, T), generator=generator)
+
+
+def close(found, wanted, what=""):
+    """Within 1e-5 of the largest, or of 1."""
+    error = (found - wanted).abs().max() if wanted.numel() else 0.0
+    assert error <= 1e-5 * max(1.0, wanted.abs().max()), (what, float(error), float(wanted.abs().max()))
+
+
+def check_agreement(kind, names, folder, *, seed=0, sharded=False, **options):
+    """transformers' model and ours of its folder, and transformers' of ours: logits and every gradient are the same."""
+    theirs = their_model(kind, names, seed, **options)
+    theirs.save_pretrained(folder / "theirs", max_shard_size="5KB" if sharded else "5GB")
+    ours = from_pretrained(folder / "theirs").eval()
+    tokens = tokens_for(theirs, seed=seed)
+    logits, wanted = ours(tokens), theirs(tokens).logits
+    close(logits, wanted, "logits")
+    cotangent = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed)) / wanted.numel() ** 0.5
+    logits.backward(cotangent)
+    wanted.backward(cotangent)
+    stored = family_of(ours).weights.stored
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        place = stored(name)
+        their = gradients[place.name].grad
+        their = (their.mT if place.transposed else their).chunk(place.parts)[place.part]
+        close(parameter.grad, their, name)
+    save_pretrained(ours, folder / "ours", shard_bytes=5_000 if sharded else 10**9)
+    assert (folder / "ours" / "model.safetensors.index.json").exists() == sharded
+    again = from_pretrained(folder / "ours")
+    assert again.config == ours.config
+    close(their_saved(folder / "ours")(tokens).logits, wanted, "logits of what was saved")
+    for (name, parameter), other in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other), name

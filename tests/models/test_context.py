@@ -1,0 +1,336 @@
+"""Context parallelism: tokens over "cp", with the loss and the gradients of one process, and the fewest collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import Layout, LayoutError, ProcessMesh, Shard, derive_key
+from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, lay_out_batch, parallelize
+from weft.models.parallel.batch import balanced_order
+from weft.models.train.observe import CollectiveCount
+from weft.reshard import GradientSync, distribute, layout_of, reshard, to_global
+
+from tests.models.cases import whole
+from tests.support.collectives import Collectives
+
+CONFIG = LlamaConfig(
+    vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=8, num_kv_heads=4, max_seq_len=64
+)
+KEY = derive_key(3, "dropout", 0)
+KINDS = ["all_gather", "ulysses"]
+
+
+def make(config: LlamaConfig = CONFIG) -> Llama:
+    model = Llama(config)
+    initialize(model, seed=3)
+    return model
+
+
+def batch(length: int, packed: bool = False, rows: int = 3) -> dict[str, Any]:
+    """Tokens and targets [rows, length], a third of the targets ignored; packed: in documents, with positions of their own."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(0, CONFIG.vocab_size, (rows, length), generator=generator)
+    targets = torch.randint(0, CONFIG.vocab_size, (rows, length), generator=generator)
+    targets[torch.rand(rows, length, generator=generator) < 0.3] = -100
+    made: dict[str, Any] = {"tokens": tokens, "targets": targets}
+    if packed:
+        starts = torch.rand(rows, length, generator=generator) < 0.2
+        starts[:, 0] = True
+        places = torch.arange(length).expand(rows, length)
+        made["positions"] = places - torch.where(starts, places, 0).cummax(-1).values
+        made["documents"] = starts.long().cumsum(-1)
+    return made
+
+
+def axes(mesh: dict[str, int]) -> ProcessMesh:
+    return ProcessMesh.grid(**mesh)
+
+
+def stepped(model: Llama, tokens: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = cross_entropy(model(tokens, KEY, **inputs), targets)
+    loss = reshard(loss) if isinstance(loss, DTensor) else loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def on_mesh(
+    mesh: dict[str, int], config: LlamaConfig, plan: dict[str, Any], given: dict[str, Any], natural: bool
+) -> Any:
+    """Loss and gradients; natural: with the tokens distributed as they are read."""
+    grid = axes(mesh)
+    model = make(config)
+    chosen = replace(model.parallel_plan(), **plan)
+    parallelize(model, grid, chosen)
+    sync = GradientSync(model)
+    with Collectives() as seen, CollectiveCount() as count:
+        if natural:
+            layout = Layout(grid, {"dp": Shard(0), "cp": Shard(1)} if "dp" in mesh else {"cp": Shard(1)})
+            inputs = {name: distribute(tensor, layout) for name, tensor in given.items()}
+        else:
+            laid = lay_out_batch(grid, chosen, **given)
+            inputs = {
+                "tokens": laid.tokens,
+                "targets": laid.targets,
+                "positions": laid.positions,
+                "documents": laid.documents,
+            }
+        loss, _ = stepped(model, **inputs)
+        sync.wait()
+    assert Counter(seen.kinds) == count.issued  # none was issued inside a DTensor's own ops
+    return whole(loss), {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def check(
+    pool: Any, mesh: dict[str, int], config: LlamaConfig, plan: dict[str, Any], given: Any, natural: bool = False
+) -> None:
+    """The loss within 1e-6 and each gradient within 1e-5 of its largest element."""
+    expected, gradients = stepped(make(config), **given)
+    for loss, found in pool.run(on_mesh, mesh, config, plan, given, natural, ranks=axes(mesh).size):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, gradient in gradients.items():
+            allowed = 1e-5 * gradient.abs().max().item()
+            torch.testing.assert_close(
+                found[name], gradient, rtol=0, atol=allowed, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+MESHES = {
+    "cp2": {"cp": 2},
+    "cp4": {"cp": 4},
+    "dp2-cp2": {"dp": 2, "cp": 2},
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "dp2-cp2-tp2": {"dp": 2, "cp": 2, "tp": 2},
+    "tp2-cp2": {"tp": 2, "cp": 2},
+}
+DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "change", "plan", "length", "packed", "natural"),
+    [
+        pytest.param(
+            "cp2-tp2", "all_gather", DROPS, {"sequence": True}, 19, True, False, id="gather-sequence-dropout-packed"
+        ),
+        pytest.param(
+            "cp2-tp2", "ulysses", DROPS, {"sequence": True}, 19, True, False, id="ulysses-sequence-dropout-packed"
+        ),
+        pytest.param("dp2-cp2", "all_gather", {}, {}, 16, False, True, id="gather-natural"),
+        pytest.param("cp4", "all_gather", {"num_kv_heads": 1}, {}, 16, False, False, id="gather-one-key-head"),
+    ],
+)
+def test_anchor_28_context_parallel_has_the_loss_and_gradients_of_one_process(
+    mesh: str, kind: str, change: Any, plan: Any, length: int, packed: bool, natural: bool, pool: Any
+) -> None:
+    check(pool, MESHES[mesh], replace(CONFIG, **change), {"context": kind, **plan}, batch(length, packed), natural)
+
+
+def table() -> list[Any]:
+    """Every mesh, kind and sequence on or off that make sense, with each of the options, laid out and natural in turn."""
+    tied = {"tie_embeddings": True, "attention_bias": True}
+    options = [({}, 16, False, True), (DROPS, 16, True, False), (tied, 13, False, False), ({}, 9, True, True)]
+    cases = []
+    for name, mesh in MESHES.items():
+        for kind in KINDS:
+            for sequence in (False, True) if "tp" in mesh else (False,):
+                for change, length, packed, natural in options:
+                    plan = {"sequence": sequence, "loss_parallel": length != 13}
+                    words = (
+                        ["sequence"] * sequence
+                        + ["packed"] * packed
+                        + ["options"] * bool(change)
+                        + ["natural"] * natural
+                    )
+                    made = "-".join([name, kind, str(length), *words])
+                    cases.append(pytest.param(name, kind, change, plan, length, packed, natural, id=made))
+    for kind in KINDS:  # ranks without tokens, and few of them
+        few = [pytest.param("cp4", kind, DROPS, {}, n, True, False, id=f"cp4-{kind}-{n}") for n in (1, 3, 5, 6)]
+        cases += few
+    return cases
+
+
+@pytest.mark.exhaustive  # its sample are the tests named after ANCHORS 28
+@pytest.mark.parametrize(("mesh", "kind", "change", "plan", "length", "packed", "natural"), table())
+def test_every_mesh_has_the_loss_and_gradients_of_one_process(
+    mesh: str, kind: str, change: Any, plan: Any, length: int, packed: bool, natural: bool, pool: Any
+) -> None:
+    check(pool, MESHES[mesh], replace(CONFIG, **change), {"context": kind, **plan}, batch(length, packed), natural)
+
+
+class Traffic(Collectives):
+    """Kinds of collectives, and the bytes of the largest tensor of each: what is gathered, scattered or arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.kinds)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.kinds) > before:
+            leaves = torch.utils._pytree.tree_leaves(args)
+            self.nbytes.append(max(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)))
+        return result
+
+    def take(self) -> list[tuple[str, int]]:
+        taken = list(zip(self.kinds, self.nbytes, strict=True))
+        self.kinds.clear()
+        self.nbytes.clear()
+        return taken
+
+
+def one_block(mesh: dict[str, int], kind: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    grid = axes(mesh)
+    model = make()
+    parallelize(model, grid, replace(model.parallel_plan(), context=kind))
+    stream = Layout(grid, {"cp": Shard(1)})
+    x, upstream = (distribute(torch.randn(2, 16, CONFIG.hidden_size), stream) for _ in range(2))
+    cos, sin = (distribute(torch.ones(16, CONFIG.head_dim // 2), Layout(grid, {"cp": Shard(0)})) for _ in range(2))
+    with Traffic() as seen:
+        y = model.layers[0](x.requires_grad_(), cos, sin)
+        forward = seen.take()
+        y.backward(upstream)
+        return forward, seen.take()
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_block_gathers_keys_and_values_once_and_scatters_their_gradients_once(cp: int, pool: Any) -> None:
+    gathered = 2 * 2 * 16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4  # keys and values, B, T, their width, bytes
+    for forward, backward in pool.run(one_block, {"cp": cp}, "all_gather", ranks=cp):
+        assert forward == [("all-gather", gathered)]
+        assert backward == [("reduce-scatter", gathered)]
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_ulysses_block_exchanges_twice_each_way(cp: int, pool: Any) -> None:
+    width = CONFIG.num_heads * CONFIG.head_dim
+    kv_width = CONFIG.num_kv_heads * CONFIG.head_dim
+    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but what stays
+    for forward, backward in pool.run(one_block, {"cp": cp}, "ulysses", ranks=cp):
+        assert forward == [("all-to-all", nbytes) for nbytes in arrives]
+        assert backward == [("all-to-all", nbytes) for nbytes in reversed(arrives)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beside_tensor_parallelism_a_block_has_those_and_its_all_reduces(kind: str, pool: Any) -> None:
+    own = {"all_gather": [{"all-gather": 1}, {"reduce-scatter": 1}], "ulysses": [{"all-to-all": 2}] * 2}[kind]
+    for phases in pool.run(one_block, {"cp": 2, "tp": 2}, kind, ranks=4):
+        for phase, its in zip(phases, own, strict=True):
+            assert Counter(name for name, _ in phase) == Counter({"all-reduce": 2, **its})
+
+
+def scores(cp: int, length: int, natural: bool) -> int:
+    """Score elements that this rank computes in a forward, of one head and row: queries times the keys given with them."""
+    grid = ProcessMesh.grid(cp=cp)
+    model = make(replace(CONFIG, num_layers=1))
+    plan = replace(model.parallel_plan(), context="all_gather")
+    parallelize(model, grid, plan)
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    laid = lay_out_batch(grid, plan, tokens)
+    count = 0
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+        nonlocal count
+        count += q.shape[-2] * k.shape[-2]
+        return attend(q, k, *rest, **options)
+
+    torch.nn.functional.scaled_dot_product_attention = counting
+    try:
+        model(distribute(tokens, Layout(grid, {"cp": Shard(1)}))) if natural else model(
+            laid.tokens, positions=laid.positions
+        )
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = attend
+    return count
+
+
+def test_causal_work_is_even_over_the_ranks(pool: Any) -> None:
+    length, cp, run = 32, 4, 4  # two runs of 4 queries a rank: one sees (i + 1) * 4 keys, the other (8 - i) * 4
+    assert pool.run(scores, cp, length, False, ranks=cp) == [run * run * (2 * cp + 1)] * cp
+    assert pool.run(scores, cp, length, True, ranks=cp) == [2 * run * 2 * run * (i + 1) for i in range(cp)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 16, 17, 31, 48])
+def test_the_balanced_order_has_each_token_once_and_even_work(tokens: int, parts: int) -> None:
+    order = balanced_order(tokens, parts)
+    lying = [token for start, stop in order for token in range(start, stop)]
+    assert sorted(lying) == list(range(tokens))
+    size = -(-tokens // parts)
+    work = [sum(token + 1 for token in lying[part * size : (part + 1) * size]) for part in range(parts)]
+    if tokens % (2 * parts) == 0:
+        assert len(set(work)) <= 1
+    elif tokens % parts == 0:
+        assert max(work) - min(work) <= tokens
+
+
+def test_heads_that_ulysses_cannot_cut_are_refused_with_the_degrees_that_work() -> None:
+    model = make()
+    plan = replace(model.parallel_plan(), context="ulysses")
+    with pytest.raises(
+        ValueError, match=r"tp x cp = 1 x 8, which does not divide layers.0.self_attn.k_proj 4 .*cp that work: 1, 2, 4; "
+    ):
+        parallelize(model, ProcessMesh.grid(cp=8), plan)
+    with pytest.raises(ValueError, match=r"tp x cp = 2 x 4, .*cp that work: 1, 2; context 'all_gather' takes any"):
+        parallelize(model, ProcessMesh.grid(cp=4, tp=2), plan)
+    with pytest.raises(ValueError, match=r"context is 'ring'; it must be None or one of 'all_gather', 'ulysses'"):
+        ParallelPlan(context="ring")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Linear has no DotProductAttention"):
+        parallelize(torch.nn.Linear(2, 2), ProcessMesh.grid(cp=2), ParallelPlan(context="ulysses"))
+
+
+def without_context(sharded: bool) -> Any:
+    grid = ProcessMesh.grid(cp=2)
+    model = make()
+    parallelize(model, grid, model.parallel_plan())
+    given = batch(8)
+    inputs = {name: distribute(x, Layout(grid, {"cp": Shard(1)} if sharded else {})) for name, x in given.items()}
+    try:
+        loss, gradients = stepped(model, **inputs)
+    except LayoutError as error:
+        return str(error)
+    return whole(loss), {name: whole(gradient) for name, gradient in gradients.items()}
+
+
+def test_without_context_sharded_tokens_are_refused_and_replicated_ones_computed_on_each_rank(pool: Any) -> None:
+    for message in pool.run(without_context, True, ranks=2):
+        assert "the tokens are (cp: S(1)), but the plan has context=None" in message
+    expected, gradients = stepped(make(), **batch(8))
+    for loss, found in pool.run(without_context, False, ranks=2):
+        assert torch.equal(loss, expected)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-7)
+
+
+def logits_as_read(kind: str) -> tuple[Tensor, str]:
+    grid = ProcessMesh.grid(dp=2, cp=2)
+    model = make()
+    plan = replace(model.parallel_plan(), context=kind)
+    parallelize(model, grid, plan)
+    tokens = batch(11)["tokens"]
+    rows = Layout(grid, {"dp": Shard(0)}).local_slices(tokens.shape, torch.distributed.get_rank())[0]
+    laid = lay_out_batch(grid, plan, tokens[rows], rows=len(tokens))
+    logits = model(laid.tokens, positions=laid.positions)
+    return laid.as_read(to_global(logits)).detach(), str(layout_of(logits))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_put_back_as_the_tokens_are_read(kind: str, pool: Any) -> None:
+    expected = make()(batch(11)["tokens"]).detach()
+    for logits, layout in pool.run(logits_as_read, kind, ranks=4):
+        assert layout == "dp: S(0), cp: S(1)"
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
+def test_on_one_process_a_batch_is_as_it_was_given() -> None:
+    given = batch(8, packed=True)
+    laid = lay_out_batch(ProcessMesh.grid(cp=1), ParallelPlan(context="all_gather"), **given)
+    assert laid.order is None
+    assert all(getattr(laid, name) is tensor for name, tensor in given.items())

@@ -1,0 +1,272 @@
+"""The fields of config.json: each is read, says nothing about the network, or is an error that names it."""
+
+import json
+
+import pytest
+import torch
+from weft.models import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    YarnRopeScaling,
+    from_pretrained,
+)
+from weft.models.families import FAMILIES, make_model
+
+from tests.models.folders import BASES, LLAMA3, close, their_model, tokens_for
+
+QWEN = {
+    "architectures": ["QwenForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PUBLISHED = {
+    "llama-3.1-8b": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.43.0.dev0",
+            "use_cache": True,
+            "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "qwen2.5-0.5b": (
+        {
+            **QWEN,
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 32768,
+            "use_mrope": False,
+        },
+        494_032_768,
+    ),
+    "qwen3-0.6b": (
+        {
+            **QWEN,
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rope_scaling": None,
+            "sliding_window": None,
+        },
+        596_049_920,
+    ),
+    "gpt2": (
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1,
+            "bos_token_id": 50256,
+            "embd_pdrop": 0.1,
+            "eos_token_id": 50256,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "gpt2",
+            "n_ctx": 1024,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "resid_pdrop": 0.1,
+            "summary_activation": None,
+            "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": 50257,
+        },
+        124_439_808,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_its_parameters(name):
+    given, parameters = PUBLISHED[name]
+    config = FAMILIES[given["model_type"]].weights.read_config(given)
+    with torch.device("meta"):
+        model = make_model(config)
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def read(kind, **changes):
+    given = {**BASES[kind], "model_type": kind, **changes}
+    return FAMILIES[kind].weights.read_config({name: value for name, value in given.items() if value is not ...})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 8}, "'num_experts', which is 8, is no field of a .* that is known here; remove it where"),
+        ({"vocab_size": ...}, "has no 'vocab_size'; a .* needs vocab_size, "),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder True is not supported; a .* here has False"),
+        ({"add_cross_attention": True}, "add_cross_attention True"),
+        ({"chunk_size_feed_forward": 4}, "chunk_size_feed_forward 4"),
+        ({"pruned_heads": {"0": [1]}}, r"pruned_heads \{'0': \[1\]\}"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported; save the model dequantized"),
+        ({"vocab_size": 0.5}, "vocab_size is 0.5; it must be an int >= 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        read(kind, **change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; a Llama here has 'silu' or 'swish'"),
+        ("llama", {"use_sliding_window": True}, "'use_sliding_window', which is True, is no field of a Llama"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope"}},
+            "rope type 'longrope' is not supported; use one of default, ",
+        ),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "the 'linear' rope scaling has no factor; add it"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}},
+            "the 'linear' rope scaling has alpha, which is not known; it has factor",
+        ),
+        ("llama", {"rope_scaling": {"factor": 2.0}}, "the 'default' rope scaling has factor, which is not known"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}},
+            "original_max_position_embeddings 32, but scaling sets in at max_position_embeddings, 64; make them equal",
+        ),
+        ("qwen2", {"attention_bias": True}, "'attention_bias', which is True, is no field of a Qwen 2"),
+        ("qwen2", {"use_mrope": True}, "use_mrope True is not supported; a Qwen 2 here has False"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 layers; it needs 2, each full_attention or"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 2}, r"some of \['chunked_attention'\]; it needs 2"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "there is no window; set use_sliding_window"),
+        ("gpt2", {"activation_function": "relu"}, "activation is 'relu'; it must be one of 'gelu_new', 'gelu'"),
+        ("gpt2", {"rope_theta": 1e4}, "'rope_theta', which is 10000.0, is no field of a GPT-2"),
+    ],
+)
+def test_what_a_family_does_not_have_is_an_error(kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        read(kind, **change)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"type": "linear", "factor": 2}, LinearRopeScaling(factor=2)),
+        ({"rope_type": "dynamic", "factor": 2.5}, DynamicRopeScaling(factor=2.5)),
+        (
+            {"rope_type": "dynamic", "factor": 2.5, "original_max_position_embeddings": 64},
+            DynamicRopeScaling(factor=2.5),
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+            Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16),
+        ),
+        ({"rope_type": "yarn", "factor": 4.0}, YarnRopeScaling(factor=4.0, original_max_seq_len=64)),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+            YarnRopeScaling(factor=4.0, original_max_seq_len=64, attention_factor=0.5),
+        ),
+        ({"rope_type": "default"}, None),
+        (None, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_scalings_under_old_and_new_keys(key, settings, expected):
+    assert read("llama", **{key: settings}).rope_scaling == expected
+    new = None if settings is None else {**settings, "rope_theta": 5e5}
+    assert read("llama", rope_parameters=new).rope_theta == (10000.0 if settings is None else 5e5)
+
+
+@pytest.mark.parametrize(
+    ("change", "window", "layers"),
+    [
+        ({}, None, ()),
+        ({"sliding_window": 4}, None, ()),
+        ({"use_sliding_window": True, "sliding_window": 4}, None, ()),  # of 2 layers, 28 see all
+        ({"use_sliding_window": True, "max_window_layers": 1}, 4096, (1,)),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, 4, (0, 1)),
+    ],
+)
+def test_a_sliding_window_is_of_the_layers_that_transformers_gives_it(change, window, layers):
+    config = read("qwen2", **change)
+    assert (config.sliding_window, config.sliding_layers) == (window, layers)
+
+
+QWEN_HEADS = {"hidden_size": 64, "num_attention_heads": 32}  # of which transformers takes 32 for keys
+
+
+def test_fields_that_are_absent_have_the_values_of_transformers():
+    import transformers
+
+    for kind, chosen in (("qwen2", QWEN_HEADS), ("qwen3", QWEN_HEADS), ("gpt2", {})):
+        required = {
+            name: value
+            for name, value in BASES[kind].items()
+            if name not in ("max_position_embeddings", "num_key_value_heads", "head_dim", "n_positions", "n_inner")
+        }
+        required |= chosen
+        full = transformers.AutoConfig.for_model(kind, **required).to_dict()
+        weights = FAMILIES[kind].weights
+        assert weights.read_config({**required, "model_type": kind}) == weights.read_config(full)
+    assert read("qwen2", num_key_value_heads=None).num_kv_heads == 4
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_that_was_saved_without_its_head_is_read_where_that_is_tied(kind, tmp_path):
+    """As the published GPT-2: its tensors are named from within the model."""
+    theirs = their_model(kind, tie_word_embeddings=True)
+    theirs.base_model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    tokens = tokens_for(theirs)
+    close(from_pretrained(tmp_path / "model").eval()(tokens), theirs(tokens).logits)
