@@ -20,6 +20,9 @@ from .recipes import size_in_words
 from .suggestions import suggestions
 
 NAMED = 3  # files that are named of those that were left out
+# By how much the mean loss of two meshes may differ, relative: float32 keeps 24 bits of each of their sums, bfloat16 keeps 8,
+# and the errors of the tokens average out.
+ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 BESIDE_BAR = 87  # columns of what stands beside the bar: without as many and more there is none
 
 
@@ -86,11 +89,12 @@ class Report:
             )
             self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
 
-    def check(self, loss: float, alone: float, processes: int) -> None:
+    def check(self, loss: float, alone: float, processes: int, dtype: str) -> None:
         difference = abs(loss - alone) / abs(alone)
+        within = "within" if difference <= ROUNDING[dtype] else "NOT within"
         self.line(
             f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} on "
-            f"one: relative difference {difference:.1e}"
+            f"one: {within} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference {difference:.1e}"
         )
 
     @contextlib.contextmanager
