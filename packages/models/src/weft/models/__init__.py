@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+    from .train.optimizer import clip_gradients
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
@@ -67,6 +68,7 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
+    "clip_gradients": ".train.optimizer",
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
@@ -90,6 +92,7 @@ __all__ = [
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
+    "clip_gradients",
     "from_pretrained",
     "generate",
     "initialize",

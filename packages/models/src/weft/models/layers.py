@@ -172,8 +172,8 @@ class DotProductAttention(nn.Module):
         order: Runs | None = None,
     ) -> Tensor:
         """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`."""
-        options = {"window": self.window, "scale": self.scale, "documents": documents, "cache": cache, "order": order}
-        options |= self.dropout.options(dropout_key)
+        options: dict[str, Any] = {"window": self.window, "scale": self.scale, **self.dropout.options(dropout_key)}
+        options |= {"documents": documents, "cache": cache, "order": order}
         return kernels.attention(query, key, value, head_dim=self.head_dim, **options)
 
     def extra_repr(self) -> str:

@@ -63,10 +63,11 @@ def parallelize(
     parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
     check_axes(mesh)
     check_prepared(model, parts, mesh)
-    for part in parts:
+    recomputing = parts_with(parts, "recompute")
+    for part in recomputing:
         blocks_of(model.get_submodule(part.name), part.plan)
     if mesh.size == 1:
-        return _recomputing(model, parts, mesh, plan)
+        return _recomputing(model, recomputing, mesh, plan)
     styles = styles_of(model, parts)
     attending = parts_with(parts, "context")
     for part in attending:
@@ -87,7 +88,7 @@ def parallelize(
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
-    return _recomputing(model, parts, mesh, plan)
+    return _recomputing(model, recomputing, mesh, plan)
 
 
 def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:

@@ -22,7 +22,7 @@ from ..communication import Communication, Phase
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
-from ..parallel import Batch, lay_out_batch, parallelize
+from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
 from ..recording import record
 from ..terminal import printable
 from .config import Run
@@ -96,7 +96,8 @@ class _Trainer:
         self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
             model = make_model(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
+        own: ParallelPlan = model.parallel_plan()  # type: ignore[operator]
+        self.plan = dataclasses.replace(own, **dataclasses.asdict(run.config.plan))
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
         self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
