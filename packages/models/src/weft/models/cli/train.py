@@ -66,6 +66,11 @@ def _settle(arguments: list[str]) -> tuple[Run, int]:
     dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
     config = replace(config, plan=settled_plan(config.plan, config.model, cp=cp, tp=tp))
+    if config.compile and config.plan.recompute != "none" and dp * cp * tp > 1:
+        raise ValueError(
+            f"blocks that are recomputed do not compile on a mesh of {dp * cp * tp} processes; leave --compile out, or "
+            f"--plan.recompute {config.plan.recompute}"
+        )
     check_vocabulary(config.model.vocab_size)
     corpus = find_corpus(config.data.path)
     check_enough(corpus, config.data.sequence_length)

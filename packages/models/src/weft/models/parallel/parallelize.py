@@ -17,7 +17,7 @@ from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
-from .recompute import blocks_of, recompute
+from .recompute import blocks_of, recompute, refuse_compile
 from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import TENSOR_AXIS
 
@@ -95,7 +95,10 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
     """Last, since from then on a block's forward is another function."""
     for part in parts:
         if part.plan.recompute != "none":
-            recompute(model.get_submodule(part.name), part.plan)
+            within = model.get_submodule(part.name)
+            recompute(within, part.plan)
+            if mesh.size > 1:
+                refuse_compile(within, part.plan)
             setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
 
