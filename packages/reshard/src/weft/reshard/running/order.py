@@ -68,10 +68,10 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     """
     check = _check
     if check is not None:
-        ranks = {rank for mesh in meshes for rank in mesh} if ranks is None else ranks
+        taking_part = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
         digests = tuple(mesh.digest for mesh in meshes)
-        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or _named(list(ranks))
-        check.announce(_Said(f"{plan} on {on}", tuple(sorted(ranks)), digests))
+        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or _named(taking_part)
+        check.announce(_Said(f"{plan} on {on}", tuple(taking_part), digests))
 
 
 @dataclass(frozen=True, slots=True)

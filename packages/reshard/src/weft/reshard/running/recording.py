@@ -155,7 +155,12 @@ class _Done(dist.Work):
         return True
 
 
-class _Group(dist.ProcessGroup):
+_ProcessGroup: Any = (
+    dist.ProcessGroup
+)  # to a type checker its methods have overloads, which differ between versions of torch
+
+
+class _Group(_ProcessGroup):  # type: ignore[misc]
     """A process group that notes what it is asked for. Its results are the tensors that it is given, which have no data.
 
     torch 2.13 calls the methods by their public names, 2.11 and 2.12 by the older ones that start with an underscore.
