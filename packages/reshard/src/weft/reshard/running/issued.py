@@ -77,7 +77,8 @@ def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output:
     functional = isinstance(output, Tensor)  # such an op is given its input and makes its output; others are given both
     made, given = (_bytes(output), _bytes(tensors[0])) if functional else (_bytes(tensors[0]), _bytes(tensors[-1]))
     if kind == "all-to-all" and splits and sum(splits[0]):
-        return made * (sum(splits[0]) - splits[0][rank]) // sum(splits[0])
+        sizes: Sequence[int] = splits[0]
+        return made * (sum(sizes) - sizes[rank]) // sum(sizes)
     return received_bytes(kind, ranks, given, made, 1 if first is None else first.element_size())
 
 

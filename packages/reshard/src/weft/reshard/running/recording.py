@@ -46,7 +46,7 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
             yield recorded
     finally:
         for name in recorded.groups:
-            c10d._unregister_process_group(name)
+            c10d._unregister_process_group(_as_torch(name))
 
 
 class Recorded:
@@ -87,7 +87,7 @@ class Recorded:
             for axis, index in coordinate.items():
                 place = place * part.axis_size(axis) + index
             self.groups[name] = _Group(place, part.size, name)
-            c10d._register_process_group(name, self.groups[name])  # DTensor's own ops find it by name alone
+            c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's own ops find it by name alone
             self.axes[name] = wide_axes(part)
         return self.groups[name]
 
@@ -100,6 +100,11 @@ class Recorded:
         return range(part.size)  # another order is a view of what has no data
 
 
+def _as_torch(name: str) -> Any:
+    """A group's name in torch's words, which are a str of another type."""
+    return name
+
+
 def _ranks_of(mesh: ProcessMesh) -> Tensor:
     """Its ranks as a tensor of its shape; of a part of a grid by a few ops."""
     if mesh.strides is None:
@@ -110,7 +115,7 @@ def _ranks_of(mesh: ProcessMesh) -> Tensor:
     return ranks
 
 
-class _Mesh(DeviceMesh):  # type: ignore[misc]
+class _Mesh(DeviceMesh):
     """A DeviceMesh whose groups are those of the world that is entered.
 
     torch makes one without groups by `_init_backend=False` alone, and for a rank that is not the process's by `_rank`.
