@@ -99,7 +99,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         if isinstance(each, nn.Linear)
     }
     try:
-        file = safe_open(folder / FILE, framework="pt", device="cpu")
+        file: Any = safe_open(folder / FILE, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / FILE} cannot be read: {error}; fetch it again") from None
     with file:

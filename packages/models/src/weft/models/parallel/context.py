@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,7 @@ class _Tokens:
         return (*(given.pop(name) for name in taken), *args[len(taken) :]), given
 
 
-def _sharded_on_tokens(x: Any) -> bool:
+def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
     """By what Dynamo can trace, which knows no layouts."""
     if not isinstance(x, DTensor):
         return False
@@ -171,7 +171,7 @@ def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return (), given
 
 
-def _enter_heads(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _attention_arguments(args, kwargs)
     if isinstance(given["query"], DTensor):
         entered = _to_heads(given["query"], given["key"], given["value"], module.head_dim)

@@ -58,8 +58,9 @@ def lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], *, s
         for leaf, parameter in layer.lora.named_parameters():
             if not parameter.is_meta:
                 fill(f"{name}.lora.{leaf}", parameter, _initial(leaf, layer), seed)
-    if hasattr(model, "initial_value"):
-        model.initial_value = partial(_initial_value, model, model.initial_value)  # type: ignore[assignment]
+    own: Any = getattr(model, "initial_value", None)
+    if own is not None:
+        model.initial_value = partial(_initial_value, model, own)  # type: ignore[assignment]
     setattr(model, _ATTRIBUTE, LoRA(rank, alpha, tuple(layers), trained))
     return model
 

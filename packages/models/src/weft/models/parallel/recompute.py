@@ -110,9 +110,8 @@ def _recomputed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwar
 def _traced_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For a graph: torch's own, which mark its nodes for the compiler. A reshard is one node there."""
     kept = [*PRODUCTS, torch.ops.weft.reshard.default]
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
-        kept
-    )
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
     return contexts
 
 
@@ -244,4 +243,4 @@ class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -200,6 +200,7 @@ class _Trainer:
                 rows = self._layout.local_slices(shape, self.rank)[0]
                 batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
                 laid = self._laid_out(batch, shape)
+                assert laid.targets is not None, "they were given"
                 logits = self.model(laid.tokens, positions=laid.positions)
                 loss = cross_entropy(logits, laid.targets, denominator=float(count * T))
                 total += local_value(whole_loss(loss))
