@@ -24,7 +24,9 @@ class ParallelPlan:
         "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
         no tokens that are sharded so.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
-    recompute: what backward computes again in place of keeping it, block by block.
+    recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
+        its products by weights and what was communicated. The bits are the same.
+    blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
     Raises ValueError for what is no style, and for parts beside anything else.
     """
@@ -34,6 +36,7 @@ class ParallelPlan:
     context: Context | None = None
     loss_parallel: bool = True
     recompute: Recompute = "none"
+    blocks: tuple[str, ...] = ("layers.*",)
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +84,11 @@ class ParallelPlan:
             return "\n\n".join(f"[{prefix}]\n{plan}" for prefix, plan in self.parts.items())
         lines = [f"{pattern}: {_shown(style)}" for pattern, style in self.tensor.items()]
         others = [each.name for each in fields(self) if each.name not in ("tensor", "parts")]
-        return "\n".join([*lines, *(f"{name}: {getattr(self, name)}" for name in others)])
+        return "\n".join([*lines, *(f"{name}: {_words(getattr(self, name))}" for name in others)])
+
+
+def _words(option: object) -> str:
+    return ", ".join(option) if isinstance(option, tuple) else str(option)
 
 
 def _shown(style: object) -> str:
