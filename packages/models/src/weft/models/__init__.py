@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .microbatches import forward_backward
     from .parallel import (
         Batch,
         ColwiseParallel,
         ParallelPlan,
+        PipelinePlan,
         PositionParallel,
         PrepareInput,
         PrepareOutput,
@@ -44,9 +46,11 @@ _HOMES = {
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
+    "forward_backward": ".microbatches",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PipelinePlan": ".parallel",
     "PositionParallel": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
@@ -75,6 +79,7 @@ __all__ = [
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
+    "PipelinePlan",
     "Patch",
     "PositionParallel",
     "PrepareInput",
@@ -84,6 +89,7 @@ __all__ = [
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
+    "forward_backward",
     "from_pretrained",
     "generate",
     "initialize",

@@ -22,6 +22,7 @@ from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
 from ..parallel import Batch, lay_out_batch, parallelize
+from ..parallel.pipeline.run import Microbatch
 from ..recording import record
 from ..terminal import printable
 from .config import Run
@@ -122,18 +123,14 @@ class _Trainer:
         """
         laid = self._laid_out(self._batches.batch(step, self._rows), self._shape)
         inputs = {"dropout_key": self._dropout_key(step), "positions": laid.positions}
-        assert laid.targets is not None, "they were given"
-        targets = laid.targets
-
-        def loss() -> Tensor:
-            return self._criterion(self.model(laid.tokens, **inputs), targets)
+        microbatch = Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets)
 
         def ended(phase: Phase) -> None:
             if count is not None:
                 self.issued[phase] = count.take_each()
 
         clip_norm = self._config.optimizer.clip_norm
-        found = find_gradients(self.model, loss, self._sync, clip_norm=clip_norm, ended=ended)
+        found = find_gradients(self.model, self._criterion, [microbatch], self._sync, clip_norm=clip_norm, ended=ended)
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr

@@ -152,6 +152,3 @@ def _described(leaf: Any) -> Any:
     return _Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
 
 
-def tensors_of(message: Any) -> Sequence[Any]:
-    """The leaves of a message."""
-    return tree_flatten(message)[0]

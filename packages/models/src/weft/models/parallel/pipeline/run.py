@@ -1,89 +1,230 @@
-"""Runs a schedule on a cut model: the actions of this rank in their order, and messages between stages."""
+"""Runs a schedule on a cut model: the actions of this rank in their order, and the messages between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from weft.mesh import ProcessMesh
-from weft.reshard.running.groups import this_rank
+from weft.reshard.running.groups import group_for, this_rank
 
-from .channels import Channel, Handover, tensors_of
+from ..styles import PIPELINE_AXIS
+from .channels import Channel, Handover
+from .plan import PipelinePlan
 from .schedule import Action, Schedule
 from .stages import Stages
 
-PIPELINE_AXIS = "pp"
+Accumulating = Callable[[], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """What the model is called with. kind: equal for microbatches of which all shapes are equal."""
+    """What the model and its loss are called with. targets: of the criterion. kind: equal where all shapes are."""
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    kind: Any
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    targets: Any = None
+
+    @property
+    def kind(self) -> Any:
+        leaves = tree_leaves((self.args, self.kwargs))
+        return tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)), torch.is_grad_enabled()
 
 
-@dataclass(slots=True)
-class _Held:
-    """A microbatch on a stage between its forward and its backward."""
-
-    received: Any
-    given: Any
+LossOf = Callable[[Any, Microbatch], Tensor]
 
 
-class Runner:
-    """A cut model on this rank, its schedule, and its neighbors.
+class Pipeline:
+    """A cut model on this rank: its stages, its schedule, and its neighbors. mesh: with the axis "pp".
 
-    mesh: with the axis "pp". Channels are made when it first runs, on all ranks in one order.
+    ran: the actions of the last step, in order. in_flight: the most microbatches on a stage that were held at once.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, schedule: Schedule, mesh: ProcessMesh, device: torch.device) -> None:
-        self._model, self._stages, self.schedule = model, stages, schedule
-        self._mesh, self._device = mesh, device
-        self._channels: dict[tuple[str, int], Channel | Handover] | None = None
-        self.ran: list[Action] = []  # by the last run
+    def __init__(self, plan: PipelinePlan, schedule: Schedule, mesh: ProcessMesh, stages: Stages) -> None:
+        self.plan, self.schedule, self.mesh, self.stages = plan, schedule, mesh, stages
+        coordinate = mesh.coordinate(this_rank())
+        assert coordinate is not None, "a model is laid out on ranks of the mesh"
+        self._at = coordinate
+        self.shared = stages.cut.shared(schedule.rank_of)
+        self.ran: list[Action] = []
+        self.in_flight = 0
+        self._channels: dict[tuple[str, int], Channel | Handover] = {}
 
-    def forward_backward(
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        raise TypeError("a model that is cut into stages is not copied; parallelize a new one")
+
+    @property
+    def stage_mesh(self) -> ProcessMesh:
+        """Of the stages of this rank, without the axis "pp"."""
+        return stage_mesh_of(self.mesh, self._at[PIPELINE_AXIS])
+
+    def is_counted_here(self, name: str) -> bool:
+        """Whether the first ranks, along "pp", that have a parameter are those of this one."""
+        return name not in self.shared or self.shared[name][0] == self._at[PIPELINE_AXIS]
+
+    def find_gradients(
         self,
+        model: nn.Module,
         microbatches: Sequence[Microbatch],
-        loss_of: Callable[[int, Any], Tensor],
-        accumulating: Callable[[], AbstractContextManager[None]] = nullcontext,
+        loss_of: LossOf,
+        accumulating: Accumulating = nullcontext,
     ) -> list[Tensor]:
         """Takes each microbatch forward and backward; the losses, on the ranks of the last stage, else none.
 
-        loss_of: of a microbatch's number and the model's output, a scalar. accumulating: in it backward passes add up.
+        loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up.
+        Communication: of activations, and of their gradients, to the rank in the same place of the next stage.
         """
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
-            schedule = replace_microbatches(schedule, len(microbatches))
-        held: dict[tuple[int, int], _Held] = {}
-        losses: list[Tensor] = []
-        self.ran = []
-        actions = schedule.actions[self._coordinate()]
-        for action in actions:
-            kind = microbatches[action.microbatch].kind
-            if action.kind == "F":
-                held[action.stage, action.microbatch] = self._forward(action, microbatches, loss_of, losses)
-            else:
-                with accumulating():
-                    self._backward(action, held, kind, len(microbatches))
-            self.ran.append(action)
-        self._finish()
-        return losses
+            schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
+        run = _Run(self, model, microbatches, loss_of)
+        with accumulating():
+            for action in schedule.actions[self._at[PIPELINE_AXIS]]:
+                run.take(action)
+        self.ran, self.in_flight = run.ran, run.most_held
+        run.finish()
+        return run.losses
 
-    def forward(self, microbatches: Sequence[Microbatch]) -> list[Any]:
-        """Takes each microbatch forward alone; what the model gave for each, on the ranks of the last stage, else none."""
-        outputs: list[Any] = []
-        for stage in self._stages.own if self._single() else self._stages.own:
+    def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """Takes each microbatch forward alone; what the model gave, on the ranks of the last stage, else none."""
+        run = _Run(self, model, microbatches, None)
+        for stage in self.stages.own:
             for number in range(len(microbatches)):
-                action = Action("F", stage, number)
-                given = self._run_stage(action, microbatches)[1]
-                if stage == self.schedule.num_stages - 1:
-                    outputs.append(given)
-        self._finish()
-        return outputs
+                run.take(Action("F", stage, number))
+        run.finish()
+        return run.outputs
+
+    def add_shared(self, model: nn.Module) -> None:
+        """Adds up the gradients of parameters that several stages have: equal to the bit on all of them.
+
+        Communication: for each such parameter an all-reduce between the ranks, one of each of these stages, that have this shard.
+        """
+        for name, coordinates in self.shared.items():
+            if self._at[PIPELINE_AXIS] not in coordinates:
+                continue
+            parameter = model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            dist.all_reduce(local, group=self._group("shared parameters", coordinates))
+
+    def sum_over_stages(self, number: Tensor) -> Tensor:
+        """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
+        dist.all_reduce(number, group=self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))))
+        return number
+
+    def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
+        ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
+        return group_for(f"pipeline {purpose}", tuple(sorted(ranks)))
+
+    def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
+        """What brings activations ("F") into a stage, or their gradients ("B"). Made when first asked for, all in one order."""
+        if not self._channels:
+            here = self._at[PIPELINE_AXIS]
+            stage_mesh = self.stage_mesh
+            for later in range(1, self.schedule.num_stages):
+                ends = self.schedule.rank_of(later - 1), self.schedule.rank_of(later)
+                for each, into in (("F", later), ("B", later - 1)):
+                    if ends == (here, here):
+                        self._channels[each, into] = Handover()
+                    elif here in ends:
+                        first, second = (self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: end}) for end in ends)
+                        name = f"{each} into stage {into}"
+                        self._channels[each, into] = Channel(name, (first, second), this_rank(), stage_mesh, device)
+        return self._channels[way, stage]
+
+
+class _Run:
+    """One step: what is held of it, and how each action is taken."""
+
+    def __init__(
+        self, pipeline: Pipeline, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf | None
+    ) -> None:
+        self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
+        self._last = pipeline.schedule.num_stages - 1
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._taken: dict[tuple[str, int], int] = {}
+        self._held: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}  # what was received, and what was given
+        self._gradients: dict[tuple[int, int], list[Any]] = {}  # of what was given, between I and W
+        self.most_held = 0
+        self.ran: list[Action] = []
+        self.losses: list[Tensor] = []
+        self.outputs: list[Any] = []
+
+    def take(self, action: Action) -> None:
+        if action.kind == "F":
+            self._forward(action)
+        else:
+            self._backward(action)
+        self.most_held = max(self.most_held, len(self._held))
+        self.ran.append(action)
+
+    def finish(self) -> None:
+        assert not self._held, "a schedule takes every microbatch back"
+        for channel in self._pipeline._channels.values():
+            channel.finish()
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, self._microbatches[action.microbatch]
+        received = self._receive("F", action) if stage else None
+        given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
+        if stage < self._last:
+            self._pipeline.channel("F", stage + 1, self._device).send(given, microbatch.kind)
+        elif self._loss_of is None:
+            self.outputs.append(given)
+        else:
+            given = self._loss_of(given, microbatch)
+            self.losses.append(given.detach())
+        if self._loss_of is not None:
+            self._held[stage, action.microbatch] = _differentiable(received), _differentiable(given)
+
+    def _backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        received, given = self._held[key]
+        if action.kind != "W":
+            arrived = [None] * len(given) if action.stage == self._last else self._receive("B", action)
+            pairs = [(x, grad) for x, grad in zip(given, arrived, strict=True) if grad is not None or action.stage == self._last]
+            self._gradients[key] = pairs
+        pairs = self._gradients[key]
+        outputs, gradients = [x for x, _ in pairs], [grad for _, grad in pairs]
+        if action.kind == "B":
+            torch.autograd.backward(outputs, gradients)
+            self._send_back(action, [x.grad for x in received])
+        elif action.kind == "I" and action.stage:
+            found = torch.autograd.grad(outputs, received, gradients, retain_graph=True, allow_unused=True)
+            self._send_back(action, list(found))
+        elif action.kind == "W":
+            own = [each for each in self._model.parameters() if each.requires_grad]
+            torch.autograd.backward(outputs, gradients, inputs=own)
+        if action.kind != "I":
+            del self._held[key], self._gradients[key]
+
+    def _send_back(self, action: Action, gradients: list[Any]) -> None:
+        if action.stage:
+            channel = self._pipeline.channel("B", action.stage - 1, self._device)
+            channel.send(gradients, self._microbatches[action.microbatch].kind)
+
+    def _receive(self, way: str, action: Action) -> Any:
+        taken = self._taken[way, action.stage] = self._taken.get((way, action.stage), 0) + 1
+        kind = self._microbatches[action.microbatch].kind
+        return self._pipeline.channel(way, action.stage, self._device).receive(kind, more=taken < len(self._microbatches))
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:
+    """The mesh of the stages at that coordinate on "pp"; of one process where there is no other axis."""
+    if mesh.ndim == 1:
+        return ProcessMesh([mesh.rank_at(**{PIPELINE_AXIS: coordinate})], ["dp"])
+    return mesh.get_mesh_with_dim(PIPELINE_AXIS, coordinate)
