@@ -26,6 +26,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.parallel.parallelize import pipeline_of
+from weft.models.train.optimizer import clip_gradients
 
 from tests.models.cases import whole
 
@@ -84,9 +85,7 @@ def expected(name: str, microbatches: int) -> tuple[float, dict[str, Tensor]]:
     model = make(name)
     tokens, targets = batch()
     if name == "dropout":
-        loss = forward_backward(
-            model, cross_entropy, tokens, targets, microbatches=microbatches, dropout_key=KEY
-        )
+        loss = forward_backward(model, cross_entropy, tokens, targets, microbatches=microbatches, dropout_key=KEY)
     else:
         loss = cross_entropy(model(tokens), targets)
         loss.backward()
@@ -127,3 +126,220 @@ def test_loss_and_gradients_are_those_of_one_process(
             torch.testing.assert_close(gradient, gradients[each], rtol=1e-4, atol=1e-6, msg=each)
         seen |= found["gradients"].keys()
     assert seen == gradients.keys()
+
+
+@pytest.mark.parametrize("pipeline", SCHEDULES)
+def test_a_rank_holds_nothing_of_other_stages(pipeline: dict[str, Any], pool) -> None:
+    nbytes = {name: p.nbytes for name, p in make("llama").named_parameters()}
+    stages = {0: "embed_tokens", 1: "norm"}
+    for rank, found in enumerate(pool.run(one_step, {"pp": 2}, "llama", {}, pipeline, ranks=2)):
+        names = found["gradients"].keys()
+        assert any(name.startswith(stages[rank]) for name in names)
+        assert not any(name.startswith(stages[1 - rank]) for name in names)
+        assert sum(name.startswith("layers") for name in names) == 27  # of 6 layers with 9 parameters each
+        assert found["bytes"] == sum(nbytes[name] for name in names)
+
+
+def test_activations_in_flight_are_those_of_the_schedule(pool) -> None:
+    assert [each["in_flight"] for each in pool.run(one_step, {"pp": 3}, "llama", {}, {}, ranks=3)] == [3, 2, 1]
+    assert [
+        each["in_flight"] for each in pool.run(one_step, {"pp": 2}, "llama", {}, {"schedule": "gpipe"}, ranks=2)
+    ] == [4, 4]
+
+
+def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
+    """AdamW with clipping that bites: the norms, the losses, and the weights that this rank has."""
+    model = make("tied")
+    if axes:
+        plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, split=(1, 4, 1)))
+        parallelize(model, ProcessMesh.grid(**axes), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens, targets = batch()
+    norms, losses = [], []
+    for _ in range(count):
+        losses.append(forward_backward(model, cross_entropy, tokens, targets).item())
+        norms.append(clip_gradients(model, 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {"norms": norms, "losses": losses, "weights": weights}
+
+
+@pytest.mark.parametrize("axes", [pytest.param({"pp": 3}, id="pp3"), pytest.param({"pp": 3, "tp": 2}, id="pp3-tp2")])
+def test_tied_weights_stay_equal_to_the_bit_and_count_once(axes: dict[str, int], pool) -> None:
+    alone = steps({}, 5)
+    found = pool.run(steps, axes, 5, ranks=torch.Size(axes.values()).numel())
+    first, last = found[0]["weights"], found[-1]["weights"]
+    assert torch.equal(first["embed_tokens.weight"], last["embed_tokens.weight"])
+    assert "embed_tokens.weight" not in found[len(found) // 2]["weights"]
+    for each in found:
+        assert each["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert each["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        for name, weight in each["weights"].items():
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("keeps", [cross_entropy, nn.functional.cross_entropy], ids=["ours", "torch"])
+def test_microbatches_without_stages_weigh_as_in_one_batch(microbatches: int, keeps: Any) -> None:
+    loss, gradients = expected("llama", 1)
+    model = make("llama")
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        return keeps(logits.flatten(0, 1), targets.flatten())
+
+    found = forward_backward(model, keeps if keeps is cross_entropy else criterion, *batch(), microbatches=microbatches)
+    assert found.item() == pytest.approx(loss, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_ignored_index_and_sums_of_losses() -> None:
+    tokens, _ = batch()
+    for options in ({"ignore_index": 7}, {"reduction": "sum"}, {"denominator": 5.0}, {"weight": torch.rand(31)}):
+        criterion = partial(cross_entropy, **options)
+        targets = batch()[1].clamp(min=0) if "ignore_index" in options else batch()[1]
+        together = criterion(make("llama")(tokens), targets)
+        found = forward_backward(make("llama"), criterion, tokens, targets, microbatches=4)
+        assert found.item() == pytest.approx(together.item(), rel=1e-6), options
+
+
+class Residual(nn.Module):
+    """A model of a user's own: layers that give pairs, a table that all of them read, and one that follows from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, 8)
+        self.side = nn.Embedding(16, 8)
+        self.bias = nn.Parameter(torch.randn(8))
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+        self.head = nn.Linear(8, 31)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, side = self.table(tokens) + self.bias, self.side(torch.arange(tokens.shape[1], device=tokens.device))
+        seen = None
+        for block in self.blocks:
+            x, seen = block(x, side=side * 2, seen=seen)
+        return self.head(x + seen)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, side: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen = x if seen is None else seen + x
+        return x + torch.tanh(self.layer(x + side)), seen
+
+
+def own_model(axes: dict[str, int] | None, pipeline: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(5)
+    model = Residual()
+    criterion = partial(_flat, nn.functional.cross_entropy)
+    if axes:
+        plan = ParallelPlan(pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
+        parallelize(model, ProcessMesh.grid(**axes), plan)
+    loss = forward_backward(model, criterion, *batch())
+    return {"loss": loss.item(), **{name: whole(p.grad) for name, p in model.named_parameters()}}
+
+
+def _flat(criterion: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    return criterion(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("pipeline", SCHEDULES)
+def test_what_is_beside_the_layers_goes_by_data_flow(pipeline: dict[str, Any], pool) -> None:
+    alone = own_model(None, {})
+    first, last = pool.run(own_model, {"pp": 2}, {"split": ("blocks.1",)} if len(pipeline) == 0 else pipeline, ranks=2)
+    for found in (first, last):
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert "side.weight" in found  # all layers read it
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert {"table.weight", "bias"} <= first.keys() - last.keys()
+    assert {"head.weight", "head.bias"} <= last.keys() - first.keys()
+
+
+class Skips(Residual):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, side = self.table(tokens), self.side(torch.arange(tokens.shape[1]))
+        first, _ = self.blocks[0](x, side=side, seen=None)
+        for block in self.blocks[1:]:
+            x, _ = block(first + x, side=side, seen=None)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "axes", "pipeline", "message"),
+    [
+        pytest.param(
+            Residual,
+            {"pp": 5},
+            {},
+            "Residual has 4 layers, blocks.0 to blocks.3, and they cannot be cut into 5",
+            id="stages",
+        ),
+        pytest.param(
+            Residual,
+            {"pp": 2},
+            {"split": (1, 2)},
+            "split gives the stages 1, 2 layers, 3 in all; Residual has 4",
+            id="counts",
+        ),
+        pytest.param(
+            Residual, {"pp": 2}, {"split": (1, 2, 1)}, "split cuts Residual into 3 stages, and there are 2", id="many"
+        ),
+        pytest.param(
+            Residual,
+            {"pp": 2},
+            {"split": ("blocks.9",)},
+            "'blocks.9', which is no layer .* nearest names are",
+            id="point",
+        ),
+        pytest.param(
+            Residual, {"pp": 2}, {"split": "towers"}, "'towers', which is no list of layers of Residual", id="list"
+        ),
+        pytest.param(Pair, {"pp": 2}, {}, "by its list of layers, and Pair has no nn.ModuleList", id="no-list"),
+        pytest.param(
+            Skips, {"pp": 2}, {}, "cannot be cut between its layers: blocks.2 reads what blocks.0", id="skips"
+        ),
+        pytest.param(
+            Residual,
+            {"pp": 2},
+            {"schedule": "interleaved", "microbatches": 5},
+            "5 cannot be divided into 2 rounds",
+            id="rounds",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_error(build: Any, axes: dict[str, int], pipeline: dict[str, Any], message: str) -> None:
+    """Without any process group."""
+    model = build()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, ProcessMesh.grid(**axes), ParallelPlan(pipeline=PipelinePlan(**pipeline)))
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_microbatches_that_do_not_divide_the_batch() -> None:
+    with pytest.raises(
+        ValueError, match="3 microbatches do not divide the batch of 8 rows; numbers that do: 1, 2, 4, 8"
+    ):
+        forward_backward(make("llama"), cross_entropy, *batch(), microbatches=3)
+    with pytest.raises(ValueError, match=r"has an axis 'pp', and the plan has no pipeline"):
+        parallelize(make("llama"), ProcessMesh.grid(pp=2, dp=2))
+    for wrong in ({"split": ()}, {"split": 3}, {"schedule": "2f2b"}, {"microbatches": 0}):
+        with pytest.raises(ValueError, match="PipelinePlan: "):
+            PipelinePlan(**wrong)
+
+
+def called_alone() -> str:
+    model = parallelize(make("llama"), ProcessMesh.grid(pp=2), ParallelPlan(pipeline=PipelinePlan()))
+    with pytest.raises(RuntimeError, match="the model is cut into 2 stages, of which this rank holds"):
+        model(batch()[0])
+    return "raised"
+
+
+def test_a_cut_model_is_not_called_alone(pool) -> None:
+    assert pool.run(called_alone, ranks=2) == ["raised", "raised"]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         Batch,
         ColwiseParallel,
         ParallelPlan,
-        PipelinePlan,
         PositionParallel,
         PrepareInput,
         PrepareOutput,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+    from .schedules.plan import PipelinePlan
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
@@ -50,7 +50,7 @@ _HOMES = {
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
-    "PipelinePlan": ".parallel",
+    "PipelinePlan": ".schedules.plan",
     "PositionParallel": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
@@ -79,8 +79,8 @@ __all__ = [
     "Llama3RopeScaling",
     "LlamaConfig",
     "ParallelPlan",
-    "PipelinePlan",
     "Patch",
+    "PipelinePlan",
     "PositionParallel",
     "PrepareInput",
     "PrepareOutput",

@@ -74,10 +74,8 @@ def divide(
     parts = []
     for number in range(count):
         own = {name: _part(value, number, count, tokens.shape) for name, value in inputs.items()}
-        if own.get("dropout_key") is not None and count > 1:
-            key = derive_key(int(own["dropout_key"]), "microbatch", number)
-            tensor = isinstance(own["dropout_key"], Tensor)
-            own["dropout_key"] = torch.tensor(key, dtype=torch.uint64) if tensor else key
+        if own.get("dropout_key") is not None:
+            own["dropout_key"] = microbatch_key(own["dropout_key"], number, count)
         mine, target = (_part(each, number, count, tokens.shape) for each in (tokens, targets))
         if isinstance(mine, DTensor):
             own = {name: _on_stage(value, laid_out) for name, value in own.items()}
@@ -90,6 +88,16 @@ def divide(
             own |= {name: value for name in given if (value := getattr(batch, name)) is not None}
         parts.append(Microbatch(args=(mine,), kwargs=own, targets=target))
     return parts
+
+
+def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
+    """The dropout key of one of `count` microbatches: of one alone, that of the step."""
+    if count == 1:
+        return key
+    if isinstance(key, Tensor):  # as a number it may be above what an int64 holds
+        whole = int(key.view(torch.int64)) % 2**64
+        return torch.tensor(derive_key(whole, "microbatch", number), dtype=torch.uint64)
+    return derive_key(key, "microbatch", number)
 
 
 def weighing(criterion: Callable[..., Tensor], parts: list[Microbatch], targets: Tensor) -> Callable[..., Tensor]:

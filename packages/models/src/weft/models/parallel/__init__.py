@@ -2,7 +2,6 @@
 
 from .batch import Batch, lay_out_batch
 from .parallelize import parallelize
-from .pipeline.plan import PipelinePlan
 from .plan import ParallelPlan
 from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
 
@@ -10,7 +9,6 @@ __all__ = [
     "Batch",
     "ColwiseParallel",
     "ParallelPlan",
-    "PipelinePlan",
     "PositionParallel",
     "PrepareInput",
     "PrepareOutput",

@@ -12,16 +12,16 @@ from weft.reshard import distribute
 from weft.reshard.running.dtensor import as_process_mesh, one_mesh
 from weft.reshard.running.groups import this_rank
 
+from ..schedules.plan import PipelinePlan
 from .axes import check_axes
 from .boundaries import hook
 from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
-from .plan import ParallelPlan, pipeline_plan, without_pipeline
-from .preparation import check_prepared, hook_prepared
 from .pipeline.cut import cut
-from .pipeline.plan import PipelinePlan
 from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
+from .plan import ParallelPlan, pipeline_plan, without_pipeline
+from .preparation import check_prepared, hook_prepared
 from .recompute import blocks_of, recompute
 from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS

@@ -49,9 +49,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     counted = [
         gradient
         for (name, parameter), gradient in zip(named.items(), gradients, strict=True)
-        if gradient is not None
-        and _is_first_holder(parameter)
-        and (pipeline is None or pipeline.is_counted_here(name))
+        if gradient is not None and _is_first_holder(parameter) and (pipeline is None or pipeline.is_counted_here(name))
     ]
     total = torch.zeros((), device=next(model.parameters()).device)
     if counted:

@@ -1,1 +1,1 @@
-"""Pipelines: schedules as values, a model cut into stages, and what runs them."""
+"""A model cut into stages, and what runs them."""

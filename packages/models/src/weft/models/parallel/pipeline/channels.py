@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
@@ -30,14 +29,6 @@ class _Sent:
     placements: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What a message is, but for the data. tree: as pytree flattens it; leaves: a `_Sent` for each tensor, else the value."""
-
-    tree: Any
-    leaves: tuple[Any, ...]
-
-
 class Channel:
     """One direction between two neighboring stages, as one of its two ranks has it.
 
@@ -50,14 +41,13 @@ class Channel:
         self._group = group_for(f"pipeline {name}", tuple(sorted(ranks)))
         self._other = next(rank for rank in ranks if rank != here)
         self._name, self._mesh, self._device = name, mesh, device
-        self._forms: dict[Any, _Form] = {}
+        self._forms: dict[Any, Any] = {}  # messages with a `_Sent` in place of each tensor
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None
 
     def send(self, message: Any, kind: Any) -> None:
         """Starts to send a tree of tensors and small values. kind: of microbatches whose messages have one form."""
-        leaves, tree = tree_flatten(message)
-        form = _Form(tree, tuple(_described(leaf) for leaf in leaves))
+        form = tree_map(_described, message)
         known = self._forms.get(kind)
         if known is None:
             told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
@@ -66,12 +56,12 @@ class Channel:
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
-                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known.leaves} and then {form.leaves}; what "
+                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; what "
                 f"goes from stage to stage must have one form"
             )
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-        for leaf in leaves:
+        for leaf in tree_leaves(message):
             if isinstance(leaf, Tensor):
                 local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
                 self._start(local.detach().contiguous())
@@ -90,8 +80,7 @@ class Channel:
             work.wait()
         self._ahead = self._receives(form) if more else None
         arrived = iter(parts)
-        leaves = [self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf for leaf in form.leaves]
-        return tree_unflatten(leaves, form.tree)
+        return tree_map(lambda leaf: self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf, form)
 
     def finish(self) -> None:
         """Waits until all that was sent has been received."""
@@ -109,9 +98,15 @@ class Channel:
         assert work is not None, "this rank is in the group"
         work.wait()
 
-    def _receives(self, form: _Form) -> tuple[list[Tensor], list[dist.Work]]:
-        parts = [torch.empty(leaf.local, dtype=leaf.dtype, device=self._device) for leaf in form.leaves if isinstance(leaf, _Sent)]
-        works = [dist.irecv(part, group=self._group, group_src=self._place(self._other)) for part in parts if part.numel()]
+    def _receives(self, form: Any) -> tuple[list[Tensor], list[dist.Work]]:
+        parts = [
+            torch.empty(leaf.local, dtype=leaf.dtype, device=self._device)
+            for leaf in tree_leaves(form)
+            if isinstance(leaf, _Sent)
+        ]
+        works = [
+            dist.irecv(part, group=self._group, group_src=self._place(self._other)) for part in parts if part.numel()
+        ]
         return parts, [work for work in works if work is not None]
 
     def _place(self, rank: int) -> int:
@@ -131,9 +126,9 @@ class Handover:
 
     def send(self, message: Any, kind: Any) -> None:
         """Keeps the message."""
-        leaves, tree = tree_flatten(message)
-        detached = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._kept.append(tree_unflatten(detached, tree))
+        self._kept.append(
+            tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
+        )
 
     def receive(self, kind: Any, more: bool) -> Any:
         """The next message."""
@@ -150,5 +145,3 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         local, placements = leaf.to_local(), str(layout_of(leaf))
     return _Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
-
-

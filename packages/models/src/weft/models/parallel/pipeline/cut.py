@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
+from ...schedules.plan import PipelinePlan, Split
+from ...schedules.schedule import Schedule
 from .flow import END, follow, units_of
-from .plan import PipelinePlan, Split
-from .schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,15 @@ def layers_of(model: nn.Module, split: Split) -> tuple[list[str], list[str]]:
                     + (f"the nearest names are {', '.join(near)}" if near else "it has no nn.ModuleList")
                 )
         if len(parents) > 1:
-            raise ValueError(f"split names layers of the lists {', '.join(sorted(parents))}; stages are cut from one list")
+            raise ValueError(
+                f"split names layers of the lists {', '.join(sorted(parents))}; stages are cut from one list"
+            )
         chosen = parents.pop()
     else:
         points = []
-        outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)]
+        outermost = [
+            name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)
+        ]
         if isinstance(split, str) and split in lists:
             chosen = split
         elif isinstance(split, str) and split != "layers":
@@ -124,7 +128,9 @@ def _ranges(
         counts = [count // stages + (stage < count % stages) for stage in range(stages)]
         bounds = [0, *accumulate(counts)]
     if len(bounds) != stages + 1:
-        raise ValueError(f"split cuts {type(model).__name__} into {len(bounds) - 1} stages, and there are {stages}, on {where}")
+        raise ValueError(
+            f"split cuts {type(model).__name__} into {len(bounds) - 1} stages, and there are {stages}, on {where}"
+        )
     return tuple(pairwise(bounds))
 
 

@@ -99,10 +99,14 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
                 found.parameters.setdefault(names[id(leaf)], set()).add(reader)
 
     modules = {name: model.get_submodule(name) for name in layers}
-    handles = [each for i, name in enumerate(layers) for each in (
-        modules[name].register_forward_pre_hook(enter(i), with_kwargs=True),
-        modules[name].register_forward_hook(leave(i)),
-    )]
+    handles = [
+        each
+        for i, name in enumerate(layers)
+        for each in (
+            modules[name].register_forward_pre_hook(enter(i), with_kwargs=True),
+            modules[name].register_forward_hook(leave(i)),
+        )
+    ]
     handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in units_of(model, layers)]
     try:
         with FakeTensorMode(), _evaluating(model), torch.enable_grad():

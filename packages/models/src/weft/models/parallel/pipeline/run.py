@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from weft.mesh import ProcessMesh
 from weft.reshard.running.groups import group_for, this_rank
 
+from ...schedules.plan import PipelinePlan
+from ...schedules.schedule import Action, Schedule
 from ..styles import PIPELINE_AXIS
 from .channels import Channel, Handover
-from .plan import PipelinePlan
-from .schedule import Action, Schedule
 from .stages import Stages
 
 Accumulating = Callable[[], AbstractContextManager[None]]
@@ -153,7 +153,9 @@ class _Run:
         self._last = pipeline.schedule.num_stages - 1
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._taken: dict[tuple[str, int], int] = {}
-        self._held: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}  # what was received, and what was given
+        self._held: dict[
+            tuple[int, int], tuple[list[Tensor], list[Tensor]]
+        ] = {}  # what was received, and what was given
         self._gradients: dict[tuple[int, int], list[Any]] = {}  # of what was given, between I and W
         self.most_held = 0
         self.ran: list[Action] = []
@@ -192,7 +194,11 @@ class _Run:
         received, given = self._held[key]
         if action.kind != "W":
             arrived = [None] * len(given) if action.stage == self._last else self._receive("B", action)
-            pairs = [(x, grad) for x, grad in zip(given, arrived, strict=True) if grad is not None or action.stage == self._last]
+            pairs = [
+                (x, grad)
+                for x, grad in zip(given, arrived, strict=True)
+                if grad is not None or action.stage == self._last
+            ]
             self._gradients[key] = pairs
         pairs = self._gradients[key]
         outputs, gradients = [x for x, _ in pairs], [grad for _, grad in pairs]
@@ -216,7 +222,9 @@ class _Run:
     def _receive(self, way: str, action: Action) -> Any:
         taken = self._taken[way, action.stage] = self._taken.get((way, action.stage), 0) + 1
         kind = self._microbatches[action.microbatch].kind
-        return self._pipeline.channel(way, action.stage, self._device).receive(kind, more=taken < len(self._microbatches))
+        return self._pipeline.channel(way, action.stage, self._device).receive(
+            kind, more=taken < len(self._microbatches)
+        )
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

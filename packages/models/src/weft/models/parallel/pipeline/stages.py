@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .cut import Cut
 
 
-class _Left(Exception):  # noqa: N818  # it is no error: a forward ends so after the last layer of a stage
+class _Left(Exception):  # it is no error: a forward ends so after the last layer of a stage
     """The forward of a stage is over. value: what its last layer gave."""
 
     def __init__(self, value: Any) -> None:
@@ -47,7 +47,9 @@ class Stages:
                 lambda unit, args, kwargs, stages=stages, shapes=shapes: self._unit(stages, shapes, unit, args, kwargs),
             )
 
-    def forward(self, model: nn.Module, stage: int, received: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def forward(
+        self, model: nn.Module, stage: int, received: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """The forward of one stage: what its last layer gives, or, of the last stage, what the model does.
 
         received: what the last layer of the stage before gave; None for the first. args, kwargs: of the whole model.

@@ -32,13 +32,15 @@ class PipelinePlan:
         if isinstance(self.split, list):
             object.__setattr__(self, "split", tuple(self.split))
         kinds = set(map(type, self.split)) if isinstance(self.split, tuple) else {type(self.split)}
-        if not self.split or kinds not in ({str}, {int}):
+        if not self.split or not isinstance(self.split, str | tuple) or kinds not in ({str}, {int}):
             raise ValueError(
                 f'PipelinePlan: split is {self.split!r}; give "layers", the name of a list of layers, the layers of each stage '
                 f"as (3, 4, 4, 3), or the names of those at which stages begin"
             )
         if self.schedule not in NAMES:
-            raise ValueError(f"PipelinePlan: schedule is {self.schedule!r}; it must be one of {', '.join(map(repr, NAMES))}")
+            raise ValueError(
+                f"PipelinePlan: schedule is {self.schedule!r}; it must be one of {', '.join(map(repr, NAMES))}"
+            )
         for name in ("microbatches", "chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
