@@ -213,6 +213,12 @@ BAD_INPUT = [
         r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which does not divide num_kv_heads 2; cp that work: 1; context",
         id="ulysses-heads",
     ),
+    pytest.param(
+        ("train", "--compile", "--plan.recompute", "full"),
+        r"blocks that are recomputed do not compile on a mesh of 4 processes; leave --compile out, or --plan.recompute full$",
+        id="compiled-and-recomputed",
+    ),
+    pytest.param(("train", "--dtype", "float8"), r"(?i)invalid choice 'float8'.*bfloat16", id="dtype"),
     pytest.param(("train", "--plan.context", "ring"), r"(?i)invalid choice 'ring'.*all_gather", id="context-kind"),
     pytest.param(
         ("train", "--model.hidden-size", "100", "--model.num-heads", "10"),

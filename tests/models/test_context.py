@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard, derive_key
 from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, lay_out_batch, parallelize
+from weft.models.layers import DotProductAttention, Embedding
 from weft.models.parallel.batch import balanced_order
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, layout_of, reshard, to_global
@@ -152,6 +154,15 @@ def table() -> list[Any]:
     for kind in KINDS:  # ranks without tokens, and few of them
         few = [pytest.param("cp4", kind, DROPS, {}, n, True, False, id=f"cp4-{kind}-{n}") for n in (1, 3, 5, 6)]
         cases += few
+    few_heads = {**DROPS, "num_kv_heads": 1}
+    for sequence in (False, True):  # each key head lies on several tp ranks
+        plan = {"sequence": sequence}
+        cases.append(
+            pytest.param("cp2-tp2", "all_gather", few_heads, plan, 13, True, False, id=f"few-heads-{sequence}")
+        )
+    for kind, again in product(KINDS, ("full", "selective")):
+        plan = {"sequence": True, "recompute": again}
+        cases.append(pytest.param("cp2-tp2", kind, DROPS, plan, 16, True, False, id=f"{kind}-recompute-{again}"))
     return cases
 
 
@@ -365,3 +376,47 @@ def test_on_one_process_a_batch_is_as_it_was_given() -> None:
     laid = lay_out_batch(ProcessMesh.grid(cp=1), ParallelPlan(context="all_gather"), **given)
     assert laid.order is None
     assert all(getattr(laid, name) is tensor for name, tensor in given.items())
+
+
+class Bare(torch.nn.Module):
+    """A user's model that attends and takes tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Embedding(31, 8)
+        self.attend = DotProductAttention(4, name="attend")
+
+    def forward(self, tokens: Tensor, positions: Any = None) -> Tensor:
+        x = self.table(tokens)
+        return self.attend(x, x, x)
+
+
+def given_badly() -> list[str]:
+    grid = ProcessMesh.grid(dp_replica=1, dp_shard=2, cp=2)
+    plan = ParallelPlan(context="all_gather")
+    tokens = batch(8)["tokens"]
+    messages = []
+    for run in (
+        lambda: lay_out_batch(grid, plan, tokens, rows=3),
+        lambda: lay_out_batch(grid, plan, tokens, tokens[:2]),
+        lambda: lay_out_batch(grid, plan, tokens[0]),
+    ):
+        with pytest.raises(ValueError) as caught:
+            run()
+        messages.append(str(caught.value))
+    model = parallelize(Bare(), grid, plan)
+    laid = lay_out_batch(grid, plan, tokens)
+    assert str(layout_of(laid.tokens)) == "dp_replica: S(0), dp_shard: S(0), cp: S(1)"
+    with pytest.raises(ValueError) as caught:
+        model(laid.tokens, positions=laid.positions)
+    return [*messages, str(caught.value)]
+
+
+def test_a_batch_that_does_not_fit_is_named(pool: Any) -> None:
+    for rank, messages in enumerate(pool.run(given_badly, ranks=4)):
+        rows = "0 to 2" if rank < 2 else "2 to 3"
+        assert f"of 3 rows rank {rank} has {rows}, " in messages[0]
+        assert messages[0].endswith("but was given 3; give those, or all rows without rows=")
+        assert messages[1] == "lay_out_batch: targets are (2, 8), but the tokens are (3, 8)"
+        assert messages[2] == "lay_out_batch takes tokens [B, T], got (8,)"
+        assert "beside the documents, which Bare.forward does not take; add documents=None" in messages[3]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from weft.mesh import Layout, ProcessMesh
-from weft.models import Llama, parallelize, save_pretrained
+from weft.models import GPT, GPTConfig, Llama, initialize, parallelize, save_pretrained
 from weft.models.cli.generate import run
 from weft.models.generation import generate, stream
 from weft.models.train.data import decode, encode
@@ -20,6 +20,22 @@ def test_greedy_generation_is_that_of_transformers():
     prompt = some_tokens(SMALL, 2, 5)
     expected = theirs(model).generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert torch.equal(generate(model, prompt, max_new_tokens=12), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_the_head_reads_the_last_position_alone(family):
+    model = (
+        make(SMALL) if family == "llama" else GPT(GPTConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4))
+    )
+    if family == "gpt":
+        initialize(model, 0)
+    prompt, read = some_tokens(SMALL, 2, 5), []
+    handle = model.lm_head.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].shape))
+    generate(model, prompt, max_new_tokens=3)
+    generate(model, prompt, max_new_tokens=2, use_cache=False)
+    handle.remove()
+    assert read == [(2, 1, 32)] * 5
+    torch.testing.assert_close(model(prompt, last=True), model(prompt)[:, -1:])
 
 
 OPTIONS = [pytest.param({}, id="greedy"), pytest.param({"temperature": 1.0, "top_k": 9, "seed": 4}, id="drawn")]
@@ -209,7 +225,7 @@ def generate_by_heads(sequence, options):
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_model_on_a_tensor_parallel_mesh_generates_what_one_device_does(pool, sequence, options):
+def test_paddlenlp_9412_a_parallel_model_generates_what_one_device_does(pool, sequence, options):
     model = make(dataclasses.replace(SMALL, max_seq_len=16))
     together = generate(model, some_tokens(SMALL, 3, 6), max_new_tokens=12, **options)
     several = generate(model, [some_tokens(SMALL, 1, n)[0] for n in (9, 3, 20)], max_new_tokens=12, **options)

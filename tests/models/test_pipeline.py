@@ -22,8 +22,10 @@ from weft.models import (
     Qwen,
     QwenConfig,
     forward_backward,
+    from_pretrained,
     initialize,
     parallelize,
+    save_pretrained,
 )
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.train.optimizer import clip_gradients
@@ -343,3 +345,21 @@ def called_alone() -> str:
 
 def test_a_cut_model_is_not_called_alone(pool) -> None:
     assert pool.run(called_alone, ranks=2) == ["raised", "raised"]
+
+
+def saved_and_read(folder: str) -> bool:
+    mesh, model = ProcessMesh.grid(pp=2, tp=2), make("tied")
+    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES))
+    save_pretrained(parallelize(model, mesh, plan), folder)
+    read = from_pretrained(folder, mesh, plan)
+    return all(
+        torch.equal(_local(parameter), _local(read.get_parameter(name))) for name, parameter in model.named_parameters()
+    )
+
+
+def test_one_checkpoint_is_saved_from_all_stages_and_read_into_any(pool, tmp_path) -> None:
+    folder = tmp_path / "saved"
+    assert pool.run(saved_and_read, str(folder), ranks=4) == [True] * 4
+    read = from_pretrained(folder)
+    for name, parameter in make("tied").named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter)

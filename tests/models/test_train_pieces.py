@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.models import Llama, initialize, parallelize
+from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig, mesh_sizes
 from weft.models.train.data import END, Batches, Corpus, decode, decode_each, encode, find_corpus
 from weft.models.train.folder import check_new, find_checkpoint
@@ -82,7 +83,7 @@ def test_a_mesh_that_does_not_fit_names_those_that_do(dp: int, tp: int | None, p
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_number_of_parameters_is_the_models(name: str) -> None:
     config = recipe(name).model
-    assert sum(p.numel() for p in Llama(config).parameters()) == config.num_parameters
+    assert sum(p.numel() for p in make_model(config).parameters()) == config.num_parameters
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ WAYS = [
     pytest.param((2, 1, 2), {"sequence": True}, id="sequence"),
     pytest.param((1, 2, 2), {"sequence": True, "context": "all_gather"}, id="context-sequence"),
     pytest.param((1, 2, 2), {"context": "ulysses"}, id="ulysses"),
+    pytest.param((2, 1, 2), {"sequence": True, "recompute": "full"}, id="recomputed"),
+    pytest.param((1, 2, 2), {"context": "all_gather", "recompute": "selective"}, id="context-recomputed"),
 ]
 each_way = pytest.mark.parametrize(("sizes", "plan"), WAYS)
 

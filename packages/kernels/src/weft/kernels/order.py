@@ -44,7 +44,7 @@ def runs_within(order: Runs, start: int, stop: int) -> Runs:
 
 def as_read(x: Tensor, order: Runs, dim: int) -> Tensor:
     """x, whose tokens lie in `order` along `dim`, with them as they are read."""
-    parts = x.split([stop - start for start, stop in order], dim)  # its backward is one concatenation
+    parts = torch.split(x, [stop - start for start, stop in order], dim)  # its backward is one concatenation
     return torch.cat([parts[i] for i in sorted(range(len(order)), key=order.__getitem__)], dim)
 
 

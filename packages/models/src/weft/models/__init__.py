@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .families import FAMILIES
 
 if TYPE_CHECKING:
-    from .checkpoint import from_pretrained, save_pretrained
+    from .checkpoint import from_pretrained, load_lora, save_lora, save_pretrained
     from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         RowwiseParallel,
         VocabParallel,
         lay_out_batch,
+        lora,
+        merge_lora,
         parallelize,
     )
     from .patching import Patch, patch
@@ -38,9 +40,12 @@ if TYPE_CHECKING:
     from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.plan import PipelinePlan
+    from .train.optimizer import clip_gradients
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
+    "load_lora": ".checkpoint",
+    "save_lora": ".checkpoint",
     "save_pretrained": ".checkpoint",
     "Communication": ".communication",
     "generate": ".generation",
@@ -57,6 +62,8 @@ _HOMES = {
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "lay_out_batch": ".parallel",
+    "lora": ".parallel",
+    "merge_lora": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
@@ -65,6 +72,7 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
+    "clip_gradients": ".train.optimizer",
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
@@ -89,14 +97,19 @@ __all__ = [
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
+    "clip_gradients",
     "forward_backward",
     "from_pretrained",
     "generate",
     "initialize",
     "lay_out_batch",
+    "load_lora",
+    "lora",
+    "merge_lora",
     "parallelize",
     "patch",
     "record",
+    "save_lora",
     "save_pretrained",
     "stream",
 ]

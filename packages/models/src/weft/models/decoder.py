@@ -120,18 +120,20 @@ class Decoder(CausalModel[AnyRotaryConfig]):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Sequence[KeyValueCache] | None = None,
+        last: bool = False,
     ) -> Tensor:
         """positions: [B, T] of ints, each token's own; where None they count from 0, or on from the tokens in `cache`.
 
         documents: [B, T] of ints, the same number for the tokens that see one another, as in packed rows; with a cache
         [B, capacity], see `kernels.attention`. cache: of `make_cache`; it is given the tokens' keys and values.
         On a mesh tokens, positions and documents are given in one layout.
+        last: the logits of the last position alone, [B, 1, V], where no mesh has the model.
         """
         cos, sin = self._tables(tokens, positions, cache[0].length if cache else 0)
         x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, dropout_key, documents, cache[i] if cache else None)
-        logits: Tensor = self.lm_head(self.norm(x))  # [B, T, V]
+        logits: Tensor = self.lm_head(self.norm(x[:, -1:] if last else x))  # [B, T, V]
         return logits
 
     def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:

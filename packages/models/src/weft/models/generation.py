@@ -13,6 +13,8 @@ from weft.mesh import Shard, derive_key
 from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import wrap
 
+from .decoder import CausalModel
+
 
 @overload
 def generate(
@@ -126,6 +128,8 @@ class _Contexts:
         self._use_cache = use_cache
         self._starts: list[int] = []  # of each context, its first column, as the cache has it
         self._options: dict[str, Any] = {}
+        on_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())  # it is cut afterwards there
+        self._last: dict[str, Any] = {"last": True} if isinstance(model, CausalModel) and not on_mesh else {}
 
     def read(self) -> Tensor:
         """The logits of the last position: [B, V]."""
@@ -149,7 +153,7 @@ class _Contexts:
 
     def _logits(self, column: int) -> Tensor:
         """Of the last position, where the columns from this one on are read."""
-        options = dict(self._options)
+        options = self._options | self._last
         if "positions" in options:
             here = slice(column - min(self._starts), self._stop - min(self._starts))
             options["positions"] = options["positions"][:, here]

@@ -99,7 +99,7 @@ def in_order(
         heads, S = query.shape[-1] // options["head_dim"], key.shape[-2]
         weights = (*query.shape[:-2], heads, S, S)
         parts = tuple([rows_of(weights, start, stop) for start, stop in queries])
-    pieces = query.split([stop - start for start, stop in queries], -2) if queries else ()
+    pieces = torch.split(query, [stop - start for start, stop in queries], -2) if queries else ()
     outputs = [
         forward(piece, key, value, documents, dropout_key, first=start, part=part, **options)
         for piece, (start, _), part in zip(pieces, queries, parts, strict=True)

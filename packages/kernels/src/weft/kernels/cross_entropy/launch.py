@@ -99,7 +99,7 @@ def _without_rivals(statistics: Tensor, shard: Shard) -> Tensor:
 
 def losses(
     statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, merged: Merged | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """See `merged.losses`. The kernel merges the statistics itself."""
     R, N, _ = statistics.shape
     loss, lse = (torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(2))
@@ -176,7 +176,7 @@ def _gradient_unless_guessed(
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Merged | None]:
     """See `reference.statistics_and_gradient`; by one kernel, whose second reading of a row is from the L2. Of an upstream
     gradient of NaN it makes the statistics alone.
     """

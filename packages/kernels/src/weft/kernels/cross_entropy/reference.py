@@ -253,7 +253,7 @@ def _chunks(logits: Tensor, classes: Tensor, *outputs: Tensor) -> Iterator[tuple
     most = max(1, CHUNK * torch.get_num_threads() // V)
     step = N if x.is_meta else -(-N // -(-N // most))  # what has no memory is taken at once
     space = torch.empty(step, V, dtype=_wide(x.dtype), device=x.device)
-    for some, of_classes, *parts in zip(*(each.split(step) for each in (x, classes, *written)), strict=True):
+    for some, of_classes, *parts in zip(*(torch.split(each, step) for each in (x, classes, *written)), strict=True):
         yield some, of_classes, space, *parts
 
 

@@ -70,7 +70,7 @@ def _masked_in_order(
     parts = parts_of(x.shape, tuple(slice(0, size) for size in x.shape), order) if parts is None else parts
     if not parts:
         return x.new_zeros(x.shape)  # no tokens are here
-    pieces = x.split([each.sizes[-2] for each in parts], -2)
+    pieces = torch.split(x, [each.sizes[-2] for each in parts], -2)
     return torch.cat([_masked(y, key, p, number, name, of) for y, of in zip(pieces, parts, strict=True)], -2)
 
 

@@ -18,7 +18,7 @@ def pack(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:
 
 def unpack(packed: Tensor, *, widths: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensors]:
     """[..., P, sum of the widths] -> each [..., P * width]."""
-    return tuple([part.flatten(-2) for part in packed.split(widths, -1)]), ()
+    return tuple([part.flatten(-2) for part in torch.split(packed, list(widths), -1)]), ()
 
 
 def pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, widths: tuple[int, ...]) -> Tensors:

@@ -67,6 +67,12 @@ def _settle(arguments: list[str]) -> tuple[Run, int]:
     dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
     config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
+    processes = config.mesh.pp * dp * cp * tp
+    if config.compile and config.plan.recompute != "none" and processes > 1:
+        raise ValueError(
+            f"blocks that are recomputed do not compile on a mesh of {processes} processes; leave --compile out, or "
+            f"--plan.recompute {config.plan.recompute}"
+        )
     check_vocabulary(config.model.vocab_size)
     corpus = find_corpus(config.data.path)
     check_enough(corpus, config.data.sequence_length)

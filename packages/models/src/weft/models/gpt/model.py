@@ -57,8 +57,9 @@ class GPT(CausalModel[GPTConfig]):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Sequence[KeyValueCache] | None = None,
+        last: bool = False,
     ) -> Tensor:
-        """positions, documents, cache: as of `Decoder.forward`. Positions are below max_seq_len.
+        """positions, documents, cache, last: as of `Decoder.forward`. Positions are below max_seq_len.
 
         Raises ValueError for more tokens than there are positions.
         """
@@ -68,7 +69,7 @@ class GPT(CausalModel[GPTConfig]):
         x = self.drop(x, dropout_key)
         for i, block in enumerate(self.h):
             x = block(x, dropout_key, documents, cache[i] if cache else None)
-        logits: Tensor = self.lm_head(self.ln_f(x))  # [B, T, V]
+        logits: Tensor = self.lm_head(self.ln_f(x[:, -1:] if last else x))  # [B, T, V]
         return logits
 
     def _counted(self, tokens: Tensor, first: int) -> Tensor:

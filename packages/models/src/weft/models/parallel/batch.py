@@ -1,4 +1,4 @@
-"""Batches laid out for a plan: rows over "dp", tokens over "cp" in an order in which causal work is even."""
+"""Batches laid out for a plan: rows over the axes of data, tokens over "cp" in an order in which causal work is even."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.reshard.running.dtensor import as_process_mesh, wrap
 from weft.reshard.running.groups import this_rank
 
 from .plan import ParallelPlan
-from .styles import CONTEXT_AXIS, DATA_AXIS
+from .styles import CONTEXT_AXIS, TENSOR_AXIS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,20 +59,29 @@ def lay_out_batch(
     documents: Tensor | None = None,
     rows: int | None = None,
 ) -> Batch:
-    """A batch on `mesh` as a model with that plan takes it: rows over "dp", and with plan.context tokens over "cp".
+    """A batch on `mesh` as a model with that plan takes it: rows over the axes of data, and with plan.context tokens over "cp".
 
     tokens, targets, positions, documents: [B, T] of ints, plain, the same on every rank. rows: B, where the tensors are not
-    all of it but this rank's own rows alone, as `Layout(mesh, {"dp": Shard(0)})` cuts them.
+    all of it but this rank's own rows alone, as `Layout(mesh, {"dp": Shard(0)})` cuts them where "dp" is the axis of data.
     With context="all_gather" the tokens lie in `balanced_order`, so that causal attention is as much work on every rank, and
     the batch's positions say so to the model. The loss does not ask for an order: it takes logits and batch.targets as they are.
     T need not be divisible: shards are cut as `torch.chunk` cuts, so the last ranks have fewer tokens, or none.
     Communication: none, but for the mesh's process groups where they are new.
+    Raises ValueError for tensors of several shapes, and for others than this rank's rows.
     """
     mesh = as_process_mesh(mesh)
+    others = {"targets": targets, "positions": positions, "documents": documents}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != tokens.shape:
+            raise ValueError(
+                f"lay_out_batch: {name} are {tuple(tensor.shape)}, but the tokens are {tuple(tokens.shape)}"
+            )
+    if tokens.ndim != 2:
+        raise ValueError(f"lay_out_batch takes tokens [B, T], got {tuple(tokens.shape)}")
     if mesh.size == 1:
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, order=None)
     B, T = (tokens.shape[0] if rows is None else rows), tokens.shape[1]
-    by_rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
+    by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
     cut = plan.context is not None and CONTEXT_AXIS in mesh.axis_names
     by_tokens = by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows
     ways = mesh.axis_size(CONTEXT_AXIS) if cut else 1
@@ -80,17 +89,27 @@ def lay_out_batch(
     if order is not None and positions is None:
         positions = torch.arange(T, device=tokens.device).expand(tokens.shape)
 
+    own = by_rows.local_slices((B, T), this_rank())[0]
+    if rows is not None and len(tokens) != own.stop - own.start:
+        raise ValueError(
+            f"lay_out_batch: of {rows} rows rank {this_rank()} has {own.start} to {own.stop}, as ({by_rows}) cuts them, but was "
+            f"given {len(tokens)}; give those, or all rows without rows="
+        )
+
     def laid(tensor: Tensor | None, layout: Layout) -> DTensor | None:
         if tensor is None:
             return None
+        if this_rank() not in mesh:
+            return wrap(tensor.new_empty(0), layout, (B, T))
         here = layout.local_slices((B, T), this_rank())
         tensor = tensor if order is None else as_laid(tensor, order, 1)
         tensor = tensor[here[0]] if rows is None else tensor
         return wrap(tensor[:, here[1]].contiguous(), layout, (B, T))
 
-    placed = laid(positions, by_tokens)
+    placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
+    assert own_tokens is not None, "they are given"
     return Batch(
-        tokens=laid(tokens, by_tokens),
+        tokens=own_tokens,
         targets=laid(targets, by_tokens),
         positions=OrderedPositions(values=placed, order=order) if placed is not None and order is not None else placed,
         documents=laid(documents, by_rows),

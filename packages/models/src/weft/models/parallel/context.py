@@ -93,7 +93,11 @@ class _Tokens:
     def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        self._takes_positions = any(each.name == "positions" or each.kind is each.VAR_KEYWORD for each in parameters)
+        takes = {each.name for each in parameters}
+        any_name = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self._takes_positions, self._takes_documents = (
+            any_name or name in takes for name in ("positions", "documents")
+        )
         self._context = plan.context
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,6 +114,11 @@ class _Tokens:
         if isinstance(documents, DTensor):
             given["documents"] = _whole_tokens(documents)
         if isinstance(positions, OrderedPositions):
+            if not self._takes_documents:
+                raise ValueError(
+                    f"the order of the tokens reaches attention beside the documents, which {type(module).__name__}.forward does "
+                    f"not take; add documents=None and hand it on, or lay the tokens out as they are read, by distribute()"
+                )
             given["positions"] = positions.values
             given["documents"] = Ordered(positions.order, given.get("documents"))
             if given.get("dropout_key") is not None:
@@ -121,12 +130,16 @@ class _Tokens:
 
 
 def _sharded_on_tokens(x: Any) -> bool:
+    """By what Dynamo can trace, which knows no layouts."""
     if not isinstance(x, DTensor):
         return False
-    layout = layout_of(x)
-    return CONTEXT_AXIS in layout.mesh.axis_names and layout[CONTEXT_AXIS] == Shard(TOKENS_DIM)
+    names = x.device_mesh.mesh_dim_names or ()
+    return any(
+        name == CONTEXT_AXIS and each.is_shard(TOKENS_DIM) for name, each in zip(names, x.placements, strict=False)
+    )
 
 
+@in_graph
 def _own_positions(tokens: DTensor) -> DTensor:
     """Each token's place in its row, as `tokens` lie."""
     layout, local = layout_of(tokens), tokens.to_local()

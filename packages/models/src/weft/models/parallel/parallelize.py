@@ -22,7 +22,7 @@ from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
 from .plan import ParallelPlan, pipeline_plan, without_pipeline
 from .preparation import check_prepared, hook_prepared
-from .recompute import blocks_of, recompute
+from .recompute import blocks_of, recompute, refuse_compile
 from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
 
@@ -70,12 +70,13 @@ def parallelize(
     pipeline = pipeline_plan(plan)
     check_axes(mesh, pipeline=pipeline is not None)
     check_prepared(model, parts, mesh)
-    for part in parts:
+    recomputing = parts_with(parts, "recompute")
+    for part in recomputing:
         blocks_of(model.get_submodule(part.name), part.plan)
     if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
         return _in_stages(model, mesh, plan, pipeline)
     if mesh.size == 1:
-        return _recomputing(model, parts, mesh, plan)
+        return _recomputing(model, recomputing, mesh, plan)
     styles = styles_of(model, parts)
     attending = parts_with(parts, "context")
     for part in attending:
@@ -96,7 +97,7 @@ def parallelize(
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
-    return _recomputing(model, parts, mesh, plan)
+    return _recomputing(model, recomputing, mesh, plan)
 
 
 def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
@@ -105,9 +106,10 @@ def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline
     where = cut(model, pipeline, schedule)
     at = mesh.coordinate(this_rank())
     assert at is not None, "a model is laid out by the ranks of its mesh"
+    parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
     stages = Stages(model, where, schedule.stages[at[PIPELINE_AXIS]])
     parallelize(model, stage_mesh_of(mesh, at[PIPELINE_AXIS]), without_pipeline(plan))
-    object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages))
+    object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
 
@@ -116,7 +118,10 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
     """Last, since from then on a block's forward is another function."""
     for part in parts:
         if part.plan.recompute != "none":
-            recompute(model.get_submodule(part.name), part.plan)
+            within = model.get_submodule(part.name)
+            recompute(within, part.plan)
+            if mesh.size > 1:
+                refuse_compile(within, part.plan)
             setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
 

@@ -62,6 +62,22 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
         block.forward = partial(_recomputed, plan.recompute, block.forward)
 
 
+def refuse_compile(model: nn.Module, plan: ParallelPlan) -> None:
+    """Has `compile` of a block that is computed again say that it does not go with a mesh.
+
+    Dynamo, of torch 2.13, does not trace the checkpoint of a parallel block, though it traces either alone.
+    """
+    for block in blocks_of(model, plan).values():
+        block.compile = partial(_refused, plan.recompute)  # type: ignore[method-assign]
+
+
+def _refused(kind: Recompute, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        f"a block of a parallel model with recompute={kind!r} does not compile; take recompute='none' to compile it, whose graph "
+        f"recomputes what is cheap by itself, or leave it as it is"
+    )
+
+
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     """By name, the outermost modules that `plan.blocks` names, where the plan recomputes. Raises ValueError for a pattern that matches none."""
     if plan.recompute == "none":

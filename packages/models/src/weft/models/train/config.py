@@ -126,6 +126,8 @@ class TrainConfig:
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What layers compute in, by autocast. Parameters, their gradients' sums over ranks and the loss are float32."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     check: bool = True
@@ -227,7 +229,6 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 raise ValueError(
                     f"plan.{name} is {getattr(plan, name)}, which is of a pipeline; set --mesh.pp above 1 too"
                 )
-        settled = replace(settled, microbatches=plan.microbatches or 1)
     else:
         most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
         settled = replace(
@@ -236,9 +237,8 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
             microbatches=plan.microbatches or most,
             split=plan.split or "layers",
         )
-    count = settled.microbatches
-    assert count is not None, "settled above"
-    if rows % count:
+    count = settled.microbatches or 1
+    if count < 1 or rows % count:
         fit = ", ".join(map(str, _divisors(rows)))
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
     pipeline = settled.pipeline(pp)

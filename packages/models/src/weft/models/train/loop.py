@@ -6,6 +6,7 @@ import dataclasses
 import math
 import resource
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
 from ..microbatches import divide, microbatch_key
-from ..parallel import Batch, lay_out_batch, parallelize
+from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..recording import record
@@ -102,7 +103,8 @@ class _Trainer:
         self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
             model = make_model(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), **run.config.plan.options(run.pp))
+        own: ParallelPlan = model.parallel_plan()  # type: ignore[operator]
+        self.plan = dataclasses.replace(own, **run.config.plan.options(run.pp))
         self._count = run.config.plan.microbatches or 1
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
         once = run.pp == 1 and self._count == 1  # a step of several microbatches is not recorded
@@ -125,6 +127,11 @@ class _Trainer:
         self._taken: list[_Taken] = []
         self._read_at = time.perf_counter()
 
+    def _computing(self) -> AbstractContextManager[None]:
+        """What the model is called in: autocast where the run's dtype is lower than that of its parameters."""
+        lower = self._config.dtype != "float32"
+        return torch.autocast(self._device.type, dtype=getattr(torch, self._config.dtype), enabled=lower)
+
     def step(self, step: int, count: CollectiveCount | None = None) -> None:
         """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`.
 
@@ -137,7 +144,13 @@ class _Trainer:
 
         clip_norm = self._config.optimizer.clip_norm
         found = find_gradients(
-            self.model, self._criterion, self._microbatches(step), self._sync, clip_norm=clip_norm, ended=ended
+            self.model,
+            self._criterion,
+            self._microbatches(step),
+            self._sync,
+            clip_norm=clip_norm,
+            ended=ended,
+            computing=self._computing,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self._optimizer.param_groups:
@@ -180,7 +193,7 @@ class _Trainer:
         if self.predicted is not None:
             self.report.issued(self.predicted, Communication.of(self.issued))
         if alone is not None:
-            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size)
+            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
         if self.pipeline is not None:
             self.report.line(_held(self.pipeline, self.model, self._optimizer))
 
@@ -192,7 +205,7 @@ class _Trainer:
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
-        with torch.compiler.set_stance("force_eager"):  # without gradients it would be compiled anew
+        with torch.compiler.set_stance("force_eager"), self._computing():  # without gradients it would be compiled anew
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
@@ -207,7 +220,7 @@ class _Trainer:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
         prompt = torch.tensor([encode(self._prompt)], device=self._device)
-        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+        with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
 
@@ -217,16 +230,17 @@ class _Trainer:
 
     def _recorded(self, model: nn.Module) -> Communication:
         """What this rank communicates in a step of `model`, which has no data."""
-        return record(
-            model,
-            self.mesh,
-            self.plan,
-            batch=self._shape,
-            criterion=self._criterion,
-            rank=self.rank,
-            inputs={"dropout_key": self._dropout_key(0)},
-            clip_norm=self._config.optimizer.clip_norm,
-        )
+        with self._computing():
+            return record(
+                model,
+                self.mesh,
+                self.plan,
+                batch=self._shape,
+                criterion=self._criterion,
+                rank=self.rank,
+                inputs={"dropout_key": self._dropout_key(0)},
+                clip_norm=self._config.optimizer.clip_norm,
+            )
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
@@ -253,7 +267,7 @@ class _Trainer:
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
         parts = divide(model, tokens, target, self._count, {"dropout_key": self._dropout_key(0)})
-        return float(find_loss(model, self._criterion, parts))
+        return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _dropout_key(self, step: int) -> Tensor:
         return torch.tensor(derive_key(self._config.seed, "dropout", step), dtype=torch.uint64)

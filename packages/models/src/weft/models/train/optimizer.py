@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
+from weft.mesh.refinement import parts_of_axes
 from weft.reshard import layout_of
-from weft.reshard.running.groups import group_over, this_rank
+from weft.reshard.running.groups import group_of, group_over, this_rank
 
 from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
@@ -37,10 +38,10 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was, a scalar.
 
-    Each shard is counted on one of the ranks that hold it. Non-finite gradients are left as they are. The host waits for
-    no device.
-    Communication: one all-reduce of a number over the mesh of the parameters, where the model is parallel;
-    where it is cut into stages another over these.
+    Each shard is counted on one of the ranks that hold it; parameters may lie on several meshes. On ranks outside of these
+    the norm is 0. Non-finite gradients are left as they are. The host waits for no device.
+    Communication: one all-reduce of a number over the ranks that hold parameters, where the model is parallel; where it is cut
+    into stages another over these.
     """
     pipeline = pipeline_of(model)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -54,15 +55,31 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     total = torch.zeros((), device=next(model.parameters()).device)
     if counted:
         total = torch.stack(torch._foreach_norm(counted)).square().sum()
-    parallel = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
-    if parallel is not None and this_rank() in (mesh := layout_of(parallel).mesh):
-        dist.all_reduce(total, group=group_over(parallel.device_mesh, mesh.axis_names))
+    group = _group_of(model)
+    if group is not None:
+        dist.all_reduce(total, group=group)
     if pipeline is not None:
         total = pipeline.sum_over_stages(total)
     norm = total.sqrt()
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
     torch._foreach_mul_([g for g in gradients if g is not None], scale)
     return norm
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that hold trained parameters, where this is one of them and the model is parallel."""
+    on = {
+        layout_of(parameter).mesh: parameter.device_mesh
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor) and parameter.requires_grad
+    }
+    if not on:
+        return None
+    first, *others = on
+    if all(parts_of_axes(mesh, first) or parts_of_axes(first, mesh) for mesh in others):  # one set of ranks
+        return group_over(on[first], first.axis_names) if this_rank() in first else None
+    ranks = tuple(sorted({rank for mesh in on for rank in mesh}))
+    return group_of(ranks) if this_rank() in ranks else None
 
 
 def _is_first_holder(parameter: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..parallel.pipeline.run import Microbatch
 from .optimizer import clip_gradients
 
 Criterion = Callable[[Any, Any], Tensor]
+Computing = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,13 @@ def find_gradients(
     *,
     clip_norm: float | None = None,
     ended: Callable[[Phase], None] = lambda phase: None,
+    computing: Computing = nullcontext,
 ) -> Found:
     """Forward, backward, gradient sync, and clipping where a `clip_norm` is given: the parameters' gradients are ready.
 
     criterion: of the model's output and a microbatch's targets; their losses are added up. ended: called as each phase ends;
-    where a microbatch goes back before another goes forward both are the phase "backward".
+    where a microbatch goes back before another goes forward both are the phase "backward". computing: what the model and the
+    criterion are called in, as autocast.
     Communication: in "forward" what the plan says and the sum of the loss; in "backward" the plan's duals and the buckets of
     gradients that are full; in "gradients" the other buckets, those of parameters that stages share, the loss, which other
     stages do not have, and the norm's one number.
@@ -49,17 +52,20 @@ def find_gradients(
     local_losses: list[Tensor] = []
 
     def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
-        loss = criterion(output, microbatch.targets)
+        with computing():
+            loss = criterion(output, microbatch.targets)
         local_losses.append(local_value(loss))
         return whole_loss(loss)
 
     pipeline = pipeline_of(model)
     losses: list[Tensor] = []
     if pipeline is not None:
-        losses = pipeline.find_gradients(model, microbatches, loss_of, sync.paused)
+        losses = pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing)
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         with sync.paused() if i + 1 < len(microbatches) else nullcontext():
-            loss = loss_of(model(*microbatch.args, **microbatch.kwargs), microbatch)
+            with computing():
+                output = model(*microbatch.args, **microbatch.kwargs)
+            loss = loss_of(output, microbatch)
             losses.append(loss.detach())
             if len(microbatches) == 1:
                 ended("forward")
@@ -77,13 +83,15 @@ def find_gradients(
     return Found(total, local, norm)
 
 
-def find_loss(model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch]) -> Tensor:
+def find_loss(
+    model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], computing: Computing = nullcontext
+) -> Tensor:
     """The sum of the microbatches' losses, on every rank, without gradients.
 
     Communication: the model's forward, the sum of the losses, and what goes from stage to stage.
     """
     pipeline = pipeline_of(model)
-    with torch.no_grad():
+    with torch.no_grad(), computing():
         if pipeline is None:
             outputs = [model(*each.args, **each.kwargs) for each in microbatches]
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from weft.mesh import ProcessMesh
+from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
 
 from ...schedules.plan import PipelinePlan
@@ -21,7 +22,7 @@ from ..styles import PIPELINE_AXIS
 from .channels import Channel, Handover
 from .stages import Stages
 
-Accumulating = Callable[[], AbstractContextManager[None]]
+Within = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +45,19 @@ LossOf = Callable[[Any, Microbatch], Tensor]
 class Pipeline:
     """A cut model on this rank: its stages, its schedule, and its neighbors. mesh: with the axis "pp".
 
-    ran: the actions of the last step, in order. in_flight: the most microbatches on a stage that were held at once.
+    parameters: those of all stages, without data. ran: the actions of the last step, in order. in_flight: the most microbatches on a stage that were held at once.
     """
 
-    def __init__(self, plan: PipelinePlan, schedule: Schedule, mesh: ProcessMesh, stages: Stages) -> None:
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        schedule: Schedule,
+        mesh: ProcessMesh,
+        stages: Stages,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
         self.plan, self.schedule, self.mesh, self.stages = plan, schedule, mesh, stages
+        self.parameters = parameters
         coordinate = mesh.coordinate(this_rank())
         assert coordinate is not None, "a model is laid out on ranks of the mesh"
         self._at = coordinate
@@ -74,17 +83,19 @@ class Pipeline:
         model: nn.Module,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf,
-        accumulating: Accumulating = nullcontext,
+        accumulating: Within = nullcontext,
+        computing: Within = nullcontext,
     ) -> list[Tensor]:
         """Takes each microbatch forward and backward; the losses, on the ranks of the last stage, else none.
 
-        loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up.
+        loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up. computing: what the model is
+        called in.
         Communication: of activations, and of their gradients, to the rank in the same place of the next stage.
         """
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
-        run = _Run(self, model, microbatches, loss_of)
+        run = _Run(self, model, microbatches, loss_of, computing)
         with accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
                 run.take(action)
@@ -117,6 +128,22 @@ class Pipeline:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             dist.all_reduce(local, group=self._group("shared parameters", coordinates))
 
+    def whole_parameter(self, model: nn.Module, name: str) -> Tensor:
+        """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
+
+        Communication: on the ranks of a stage that has it the reshard to Replicate; a broadcast over "pp".
+        """
+        first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
+        if first == self._at[PIPELINE_AXIS]:
+            parameter = model.get_parameter(name).detach()
+            whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
+        else:
+            own = next(model.parameters())  # dtypes are those that the model has now
+            whole = torch.empty(self.parameters[name].shape, dtype=own.dtype, device=own.device)
+        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
+        dist.broadcast(whole, self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first}), group=group)
+        return whole
+
     def sum_over_stages(self, number: Tensor) -> Tensor:
         """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
         dist.all_reduce(number, group=self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))))
@@ -147,9 +174,15 @@ class _Run:
     """One step: what is held of it, and how each action is taken."""
 
     def __init__(
-        self, pipeline: Pipeline, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf | None
+        self,
+        pipeline: Pipeline,
+        model: nn.Module,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        computing: Within = nullcontext,
     ) -> None:
         self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
+        self._computing = computing
         self._last = pipeline.schedule.num_stages - 1
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._taken: dict[tuple[str, int], int] = {}
@@ -178,7 +211,8 @@ class _Run:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
         received = self._receive("F", action) if stage else None
-        given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
+        with self._computing():
+            given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
         if stage < self._last:
             self._pipeline.channel("F", stage + 1, self._device).send(given, microbatch.kind)
         elif self._loss_of is None:
