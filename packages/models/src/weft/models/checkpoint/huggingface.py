@@ -104,9 +104,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
     shards = _shards(parameters, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
-            tensor: joined(
-                [(weights.stored(name), whole_tensor(model.get_parameter(name), keep=writer)) for name in names]
-            )
+            tensor: joined([(weights.stored(name), _whole(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
@@ -255,6 +253,13 @@ def _shards(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) ->
     if len(files) == 1:
         return {SINGLE_FILE: files[0]}
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
+
+
+def _whole(model: nn.Module, name: str, keep: bool) -> Tensor:
+    """The parameter of that name, from whatever stage has it."""
+    pipeline = pipeline_of(model)
+    parameter = model.get_parameter(name) if pipeline is None else pipeline.whole_parameter(model, name)
+    return whole_tensor(parameter, keep)
 
 
 def whole_tensor(parameter: Tensor, keep: bool) -> Tensor:

@@ -249,11 +249,10 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower mesh.pp"
                 + (", or take another schedule" if stages > pp else "")
             )
-        if isinstance(pipeline.split, tuple) and (
-            len(pipeline.split) != stages or sum(pipeline.split) != config.model.num_layers
-        ):
+        counts = [each for each in pipeline.split if isinstance(each, int)]  # of "layers" none
+        if counts and (len(counts) != stages or sum(counts) != config.model.num_layers):
             raise ValueError(
-                f"plan.split {plan.split} gives {len(pipeline.split)} stages {sum(pipeline.split)} layers; there are {stages} "
+                f"plan.split {plan.split} gives {len(counts)} stages {sum(counts)} layers; there are {stages} "
                 f"stages and {config.model.num_layers} layers"
             )
     return settled

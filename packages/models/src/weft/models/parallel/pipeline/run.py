@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from weft.kernels.weights import Later, waiting_weights
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
@@ -189,7 +190,7 @@ class _Run:
         self._held: dict[
             tuple[int, int], tuple[list[Tensor], list[Tensor]]
         ] = {}  # what was received, and what was given
-        self._gradients: dict[tuple[int, int], list[Any]] = {}  # of what was given, between I and W
+        self._later: dict[tuple[int, int], Later] = {}  # what adds up gradients of weights, between I and W
         self.most_held = 0
         self.ran: list[Action] = []
         self.losses: list[Tensor] = []
@@ -225,28 +226,21 @@ class _Run:
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        received, given = self._held[key]
-        if action.kind != "W":
-            arrived = [None] * len(given) if action.stage == self._last else self._receive("B", action)
-            pairs = [
-                (x, grad)
-                for x, grad in zip(given, arrived, strict=True)
-                if grad is not None or action.stage == self._last
-            ]
-            self._gradients[key] = pairs
-        pairs = self._gradients[key]
-        outputs, gradients = [x for x, _ in pairs], [grad for _, grad in pairs]
-        if action.kind == "B":
-            torch.autograd.backward(outputs, gradients)
+        if action.kind == "W":
+            for add in self._later.pop(key):
+                add()
+        else:
+            received, given = self._held[key]
+            is_loss = action.stage == self._last
+            arrived = [None] * len(given) if is_loss else self._receive("B", action)
+            pairs = [(x, grad) for x, grad in zip(given, arrived, strict=True) if is_loss or grad is not None]
+            with waiting_weights() if action.kind == "I" else nullcontext([]) as later:
+                torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
             self._send_back(action, [x.grad for x in received])
-        elif action.kind == "I" and action.stage:
-            found = torch.autograd.grad(outputs, received, gradients, retain_graph=True, allow_unused=True)
-            self._send_back(action, list(found))
-        elif action.kind == "W":
-            own = [each for each in self._model.parameters() if each.requires_grad]
-            torch.autograd.backward(outputs, gradients, inputs=own)
+            if action.kind == "I":
+                self._later[key] = later
         if action.kind != "I":
-            del self._held[key], self._gradients[key]
+            del self._held[key]
 
     def _send_back(self, action: Action, gradients: list[Any]) -> None:
         if action.stage:

@@ -112,18 +112,19 @@ class Stages:
 
 def _take_calls(module: nn.Module, called: Any) -> None:
     """Has `called(run, args, kwargs)` answer the calls of a module; its hooks, and what it was compiled to, are in `run`."""
-    module.__class__ = _taken(type(module))
+    kind: Any = type(module)
+    module.__class__ = _taken(kind)
     object.__setattr__(module, "_called", called)
 
 
 @lru_cache(maxsize=1024)
-def _taken(kind: type[nn.Module]) -> type[nn.Module]:
+def _taken(kind: Any) -> Any:
     """The same class, whose calls are answered elsewhere. As torch's fully_shard does, so that names and kinds stay."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._called(super(made, self).__call__, args, kwargs)
 
-    made = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    made: Any = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
     return made
 
 
