@@ -234,7 +234,8 @@ class _Run:
             is_loss = action.stage == self._last
             arrived = [None] * len(given) if is_loss else self._receive("B", action)
             pairs = [(x, grad) for x, grad in zip(given, arrived, strict=True) if is_loss or grad is not None]
-            with waiting_weights() if action.kind == "I" else nullcontext([]) as later:
+            waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
+            with waiting as later:
                 torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
             self._send_back(action, [x.grad for x in received])
             if action.kind == "I":
