@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .orders import NAMES, Name, make_schedule
+from .bubble import NAMES, Name
+from .orders import make_schedule
 from .schedule import Schedule
 
 Split = str | tuple[int, ...] | tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from ..config import ModelConfig, shown
 from ..degrees import check_head_degrees
-from ..schedules.orders import Name as Schedule
+from ..schedules.bubble import Name as Schedule
 from ..schedules.plan import PipelinePlan
 from .data import Corpus
 
