@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from weft.models.communication import Communication
+from weft.models.parallel.pipeline.run import Microbatch
 from weft.models.train.observe import CollectiveCount
 from weft.models.train.step import Found, find_gradients
 from weft.reshard import GradientSync
@@ -16,14 +17,21 @@ from tests.support.collectives import Collectives
 
 
 def observed_step(
-    model: nn.Module, compute_loss: Callable[[], Tensor], sync: GradientSync | None = None, **options: Any
+    model: nn.Module,
+    criterion: Callable[..., Tensor],
+    tokens: Tensor,
+    targets: Tensor,
+    sync: GradientSync | None = None,
+    inputs: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Found, Communication]:
     """What `find_gradients` finds, and what it issues; that none is hidden is seen below all that could hide one."""
     issued: dict[Any, Any] = {}
     with Collectives() as seen, CollectiveCount() as count:
         found = find_gradients(
             model,
-            compute_loss,
+            criterion,
+            [Microbatch(args=(tokens,), kwargs=inputs or {}, targets=targets)],
             GradientSync(model) if sync is None else sync,
             ended=lambda phase: issued.update({phase: count.take_each()}),
             **options,

@@ -89,7 +89,7 @@ def own_model(dp: int, tp: int) -> tuple[Communication, Communication]:
         )
         for i in range(2)
     )
-    return recorded, observed_step(model, lambda: squared(model(tokens), target), clip_norm=1.0)[1]
+    return recorded, observed_step(model, squared, tokens, target, clip_norm=1.0)[1]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4), (4, 1)])

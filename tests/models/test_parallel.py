@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,11 +85,8 @@ def one_step(
     parallelize(model, mesh, chosen)
     sync = GradientSync(model, bucket_bytes=bucket_bytes)
     tokens, target = on(mesh, *batch())
-
-    def loss() -> Tensor:
-        return cross_entropy(model(tokens, dropout_key=KEY), target, denominator=float(target.numel()))
-
-    step, communication = observed_step(model, loss, sync, clip_norm=1e9)
+    mean = partial(cross_entropy, denominator=float(target.numel()))
+    step, communication = observed_step(model, mean, tokens, target, sync, inputs={"dropout_key": KEY}, clip_norm=1e9)
     found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
     return {"loss": step.loss.item(), "gradients": found, "issued": communication, "recorded": recorded}
 

@@ -27,6 +27,7 @@ class Op:
     inference(*tensors, **options) -> output: what forward computes where no gradient is recorded, and saves nothing; forward
         itself where None.
     constants(options) -> how many of the last outputs have no gradient.
+    weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
     overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
     """
 
@@ -37,6 +38,7 @@ class Op:
     dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype] = lambda dtype, options: dtype
     inference: Callable[..., Any] | None = None
     varying: tuple[str, ...] = ()
+    weights: tuple[int, ...] = ()
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 

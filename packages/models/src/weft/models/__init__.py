@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .microbatches import forward_backward
     from .parallel import (
         Batch,
         ColwiseParallel,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+    from .schedules.plan import PipelinePlan
     from .train.optimizer import clip_gradients
 
 _HOMES = {
@@ -49,9 +51,11 @@ _HOMES = {
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
+    "forward_backward": ".microbatches",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
+    "PipelinePlan": ".schedules.plan",
     "PositionParallel": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
@@ -84,6 +88,7 @@ __all__ = [
     "LlamaConfig",
     "ParallelPlan",
     "Patch",
+    "PipelinePlan",
     "PositionParallel",
     "PrepareInput",
     "PrepareOutput",
@@ -93,6 +98,7 @@ __all__ = [
     "VocabParallel",
     "YarnRopeScaling",
     "clip_gradients",
+    "forward_backward",
     "from_pretrained",
     "generate",
     "initialize",

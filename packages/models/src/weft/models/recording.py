@@ -22,6 +22,7 @@ from weft.reshard.running.recording import recording
 from .communication import Communication, Phase
 from .parallel import ParallelPlan, lay_out_batch, parallelize
 from .parallel.parallelize import own_plan
+from .parallel.pipeline.run import Microbatch
 from .parallel.styles import DATA_AXIS
 from .train.step import find_gradients
 
@@ -70,10 +71,8 @@ def record(
         def ended(phase: Phase) -> None:
             issued[phase] = recorded.take_each()
 
-        def loss() -> Tensor:
-            return compute(parallel(laid, **named, **(inputs or {})), target)
-
-        find_gradients(parallel, loss, sync, clip_norm=clip_norm, ended=ended)
+        microbatch = Microbatch(args=(laid,), kwargs={**named, **(inputs or {})}, targets=target)
+        find_gradients(parallel, compute, [microbatch], sync, clip_norm=clip_norm, ended=ended)
         sync.close()
     return Communication.of(issued)
 

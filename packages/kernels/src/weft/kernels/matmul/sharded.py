@@ -71,4 +71,4 @@ def _partial_axes(layout: Layout) -> dict[str, str]:
     }
 
 
-LINEAR = Op("linear", reference.forward, reference.backward, _rule)
+LINEAR = Op("linear", reference.forward, reference.backward, _rule, weights=(1, 2))

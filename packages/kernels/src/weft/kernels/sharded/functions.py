@@ -12,6 +12,7 @@ from weft.mesh import Layout
 from weft.reshard.running.dtensor import wrap
 
 from ..op import Op, Tensors
+from ..weights import compute_or_wait
 from .calls import Call, sliced
 from .derivatives import anchor, first_order, refusing
 from .rules import Sharding
@@ -24,6 +25,7 @@ class Plain(torch.autograd.Function):
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
+        ctx.given = [tensor is not None for tensor in tensors]
         ctx.set_materialize_grads(False)
         last = anchor(saved)
         ctx.save_for_backward(*saved, last)
@@ -36,7 +38,13 @@ class Plain(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
-        return None, None, *ctx.op.backward(ctx.saved_tensors[:-1], grad, ctx.needs_input_grad[2:], **ctx.options)
+        op, options, saved = ctx.op, ctx.options, ctx.saved_tensors[:-1]
+
+        def compute(needed: Sequence[bool]) -> Tensors:
+            gradients: Tensors = op.backward(saved, grad, needed, **options)
+            return gradients
+
+        return None, None, *compute_or_wait(ctx, op.weights, ctx.needs_input_grad[2:], compute)
 
 
 class Sharded(torch.autograd.Function):
@@ -45,6 +53,7 @@ class Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
+        ctx.given = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = computed(call, options, tensors)
         last = anchor(saved)
         ctx.save_for_backward(*saved, last)
@@ -64,14 +73,20 @@ class Sharded(torch.autograd.Function):
         if call.options is not None:
             assert call.op.backward is not None, "torch differentiates it elsewhere"
             local = locals_[0] if call.sharding.more is None else locals_
-            parts = call.op.backward(ctx.saved_tensors[:-1], local, needed, **ctx.options)
+            backward, saved, options = call.op.backward, ctx.saved_tensors[:-1], ctx.options
+
+            def compute(needed: Sequence[bool]) -> list[Tensor | None]:
+                return call.as_operands(backward(saved, local, needed, **options), layouts)
+
+            gradients = compute_or_wait(ctx, call.op.weights, needed, compute)
             if ctx.overwritten is not None:
                 torch.autograd.graph.increment_version(ctx.overwritten)  # the local tensor's own is not looked at
         else:
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(call.dtypes, needed, strict=True)
             parts = tuple(like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes)
-        return None, None, *call.as_operands(parts, layouts)
+            gradients = call.as_operands(parts, layouts)
+        return None, None, *gradients
 
 
 class ToLocal(torch.autograd.Function):

@@ -25,6 +25,7 @@ from ..families import FAMILIES, family_of, make_model
 from ..initialization import local_slices
 from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
+from ..parallel.parallelize import pipeline_of
 from .stored import grouped, joined
 
 SINGLE_FILE = "model.safetensors"
@@ -79,7 +80,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
 
     Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
     shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
-    Communication: each parallel parameter is brought whole to every rank of its mesh; with such parameters, one
+    Communication: each parallel parameter is brought whole to every rank of its mesh, and from its stage to the others; with such parameters, one
         broadcast of rank 0's outcome before and one after. Every rank calls it.
     Raises ValueError where the folder exists or the model is of an unknown kind, OSError where it cannot be written;
         on every rank, for a parallel model.
@@ -90,7 +91,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         raise ValueError(
             "the model has adapters; merge_lora(model) folds them in, save_lora(model, folder) saves them alone"
         )
-    parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    pipeline = pipeline_of(model)
+    parallel = pipeline is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error: Exception | None = None
@@ -98,12 +100,11 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         error = attempt(start_folder, folder, temporary)
     raise_on_all(error, parallel)
 
-    shards = _shards(model, weights, shard_bytes)
+    parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
+    shards = _shards(parameters, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
-            tensor: joined(
-                [(weights.stored(name), whole_tensor(model.get_parameter(name), keep=writer)) for name in names]
-            )
+            tensor: joined([(weights.stored(name), _whole(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
@@ -111,7 +112,12 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
     if writer and error is None:
         config = weights.write_config(model)
         error = attempt(
-            _finish, model, config, {name: file for file, names in shards.items() for name in names}, temporary, folder
+            _finish,
+            parameters,
+            config,
+            {name: file for file, names in shards.items() for name in names},
+            temporary,
+            folder,
         )
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -233,9 +239,8 @@ def weights_of_model(model: nn.Module) -> Any:
     return family.weights
 
 
-def _shards(model: nn.Module, weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
+def _shards(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
     """Per file name, the stored tensors that it holds and the parameters of each: each file up to shard_bytes, or one tensor."""
-    parameters = dict(model.named_parameters())
     files: list[dict[str, list[str]]] = [{}]
     held = 0
     for tensor, names in grouped(parameters, weights.stored).items():
@@ -250,6 +255,13 @@ def _shards(model: nn.Module, weights: Any, shard_bytes: int) -> dict[str, dict[
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
+def _whole(model: nn.Module, name: str, keep: bool) -> Tensor:
+    """The parameter of that name, from whatever stage has it."""
+    pipeline = pipeline_of(model)
+    parameter = model.get_parameter(name) if pipeline is None else pipeline.whole_parameter(model, name)
+    return whole_tensor(parameter, keep)
+
+
 def whole_tensor(parameter: Tensor, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
@@ -262,9 +274,10 @@ def start_folder(folder: Path, temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _finish(model: nn.Module, config: dict[str, Any], files: Mapping[str, str], temporary: Path, folder: Path) -> None:
+def _finish(
+    parameters: Mapping[str, Tensor], config: dict[str, Any], files: Mapping[str, str], temporary: Path, folder: Path
+) -> None:
     """files: by stored tensor, the file that it is in."""
-    parameters = dict(model.named_parameters())
     dtype = next(iter(parameters.values())).dtype
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

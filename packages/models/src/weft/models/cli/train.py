@@ -25,6 +25,7 @@ Examples
   {PROGRAM} train --data.path book.txt
   {PROGRAM} train --mesh.dp 4 --mesh.tp 1
   {PROGRAM} train --mesh.cp 2 --plan.sequence
+  {PROGRAM} train --mesh.pp 2 --mesh.dp 2
   {PROGRAM} train llama-tiny-tied --steps 500
 
 Recipes
@@ -65,10 +66,11 @@ def _settle(arguments: list[str]) -> tuple[Run, int]:
     gpus, world = gpu_count(), launched_processes()
     dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
-    config = replace(config, plan=settled_plan(config.plan, config.model, cp=cp, tp=tp))
-    if config.compile and config.plan.recompute != "none" and dp * cp * tp > 1:
+    config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
+    processes = config.mesh.pp * dp * cp * tp
+    if config.compile and config.plan.recompute != "none" and processes > 1:
         raise ValueError(
-            f"blocks that are recomputed do not compile on a mesh of {dp * cp * tp} processes; leave --compile out, or "
+            f"blocks that are recomputed do not compile on a mesh of {processes} processes; leave --compile out, or "
             f"--plan.recompute {config.plan.recompute}"
         )
     check_vocabulary(config.model.vocab_size)
@@ -77,4 +79,4 @@ def _settle(arguments: list[str]) -> tuple[Run, int]:
     folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if speaks():  # of several at once, the others would meet what it makes
         check_new(folder)
-    return Run(recipe=name, config=config, corpus=corpus, dp=dp, cp=cp, tp=tp, folder=folder), gpus
+    return Run(recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder), gpus

@@ -6,24 +6,26 @@ from collections.abc import Iterable
 
 from weft.mesh import ProcessMesh
 
-from .styles import CONTEXT_AXIS, TENSOR_AXIS
+from .styles import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 
 DATA_AXES = ("dp", "data", "batch", "replica", "shard")
 _KNOWN = (*DATA_AXES, CONTEXT_AXIS, TENSOR_AXIS)
 
 
-def check_axes(mesh: ProcessMesh) -> None:
+def check_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
     """Raises ValueError for an axis that a plan does not know: it would be taken for one that shards data.
 
-    An axis of size 1 does nothing, whatever its name.
+    An axis of size 1 does nothing, whatever its name. pipeline: whether the plan says how a model is cut along "pp".
     """
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size == 1 or _is_known(axis):
             continue
-        if axis == "pp":
+        if axis == PIPELINE_AXIS and pipeline:
+            continue
+        if axis == PIPELINE_AXIS:
             raise ValueError(
-                f"{mesh} has an axis 'pp', and a plan lays out one stage of a pipeline; give parallelize the mesh of the "
-                f"stage, as mesh.get_mesh_with_dim('pp', 0), and the modules that are in it"
+                f"{mesh} has an axis 'pp', and the plan has no pipeline; say how the model is cut, by "
+                f"ParallelPlan(pipeline=PipelinePlan(...)), or lay out one stage alone, on mesh.get_mesh_with_dim('pp', 0)"
             )
         raise ValueError(
             f"{mesh} has an axis {axis!r}, which a plan does not know; {_names()}. Rename it, as by "

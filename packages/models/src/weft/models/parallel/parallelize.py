@@ -10,18 +10,24 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import distribute
 from weft.reshard.running.dtensor import as_process_mesh, one_mesh
+from weft.reshard.running.groups import this_rank
 
+from ..schedules.plan import PipelinePlan
 from .axes import check_axes
 from .boundaries import hook
 from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
-from .plan import ParallelPlan
+from .pipeline.cut import cut
+from .pipeline.run import Pipeline, stage_mesh_of
+from .pipeline.stages import Stages
+from .plan import ParallelPlan, pipeline_plan, without_pipeline
 from .preparation import check_prepared, hook_prepared
 from .recompute import blocks_of, recompute, refuse_compile
 from .resolve import Part, parts_of, parts_with, styles_of
-from .styles import TENSOR_AXIS
+from .styles import PIPELINE_AXIS, TENSOR_AXIS
 
 _ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
+PIPELINE_ATTRIBUTE = "_pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,14 @@ def parallelize(
     if _is_laid_out(model, mesh, plan):
         return model
     parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
-    check_axes(mesh)
+    pipeline = pipeline_plan(plan)
+    check_axes(mesh, pipeline=pipeline is not None)
     check_prepared(model, parts, mesh)
     recomputing = parts_with(parts, "recompute")
     for part in recomputing:
         blocks_of(model.get_submodule(part.name), part.plan)
+    if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
+        return _in_stages(model, mesh, plan, pipeline)
     if mesh.size == 1:
         return _recomputing(model, recomputing, mesh, plan)
     styles = styles_of(model, parts)
@@ -91,6 +100,20 @@ def parallelize(
     return _recomputing(model, recomputing, mesh, plan)
 
 
+def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
+    """The stages of this rank, each laid out on the mesh of its stage."""
+    schedule = pipeline.make_schedule(mesh.axis_size(PIPELINE_AXIS))
+    where = cut(model, pipeline, schedule)
+    at = mesh.coordinate(this_rank())
+    assert at is not None, "a model is laid out by the ranks of its mesh"
+    parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+    stages = Stages(model, where, schedule.stages[at[PIPELINE_AXIS]])
+    parallelize(model, stage_mesh_of(mesh, at[PIPELINE_AXIS]), without_pipeline(plan))
+    object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
+    setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
+    return model
+
+
 def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
     """Last, since from then on a block's forward is another function."""
     for part in parts:
@@ -101,6 +124,19 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
                 refuse_compile(within, part.plan)
             setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """What runs the stages of a model that was cut; None of one that was not."""
+    return getattr(model, PIPELINE_ATTRIBUTE, None)
+
+
+def laid_out_by(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
+    """The mesh that a parallel model, or its stage on this rank, lies on, and its plan; None of one that is not parallel."""
+    laid_out, pipeline = getattr(model, _ATTRIBUTE, None), pipeline_of(model)
+    if not isinstance(laid_out, _LaidOut):
+        return None
+    return (laid_out.mesh if pipeline is None else pipeline.stage_mesh), laid_out.plan
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:

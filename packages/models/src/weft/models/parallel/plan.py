@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
+from ..schedules.plan import PipelinePlan
 from .styles import Preparation, Style, as_styles
 
 Context = Literal["all_gather", "ulysses"]
@@ -23,6 +24,7 @@ class ParallelPlan:
     context: tokens that are sharded over "cp" attend to those of all ranks: "all_gather" gathers their keys and values,
         "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
         no tokens that are sharded so.
+    pipeline: how the model is cut along the axis "pp", and the order in which microbatches go through its stages.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
     recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
         its products by weights and what was communicated. The bits are the same.
@@ -34,6 +36,7 @@ class ParallelPlan:
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
     sequence: bool = False
     context: Context | None = None
+    pipeline: PipelinePlan | None = None
     loss_parallel: bool = True
     recompute: Recompute = "none"
     blocks: tuple[str, ...] = ("layers.*",)
@@ -89,6 +92,19 @@ class ParallelPlan:
 
 def _words(option: object) -> str:
     return ", ".join(option) if isinstance(option, tuple) else str(option)
+
+
+def pipeline_plan(plan: ParallelPlan) -> PipelinePlan | None:
+    """How the whole model is cut: of a merged plan, what that of the model itself says."""
+    own = plan.parts.get("")
+    return pipeline_plan(own) if own is not None else plan.pipeline
+
+
+def without_pipeline(plan: ParallelPlan) -> ParallelPlan:
+    """The plan of a stage."""
+    if plan.parts:
+        return replace(plan, parts={name: without_pipeline(part) for name, part in plan.parts.items()})
+    return replace(plan, pipeline=None)
 
 
 def _shown(style: object) -> str:

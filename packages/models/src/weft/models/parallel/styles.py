@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.mesh import Placement, as_placement
 
-DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp", "cp", "tp"
+DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "dp", "cp", "tp", "pp"
 
 
 @dataclass(frozen=True, slots=True)

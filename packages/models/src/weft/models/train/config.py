@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ..config import ModelConfig, shown
 from ..degrees import check_head_degrees
+from ..schedules.bubble import Name as Schedule
+from ..schedules.plan import PipelinePlan
 from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
@@ -18,7 +20,9 @@ Context = Literal["all_gather", "ulysses"]
 class MeshConfig:
     """Processes along each axis; their product is all GPUs, 4 processes on a CPU, or those that a launcher started."""
 
-    dp: Annotated[int | None, shown("INT", "processes / cp / tp")] = None
+    pp: int = 1
+    """Pipeline parallel: each of these holds some of the layers."""
+    dp: Annotated[int | None, shown("INT", "processes / pp / cp / tp")] = None
     """Data parallel: each of these reads its own part of every batch."""
     cp: int = 1
     """Context parallel: these share the tokens of every sequence."""
@@ -26,7 +30,7 @@ class MeshConfig:
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
-        _at_least("mesh", self, 1, *(name for name in ("dp", "cp", "tp") if getattr(self, name) is not None))
+        _at_least("mesh", self, 1, *(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +41,39 @@ class PlanConfig:
     """Shard activations on the tokens between the tensor-parallel layers."""
     context: Annotated[Context | None, shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
     """How tokens attend to those of other cp ranks: keys and values are gathered, or tokens are exchanged for heads."""
+    schedule: Annotated[
+        Schedule | None, shown("{gpipe,1f1b,interleaved,zero_bubble}", "1f1b where mesh.pp is above 1")
+    ] = None
+    """The order in which microbatches go through the stages of a pipeline."""
+    microbatches: Annotated[int | None, shown("INT", "those of the pipeline; 1 without")] = None
+    """Parts, along the rows, that a batch is taken in; a pipeline has as many as there are rows on a rank, up to 8."""
+    split: Annotated[str | None, shown("TEXT", "layers")] = None
+    """Where the model is cut: layers, in parts as even as can be; or the layers of each stage, as in 1,2,1."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
+
+    def pipeline(self, pp: int) -> PipelinePlan | None:
+        """What a model's plan is told of a pipeline; None without one. Raises ValueError for what cannot be."""
+        if pp == 1 or self.microbatches is None or self.schedule is None:
+            return None
+        split: str | tuple[int, ...] = self.split or "layers"
+        if isinstance(split, str) and split != "layers":
+            try:
+                split = tuple(int(part) for part in split.split(","))
+            except ValueError:
+                raise ValueError(
+                    f"plan.split is {split!r}; give layers, or how many layers each stage has, as in 1,2,1"
+                ) from None
+        return PipelinePlan(split=split, schedule=self.schedule, microbatches=self.microbatches)
+
+    def options(self, pp: int) -> dict[str, Any]:
+        """What `ParallelPlan` is told, by its own names."""
+        return {
+            "sequence": self.sequence,
+            "context": self.context,
+            "recompute": self.recompute,
+            "pipeline": self.pipeline(pp),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +156,7 @@ class Run:
     recipe: str
     config: TrainConfig
     corpus: Corpus
+    pp: int = 1
     dp: int
     cp: int = 1
     tp: int
@@ -128,50 +164,98 @@ class Run:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes and their sizes; cp where it is used."""
-        return {"dp": self.dp, **({"cp": self.cp} if self.cp > 1 else {}), "tp": self.tp}
+        """The mesh's axes and their sizes; pp and cp where they are used."""
+        return {
+            **({"pp": self.pp} if self.pp > 1 else {}),
+            "dp": self.dp,
+            **({"cp": self.cp} if self.cp > 1 else {}),
+            "tp": self.tp,
+        }
 
     @property
     def processes(self) -> int:
-        return self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
 
 def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:
-    """(dp, cp, tp) for `processes`: what is given stays, and the rest follows.
+    """(dp, cp, tp) for `processes`, beside mesh.pp: what is given stays, and the rest follows.
 
     exact: all processes must be used, as where a launcher has started them; otherwise at most that many, and where both
     sizes are given, their product.
     Raises ValueError for a mesh that does not fit the processes.
     """
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
-    rest = processes // cp
+    others = mesh.pp * cp
+    rest = processes // others
     if tp is None:
         tp = rest // dp if dp else (2 if rest % 2 == 0 else 1)
     if dp is None:
         dp = rest // tp
-    used = dp * cp * tp
+    used = dp * others * tp
     if used < 1 or (used != processes if exact or None in (mesh.dp, mesh.tp) else used > processes):
-        sizes = (("dp", mesh.dp), ("cp", cp if cp > 1 else None), ("tp", mesh.tp))
+        sizes = (
+            ("pp", mesh.pp if mesh.pp > 1 else None),
+            ("dp", mesh.dp),
+            ("cp", cp if cp > 1 else None),
+            ("tp", mesh.tp),
+        )
         given = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
         fits = f"dp x tp that fit: {', '.join(f'{rest // n} x {n}' for n in _divisors(rest))}"
-        if cp > 1:
+        beside = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
+        if beside:
+            names = "pp x cp" if mesh.pp > 1 and cp > 1 else "pp" if mesh.pp > 1 else "cp"
             fits = (
-                f"beside cp={cp}, {fits}"
-                if processes % cp == 0
-                else f"cp that fit: {', '.join(map(str, _divisors(processes)))}"
+                f"beside {beside}, {fits}"
+                if processes % others == 0
+                else f"{names} that fit: {', '.join(map(str, _divisors(processes)))}"
             )
         raise ValueError(f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
     return dp, cp, tp
 
 
-def settled_plan(plan: PlanConfig, model: ModelConfig, *, cp: int, tp: int) -> PlanConfig:
-    """The plan with what follows from the mesh. Raises ValueError for heads that it cannot cut."""
+def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
+    """The plan with what follows from the mesh.
+
+    Raises ValueError for heads that it cannot cut, and for what is said of a pipeline that is not there or cannot be.
+    """
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
-        check_head_degrees(
-            {name: size for name, size in model.parallel_sizes.items() if name.endswith("heads")}, cp=cp, tp=tp
+        sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
+        check_head_degrees(sizes, cp=cp, tp=tp)
+    settled, rows, pp = replace(plan, context=context), config.data.batch_size, config.mesh.pp
+    if pp == 1:
+        for name in ("schedule", "split"):
+            if getattr(plan, name) is not None:
+                raise ValueError(
+                    f"plan.{name} is {getattr(plan, name)}, which is of a pipeline; set --mesh.pp above 1 too"
+                )
+    else:
+        most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
+        settled = replace(
+            settled,
+            schedule=plan.schedule or "1f1b",
+            microbatches=plan.microbatches or most,
+            split=plan.split or "layers",
         )
-    return replace(plan, context=context)
+    count = settled.microbatches or 1
+    if count < 1 or rows % count:
+        fit = ", ".join(map(str, _divisors(rows)))
+        raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
+    pipeline = settled.pipeline(pp)
+    if pipeline is not None:
+        stages = pipeline.make_schedule(pp).num_stages
+        if stages > config.model.num_layers:
+            raise ValueError(
+                f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower mesh.pp"
+                + (", or take another schedule" if stages > pp else "")
+            )
+        counts = [each for each in pipeline.split if isinstance(each, int)]  # of "layers" none
+        if counts and (len(counts) != stages or sum(counts) != config.model.num_layers):
+            raise ValueError(
+                f"plan.split {plan.split} gives {len(counts)} stages {sum(counts)} layers; there are {stages} "
+                f"stages and {config.model.num_layers} layers"
+            )
+    return settled
 
 
 def _divisors(number: int) -> list[int]:

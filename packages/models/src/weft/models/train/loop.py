@@ -8,6 +8,7 @@ import resource
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,10 @@ from ..communication import Communication, Phase
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
+from ..microbatches import divide, microbatch_key
 from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
+from ..parallel.parallelize import pipeline_of
+from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..recording import record
 from ..terminal import printable
 from .config import Run
@@ -32,7 +36,7 @@ from .observe import CollectiveCount
 from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report, next_steps
 from .results import Results
-from .step import Found, find_gradients, local_value, whole_loss
+from .step import Found, find_gradients, find_loss, local_value
 
 SAMPLE_TOKENS = 60
 
@@ -42,7 +46,7 @@ class TrainingError(RuntimeError):
 
 
 def train(run: Run, device: torch.device) -> None:
-    """Trains on this process's part of the mesh dp x cp x tp, which is the whole world; rank 0 prints and writes.
+    """Trains on this process's part of the mesh pp x dp x cp x tp, which is the whole world; rank 0 prints and writes.
 
     Communication: that of `find_gradients`, in every step.
     Raises TrainingError, on every rank, where the loss is not finite.
@@ -54,6 +58,8 @@ def train(run: Run, device: torch.device) -> None:
         for name, parameter in trainer.model.named_parameters()
     }
     report.layout(layouts, {name: tuple(parameter.shape) for name, parameter in trainer.model.named_parameters()})
+    if trainer.pipeline is not None:
+        report.line(f"schedule of the pipeline\n{trainer.pipeline.schedule}")
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
     results = Results(run.folder, writes=trainer.rank == 0)
@@ -73,7 +79,8 @@ def train(run: Run, device: torch.device) -> None:
                 results.save(trainer.model, f"{CHECKPOINT}-{step + 1}")
     seconds = time.perf_counter() - start
     results.save(trainer.model, CHECKPOINT)
-    report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
+    if trainer.pipeline is None:  # no rank of a pipeline can generate alone
+        report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     report.line(next_steps(run, first, trainer.held_out_loss(), seconds, on_cpu=device.type == "cpu"))
 
 
@@ -97,10 +104,13 @@ class _Trainer:
         with torch.device("meta"):
             model = make_model(run.config.model)
         own: ParallelPlan = model.parallel_plan()  # type: ignore[operator]
-        self.plan = dataclasses.replace(own, **dataclasses.asdict(run.config.plan))
+        self.plan = dataclasses.replace(own, **run.config.plan.options(run.pp))
+        self._count = run.config.plan.microbatches or 1
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
-        self.predicted = self._recorded(model) if self.rank == 0 else None
+        once = run.pp == 1 and self._count == 1  # a step of several microbatches is not recorded
+        self.predicted = self._recorded(model) if self.rank == 0 and once else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
+        self.pipeline = pipeline_of(self.model)
         if run.config.compile:
             for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
@@ -111,8 +121,8 @@ class _Trainer:
         self._batches = Batches(
             run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
         )
-        self._layout = Layout(self.mesh, {"dp": Shard(0)})
-        self._rows = self._layout.local_slices(self._shape, self.rank)[0]
+        self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
+        self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self.issued: dict[Phase, list[Collective]] = {}
         self._taken: list[_Taken] = []
         self._read_at = time.perf_counter()
@@ -127,21 +137,21 @@ class _Trainer:
 
         The host waits for no device: `read` brings the numbers.
         """
-        laid = self._laid_out(self._batches.batch(step, self._rows), self._shape)
-        inputs = {"dropout_key": self._dropout_key(step), "positions": laid.positions}
-        assert laid.targets is not None, "they were given"
-        targets = laid.targets
-
-        def loss() -> Tensor:
-            with self._computing():
-                return self._criterion(self.model(laid.tokens, **inputs), targets)
 
         def ended(phase: Phase) -> None:
             if count is not None:
                 self.issued[phase] = count.take_each()
 
         clip_norm = self._config.optimizer.clip_norm
-        found = find_gradients(self.model, loss, self._sync, clip_norm=clip_norm, ended=ended)
+        found = find_gradients(
+            self.model,
+            self._criterion,
+            self._microbatches(step),
+            self._sync,
+            clip_norm=clip_norm,
+            ended=ended,
+            computing=self._computing,
+        )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -184,6 +194,8 @@ class _Trainer:
             self.report.issued(self.predicted, Communication.of(self.issued))
         if alone is not None:
             self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
+        if self.pipeline is not None:
+            self.report.line(_held(self.pipeline, self.model, self._optimizer))
 
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
@@ -193,17 +205,15 @@ class _Trainer:
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
-        eager = torch.compiler.set_stance("force_eager")  # without gradients it would be compiled anew
-        with torch.no_grad(), eager, self._computing():
+        with torch.compiler.set_stance("force_eager"), self._computing():  # without gradients it would be compiled anew
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
                 batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
                 laid = self._laid_out(batch, shape)
                 assert laid.targets is not None, "they were given"
-                logits = self.model(laid.tokens, positions=laid.positions)
-                loss = cross_entropy(logits, laid.targets, denominator=float(count * T))
-                total += local_value(whole_loss(loss))
+                microbatch = Microbatch(args=(laid.tokens,), kwargs={"positions": laid.positions}, targets=laid.targets)
+                total += find_loss(self.model, partial(cross_entropy, denominator=float(count * T)), [microbatch])
         self.model.train()
         return total.item()
 
@@ -233,10 +243,23 @@ class _Trainer:
                 clip_norm=self._config.optimizer.clip_norm,
             )
 
+    def _microbatches(self, step: int) -> list[Microbatch]:
+        """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
+        (rows, T), parts = self._shape, []
+        size = rows // self._count
+        for number in range(self._count):
+            own = self._layout.local_slices((size, T), self.rank)[0]
+            first = number * size
+            laid = self._laid_out(self._batches.batch(step, slice(first + own.start, first + own.stop)), (size, T))
+            key = microbatch_key(self._dropout_key(step), number, self._count)
+            inputs = {"dropout_key": key, "positions": laid.positions}
+            parts.append(Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets))
+        return parts
+
     def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
         """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
         tokens, targets = (part.to(self._device) for part in batch)
-        return lay_out_batch(self.mesh, self.plan, tokens, targets, rows=shape[0])
+        return lay_out_batch(self._stage_mesh, self.plan, tokens, targets, rows=shape[0])
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
@@ -244,8 +267,8 @@ class _Trainer:
             model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
-        with torch.no_grad(), self._computing():
-            return float(cross_entropy(model(tokens, dropout_key=self._dropout_key(0)), target))
+        parts = divide(model, tokens, target, self._count, {"dropout_key": self._dropout_key(0)})
+        return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _dropout_key(self, step: int) -> Tensor:
         return torch.tensor(derive_key(self._config.seed, "dropout", step), dtype=torch.uint64)
@@ -261,6 +284,20 @@ class _Trainer:
             f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
             f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
         )
+
+
+def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """What each rank holds, a line each. Communication: a gather of a few numbers."""
+    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    parameters = list(model.parameters())
+    numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, parameters, states)]
+    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])
+    lines = ["held by each rank: parameters, gradients and optimizer state in MiB; microbatches in flight at most"]
+    for rank, (parameter, gradient, state, in_flight) in enumerate(of_ranks):
+        held = "  ".join(f"{each / 2**20:8.2f}" for each in (parameter, gradient, state))
+        lines.append(f"  rank {rank}  {held}  {in_flight:3}")
+    return "\n".join(lines)
 
 
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:

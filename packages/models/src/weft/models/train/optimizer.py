@@ -13,6 +13,7 @@ from weft.mesh.refinement import parts_of_axes
 from weft.reshard import layout_of
 from weft.reshard.running.groups import group_of, group_over, this_rank
 
+from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
 
 
@@ -39,17 +40,26 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
     Each shard is counted on one of the ranks that hold it; parameters may lie on several meshes. On ranks outside of these
     the norm is 0. Non-finite gradients are left as they are. The host waits for no device.
-    Communication: one all-reduce of a number over the ranks that hold parameters, where the model is parallel.
+    Communication: one all-reduce of a number over the ranks that hold parameters, where the model is parallel; where it is cut
+    into stages another over these.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    pipeline = pipeline_of(model)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+    parameters = list(named.values())
     gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-    counted = [g for p, g in zip(parameters, gradients, strict=True) if g is not None and _is_first_holder(p)]
+    counted = [
+        gradient
+        for (name, parameter), gradient in zip(named.items(), gradients, strict=True)
+        if gradient is not None and _is_first_holder(parameter) and (pipeline is None or pipeline.is_counted_here(name))
+    ]
     total = torch.zeros((), device=next(model.parameters()).device)
     if counted:
         total = torch.stack(torch._foreach_norm(counted)).square().sum()
     group = _group_of(model)
     if group is not None:
         dist.all_reduce(total, group=group)
+    if pipeline is not None:
+        total = pipeline.sum_over_stages(total)
     norm = total.sqrt()
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
     torch._foreach_mul_([g for g in gradients if g is not None], scale)

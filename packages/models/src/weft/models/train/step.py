@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.reshard import GradientSync, reshard
 
 from ..communication import Phase
+from ..parallel.parallelize import pipeline_of
+from ..parallel.pipeline.run import Microbatch
 from .optimizer import clip_gradients
+
+Criterion = Callable[[Any, Any], Tensor]
+Computing = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +32,79 @@ class Found:
 
 def find_gradients(
     model: nn.Module,
-    compute_loss: Callable[[], Tensor],
+    criterion: Criterion,
+    microbatches: Sequence[Microbatch],
     sync: GradientSync,
     *,
     clip_norm: float | None = None,
     ended: Callable[[Phase], None] = lambda phase: None,
+    computing: Computing = nullcontext,
 ) -> Found:
     """Forward, backward, gradient sync, and clipping where a `clip_norm` is given: the parameters' gradients are ready.
 
-    compute_loss: the criterion of the model's output, of plain or laid out tokens. ended: called as each phase ends.
+    criterion: of the model's output and a microbatch's targets; their losses are added up. ended: called as each phase ends;
+    where a microbatch goes back before another goes forward both are the phase "backward". computing: what the model and the
+    criterion are called in, as autocast.
     Communication: in "forward" what the plan says and the sum of the loss; in "backward" the plan's duals and the buckets of
-    gradients that are full; in "gradients" the other buckets, and the norm's one number.
+    gradients that are full; in "gradients" the other buckets, those of parameters that stages share, the loss, which other
+    stages do not have, and the norm's one number.
     """
-    loss = compute_loss()
-    local_loss = loss.detach()
-    loss = whole_loss(loss)
-    ended("forward")
-    loss.backward()  # type: ignore[no-untyped-call]
+    local_losses: list[Tensor] = []
+
+    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+        with computing():
+            loss = criterion(output, microbatch.targets)
+        local_losses.append(local_value(loss))
+        return whole_loss(loss)
+
+    pipeline = pipeline_of(model)
+    losses: list[Tensor] = []
+    if pipeline is not None:
+        losses = pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing)
+    for i, microbatch in enumerate(microbatches if pipeline is None else ()):
+        with sync.paused() if i + 1 < len(microbatches) else nullcontext():
+            with computing():
+                output = model(*microbatch.args, **microbatch.kwargs)
+            loss = loss_of(output, microbatch)
+            losses.append(loss.detach())
+            if len(microbatches) == 1:
+                ended("forward")
+            loss.backward()  # type: ignore[no-untyped-call]
+    if pipeline is not None or len(microbatches) > 1:
+        ended("forward")
     ended("backward")
     sync.wait()
+    total, local = _total(losses, model), _total(local_losses, model)
+    if pipeline is not None:
+        pipeline.add_shared(model)
+        total = pipeline.sum_over_stages(total)
     norm = None if clip_norm is None else clip_gradients(model, clip_norm)
     ended("gradients")
-    return Found(local_value(loss), local_value(local_loss), norm)
+    return Found(total, local, norm)
+
+
+def find_loss(
+    model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], computing: Computing = nullcontext
+) -> Tensor:
+    """The sum of the microbatches' losses, on every rank, without gradients.
+
+    Communication: the model's forward, the sum of the losses, and what goes from stage to stage.
+    """
+    pipeline = pipeline_of(model)
+    with torch.no_grad(), computing():
+        if pipeline is None:
+            outputs = [model(*each.args, **each.kwargs) for each in microbatches]
+        else:
+            outputs = pipeline.forward(model, microbatches)
+        pairs = zip(outputs, microbatches, strict=bool(outputs))
+        total = _total([whole_loss(criterion(output, each.targets)) for output, each in pairs], model)
+        return total if pipeline is None else pipeline.sum_over_stages(total)
+
+
+def _total(losses: Sequence[Tensor], model: nn.Module) -> Tensor:
+    if not losses:  # on a stage that is not the last
+        return torch.zeros((), device=next(model.parameters()).device)
+    return torch.stack([local_value(loss) for loss in losses]).sum() if len(losses) > 1 else local_value(losses[0])
 
 
 def whole_loss(loss: Tensor) -> Tensor:

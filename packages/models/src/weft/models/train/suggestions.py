@@ -24,7 +24,7 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
         return lines
     mesh = _other_mesh(run, on_cpu and "RANK" not in os.environ)
     if mesh is not None:
-        plan = dataclasses.replace(run.config.plan, context=None)  # it has no axis there
+        plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)  # no axis there
         other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
         lines.append(f"{train} {_arguments(run.recipe, other)}    the same loss on another mesh")
     if run.config.data.path is None:
@@ -48,7 +48,7 @@ def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
     if processes == 1 and may_grow:
         processes = 2
     for tp in range(1, processes + 1):
-        if processes % tp == 0 and (processes // tp, 1, tp) != (run.dp, run.cp, run.tp):
+        if processes % tp == 0 and (1, processes // tp, 1, tp) != (run.pp, run.dp, run.cp, run.tp):
             try:
                 check_tensor_parallel(run.config.model, tp)
             except ValueError:

@@ -34,16 +34,17 @@ REMEDY = (
 )
 
 
-def make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
     """A process group of `ranks`, ascending, of which this rank is one, on the backend of the world.
 
+    purpose: tells it from other groups of these ranks.
     Communication: waits for the other members, through the world's store and as long as its timeout, which is that of
     init_process_group().
     Raises RuntimeError where members do not come, or know of other ranks; it names them and what they make instead.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None, "asked for where there is a world"
-    text = f"ranks {', '.join(map(str, ranks))} on {dist.get_backend()}"
+    text = f"ranks {', '.join(map(str, ranks))} on {dist.get_backend()}" + (f" for {purpose}" if purpose else "")
     name = PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     store = _get_default_store()
     members = _Members(PrefixStore("weft", store), name, text, ranks, rank)

@@ -1,0 +1,61 @@
+"""Gradients of weights that wait: a backward pass gives those of its inputs alone, and what it leaves is computed later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Later = list[Callable[[], None]]
+
+_later: Later | None = None  # of the process: autograd runs backward in threads of its own
+
+
+@contextmanager
+def waiting_weights() -> Iterator[Later]:
+    """Inside, ops leave the gradients of weights in the list that is given, to be computed and added up by calling what is in it.
+
+    Ops of which those are products of their own do so (`Op.weights`), for weights that are parameters themselves. torch calls a
+    parameter's hooks both times, first without its gradient.
+    """
+    global _later
+    before, _later = _later, []
+    try:
+        yield _later
+    finally:
+        _later = before
+
+
+def compute_or_wait(
+    ctx: Any,
+    weights: Sequence[int],
+    needed: Sequence[bool],
+    compute: Callable[[Sequence[bool]], Sequence[Tensor | None]],
+) -> Sequence[Tensor | None]:
+    """The gradients of an op's operands; where weights wait, without theirs.
+
+    ctx: of the op's autograd function; `ctx.given` says which operands there are. weights: the positions of those that may wait.
+    compute: the gradients that are needed, by position.
+    """
+    if _later is None or not weights:
+        return compute(needed)
+    parameters: dict[int, Tensor] = {}
+    for i in weights:
+        if i < len(needed) and needed[i]:
+            node = ctx.next_functions[sum(ctx.given[:i])][0]
+            if hasattr(node, "variable"):  # it adds up in a parameter
+                parameters[i] = node.variable
+    if not parameters:
+        return compute(needed)
+
+    def add() -> None:
+        with torch.no_grad():
+            gradients = compute([i in parameters for i in range(len(needed))])
+        found = [(parameter, gradients[i]) for i, parameter in parameters.items()]
+        torch.autograd.backward([each for each, _ in found], [gradient for _, gradient in found])
+
+    _later.append(add)
+    return compute([need and i not in parameters for i, need in enumerate(needed)])

@@ -1,0 +1,159 @@
+"""`forward_backward`: a batch in parts through a model under any plan, and each part's weight in the mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, Partial, ProcessMesh, Shard, derive_key
+from weft.reshard import GradientSync, layout_of, reshard
+from weft.reshard.running.dtensor import wrap
+
+from .parallel.batch import OrderedPositions, lay_out_batch
+from .parallel.parallelize import laid_out_by, pipeline_of
+from .parallel.pipeline.run import Microbatch
+from .parallel.styles import PIPELINE_AXIS
+from .train.step import find_gradients
+
+_SYNC = "_gradient_sync"  # of a model that forward_backward was called with
+IGNORED = -100  # torch's ignore_index
+
+
+def forward_backward(
+    model: nn.Module,
+    criterion: Callable[..., Tensor],
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    microbatches: int = 1,
+    sync: GradientSync | None = None,
+    **inputs: Any,
+) -> Tensor:
+    """Forward, backward and gradient sync under whatever plan the model has; the mean loss, a number on every rank.
+
+    criterion: of the model's output and targets, as `weft.kernels.cross_entropy`, or that with options by functools.partial: a
+        mean over the tokens whose target is not its ignore_index (-100 where it has none); each microbatch weighs as its tokens
+        do in the whole batch. With reduction="sum", or a denominator of its own, losses are added up as they are.
+    tokens, targets: [B, T], plain: the whole batch, the same on every rank, in stages too; or DTensors of rows that each rank
+        has, as `lay_out_batch` lays them out, of which each rank's rows are divided.
+    microbatches: parts of the batch, one after another; 1 leaves it to the plan's pipeline. They divide the rows.
+    sync: the model's GradientSync, where the program has one; else one is made, and kept with the model.
+    inputs: what else the model is called with: tensors [B, T] are divided as the tokens are, and a `dropout_key` gives each
+        microbatch a key of its own, so that masks do not depend on the mesh. The rest goes to all.
+    Gradients add up to those that are there. Communication: that of the plan; the gradients' buckets once; activations and their
+    gradients from stage to stage; the loss. Raises ValueError for microbatches that do not divide the rows.
+    """
+    pipeline = pipeline_of(model)
+    count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
+    parts = divide(model, tokens, targets, count, inputs)
+    if sync is None:
+        sync = vars(model).get(_SYNC)
+        if sync is None:
+            sync = GradientSync(model)
+            object.__setattr__(model, _SYNC, sync)
+    return find_gradients(model, weighing(criterion, parts, targets), parts, sync).loss
+
+
+def divide(
+    model: nn.Module, tokens: Tensor, targets: Tensor, count: int, inputs: Mapping[str, Any]
+) -> list[Microbatch]:
+    """The microbatches of a batch, laid out as the model wants them. Raises ValueError where they do not divide its rows."""
+    laid_out = laid_out_by(model)
+    rows = tokens.to_local().shape[0] if isinstance(tokens, DTensor) else tokens.shape[0]
+    if count < 1 or rows % count:
+        whose = f" on a rank, of {tokens.shape[0]}" if isinstance(tokens, DTensor) else ""
+        raise ValueError(
+            f"{count} microbatches do not divide the batch of {rows} rows{whose}; numbers that do: "
+            f"{', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
+        )
+    parts = []
+    for number in range(count):
+        own = {name: _part(value, number, count, tokens.shape) for name, value in inputs.items()}
+        if own.get("dropout_key") is not None:
+            own["dropout_key"] = microbatch_key(own["dropout_key"], number, count)
+        mine, target = (_part(each, number, count, tokens.shape) for each in (tokens, targets))
+        if isinstance(mine, DTensor):
+            own = {name: _on_stage(value, laid_out) for name, value in own.items()}
+            mine, target = _on_stage(mine, laid_out), _on_stage(target, laid_out)
+        elif laid_out is not None:
+            mesh, plan = laid_out
+            given = {name: own.pop(name, None) for name in ("positions", "documents")}
+            batch = lay_out_batch(mesh, plan, mine, target, **given)
+            mine, target = batch.tokens, batch.targets
+            own |= {name: value for name in given if (value := getattr(batch, name)) is not None}
+        parts.append(Microbatch(args=(mine,), kwargs=own, targets=target))
+    return parts
+
+
+def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
+    """The dropout key of one of `count` microbatches: of one alone, that of the step."""
+    if count == 1:
+        return key
+    if isinstance(key, Tensor):  # as a number it may be above what an int64 holds
+        whole = int(key.view(torch.int64)) % 2**64
+        return torch.tensor(derive_key(whole, "microbatch", number), dtype=torch.uint64)
+    return derive_key(key, "microbatch", number)
+
+
+def weighing(criterion: Callable[..., Tensor], parts: list[Microbatch], targets: Tensor) -> Callable[..., Tensor]:
+    """The criterion, each microbatch's mean weighing as its tokens do among all of `targets`.
+
+    Communication: of targets that are sharded, the sum of a number.
+    """
+    if len(parts) == 1:
+        return criterion
+    known = inspect.signature(criterion).parameters
+    options = {name: each.default for name, each in known.items()} | getattr(criterion, "keywords", {})
+    if options.get("reduction") == "sum" or options.get("denominator") not in (None, inspect.Parameter.empty):
+        return criterion
+    index = options.get("ignore_index", IGNORED)
+    total = _count(targets, index, options.get("weight"))
+    if "denominator" in known:
+        return lambda output, target: criterion(output, target, denominator=total)
+    return lambda output, target: criterion(output, target) * (_count(target, index, None) / total)
+
+
+def _count(targets: Tensor, ignored: int, weight: Any) -> Tensor:
+    """The tokens that count, or the sum of their classes' weights: a plain scalar."""
+    local = targets.to_local() if isinstance(targets, DTensor) else targets
+    counts = local != ignored
+    if isinstance(weight, Tensor):
+        number = weight[local.clamp(min=0)][counts].sum()
+    else:
+        number = counts.sum().to(torch.float32)
+    if not isinstance(targets, DTensor):
+        return number
+    layout = layout_of(targets)
+    summed = {axis: Partial() for axis in layout.mesh.axis_names if isinstance(layout[axis], Shard)}
+    return reshard(wrap(number, Layout(layout.mesh, summed), ())).to_local()
+
+
+def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
+    """The rows of a microbatch, of what is as large as the tokens; of a DTensor those of each rank."""
+    if isinstance(value, OrderedPositions):
+        return replace(value, values=_part(value.values, number, count, shape))
+    if count == 1 or not isinstance(value, Tensor) or value.shape[:1] != shape[:1] or value.ndim < 2:
+        return value
+    if not isinstance(value, DTensor):
+        return value.chunk(count)[number]
+    local = value.to_local()
+    return wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
+
+
+def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
+    """A DTensor that every stage has, as one of this rank's stage. Nothing moves."""
+    if isinstance(value, OrderedPositions):
+        return replace(value, values=_on_stage(value.values, laid_out))
+    if not isinstance(value, DTensor) or laid_out is None or layout_of(value).mesh == laid_out[0]:
+        return value
+    layout, mesh = layout_of(value), laid_out[0]
+    if PIPELINE_AXIS not in layout.mesh.axis_names:
+        return value
+    if mesh.size == 1:
+        return value.to_local()
+    return wrap(value.to_local(), Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names}), value.shape)

@@ -1,0 +1,1 @@
+"""A model cut into stages, and what runs them."""

@@ -1,0 +1,147 @@
+"""Messages between stages: the tensors of a microbatch, from each rank of a stage to the one in its place in the next."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import layout_of
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import group_for
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What a receiver has to know of a tensor. placements: in words, of a DTensor; None of a plain one."""
+
+    local: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: tuple[int, ...]
+    placements: str | None
+
+
+class Channel:
+    """One direction between two neighboring stages, as one of its two ranks has it.
+
+    Its group is its own: nothing on another channel waits for it. Sends are started, and return at once. One message is
+    received ahead. The form of messages is told once for microbatches of a kind, by the first of them.
+    Both ranks are in the same place of the meshes of their stages, so a shard meets the same shard.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, int], here: int, mesh: ProcessMesh, device: torch.device) -> None:
+        self._group = group_for(f"pipeline {name}", tuple(sorted(ranks)))
+        self._other = next(rank for rank in ranks if rank != here)
+        self._name, self._mesh, self._device = name, mesh, device
+        self._forms: dict[Any, Any] = {}  # messages with a `_Sent` in place of each tensor
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None
+
+    def send(self, message: Any, kind: Any) -> None:
+        """Starts to send a tree of tensors and small values. kind: of microbatches whose messages have one form."""
+        form = tree_map(_described, message)
+        known = self._forms.get(kind)
+        if known is None:
+            told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            self._start(torch.tensor([told.numel()], device=self._device))
+            self._start(told)
+            self._forms[kind] = form
+        elif known != form:
+            raise RuntimeError(
+                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; what "
+                f"goes from stage to stage must have one form"
+            )
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        for leaf in tree_leaves(message):
+            if isinstance(leaf, Tensor):
+                local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+                self._start(local.detach().contiguous())
+
+    def receive(self, kind: Any, more: bool) -> Any:
+        """The next message. more: whether another will follow, which is then received ahead."""
+        if kind not in self._forms:
+            size = torch.empty(1, dtype=torch.int64, device=self._device)
+            self._await(size)
+            told = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            self._await(told)
+            self._forms[kind] = pickle.loads(bytes(told.cpu().tolist()))
+        form = self._forms[kind]
+        parts, works = self._ahead or self._receives(form)
+        for work in works:
+            work.wait()
+        self._ahead = self._receives(form) if more else None
+        arrived = iter(parts)
+        return tree_map(lambda leaf: self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf, form)
+
+    def finish(self) -> None:
+        """Waits until all that was sent has been received."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _start(self, part: Tensor) -> None:
+        if part.numel():
+            work = dist.isend(part, group=self._group, group_dst=self._place(self._other))
+            assert work is not None, "this rank is in the group"
+            self._sent.append((work, part))
+
+    def _await(self, part: Tensor) -> None:
+        work = dist.irecv(part, group=self._group, group_src=self._place(self._other))
+        assert work is not None, "this rank is in the group"
+        work.wait()
+
+    def _receives(self, form: Any) -> tuple[list[Tensor], list[dist.Work]]:
+        parts = [
+            torch.empty(leaf.local, dtype=leaf.dtype, device=self._device)
+            for leaf in tree_leaves(form)
+            if isinstance(leaf, _Sent)
+        ]
+        works = [
+            dist.irecv(part, group=self._group, group_src=self._place(self._other)) for part in parts if part.numel()
+        ]
+        return parts, [work for work in works if work is not None]
+
+    def _place(self, rank: int) -> int:
+        return dist.get_group_rank(self._group, rank)
+
+    def _made(self, part: Tensor, sent: _Sent) -> Tensor:
+        if sent.placements is not None:
+            part = wrap(part, Layout(self._mesh, sent.placements), sent.shape)
+        return part.requires_grad_(sent.requires_grad)
+
+
+class Handover:
+    """A channel between two stages of one rank."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Any] = deque()
+
+    def send(self, message: Any, kind: Any) -> None:
+        """Keeps the message."""
+        self._kept.append(
+            tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
+        )
+
+    def receive(self, kind: Any, more: bool) -> Any:
+        """The next message."""
+        return self._kept.popleft()
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    local, placements = leaf, None
+    if isinstance(leaf, DTensor):
+        local, placements = leaf.to_local(), str(layout_of(leaf))
+    return _Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)

@@ -1,0 +1,267 @@
+"""Runs a schedule on a cut model: the actions of this rank in their order, and the messages between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from weft.kernels.weights import Later, waiting_weights
+from weft.mesh import ProcessMesh
+from weft.reshard import to_global
+from weft.reshard.running.groups import group_for, this_rank
+
+from ...schedules.plan import PipelinePlan
+from ...schedules.schedule import Action, Schedule
+from ..styles import PIPELINE_AXIS
+from .channels import Channel, Handover
+from .stages import Stages
+
+Within = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What the model and its loss are called with. targets: of the criterion. kind: equal where all shapes are."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    targets: Any = None
+
+    @property
+    def kind(self) -> Any:
+        leaves = tree_leaves((self.args, self.kwargs))
+        return tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)), torch.is_grad_enabled()
+
+
+LossOf = Callable[[Any, Microbatch], Tensor]
+
+
+class Pipeline:
+    """A cut model on this rank: its stages, its schedule, and its neighbors. mesh: with the axis "pp".
+
+    parameters: those of all stages, without data. ran: the actions of the last step, in order. in_flight: the most microbatches on a stage that were held at once.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        schedule: Schedule,
+        mesh: ProcessMesh,
+        stages: Stages,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self.plan, self.schedule, self.mesh, self.stages = plan, schedule, mesh, stages
+        self.parameters = parameters
+        coordinate = mesh.coordinate(this_rank())
+        assert coordinate is not None, "a model is laid out on ranks of the mesh"
+        self._at = coordinate
+        self.shared = stages.cut.shared(schedule.rank_of)
+        self.ran: list[Action] = []
+        self.in_flight = 0
+        self._channels: dict[tuple[str, int], Channel | Handover] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        raise TypeError("a model that is cut into stages is not copied; parallelize a new one")
+
+    @property
+    def stage_mesh(self) -> ProcessMesh:
+        """Of the stages of this rank, without the axis "pp"."""
+        return stage_mesh_of(self.mesh, self._at[PIPELINE_AXIS])
+
+    def is_counted_here(self, name: str) -> bool:
+        """Whether the first ranks, along "pp", that have a parameter are those of this one."""
+        return name not in self.shared or self.shared[name][0] == self._at[PIPELINE_AXIS]
+
+    def find_gradients(
+        self,
+        model: nn.Module,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf,
+        accumulating: Within = nullcontext,
+        computing: Within = nullcontext,
+    ) -> list[Tensor]:
+        """Takes each microbatch forward and backward; the losses, on the ranks of the last stage, else none.
+
+        loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up. computing: what the model is
+        called in.
+        Communication: of activations, and of their gradients, to the rank in the same place of the next stage.
+        """
+        schedule = self.schedule
+        if len(microbatches) != schedule.microbatches:
+            schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
+        run = _Run(self, model, microbatches, loss_of, computing)
+        with accumulating():
+            for action in schedule.actions[self._at[PIPELINE_AXIS]]:
+                run.take(action)
+        self.ran, self.in_flight = run.ran, run.most_held
+        run.finish()
+        return run.losses
+
+    def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """Takes each microbatch forward alone; what the model gave, on the ranks of the last stage, else none."""
+        run = _Run(self, model, microbatches, None)
+        for stage in self.stages.own:
+            for number in range(len(microbatches)):
+                run.take(Action("F", stage, number))
+        run.finish()
+        return run.outputs
+
+    def add_shared(self, model: nn.Module) -> None:
+        """Adds up the gradients of parameters that several stages have: equal to the bit on all of them.
+
+        Communication: for each such parameter an all-reduce between the ranks, one of each of these stages, that have this shard.
+        """
+        for name, coordinates in self.shared.items():
+            if self._at[PIPELINE_AXIS] not in coordinates:
+                continue
+            parameter = model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            dist.all_reduce(local, group=self._group("shared parameters", coordinates))
+
+    def whole_parameter(self, model: nn.Module, name: str) -> Tensor:
+        """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
+
+        Communication: on the ranks of a stage that has it the reshard to Replicate; a broadcast over "pp".
+        """
+        first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
+        if first == self._at[PIPELINE_AXIS]:
+            parameter = model.get_parameter(name).detach()
+            whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
+        else:
+            own = next(model.parameters())  # dtypes are those that the model has now
+            whole = torch.empty(self.parameters[name].shape, dtype=own.dtype, device=own.device)
+        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
+        dist.broadcast(whole, self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first}), group=group)
+        return whole
+
+    def sum_over_stages(self, number: Tensor) -> Tensor:
+        """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
+        dist.all_reduce(number, group=self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))))
+        return number
+
+    def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
+        ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
+        return group_for(f"pipeline {purpose}", tuple(sorted(ranks)))
+
+    def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
+        """What brings activations ("F") into a stage, or their gradients ("B"). Made when first asked for, all in one order."""
+        if not self._channels:
+            here = self._at[PIPELINE_AXIS]
+            stage_mesh = self.stage_mesh
+            for later in range(1, self.schedule.num_stages):
+                ends = self.schedule.rank_of(later - 1), self.schedule.rank_of(later)
+                for each, into in (("F", later), ("B", later - 1)):
+                    if ends == (here, here):
+                        self._channels[each, into] = Handover()
+                    elif here in ends:
+                        first, second = (self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: end}) for end in ends)
+                        name = f"{each} into stage {into}"
+                        self._channels[each, into] = Channel(name, (first, second), this_rank(), stage_mesh, device)
+        return self._channels[way, stage]
+
+
+class _Run:
+    """One step: what is held of it, and how each action is taken."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: nn.Module,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        computing: Within = nullcontext,
+    ) -> None:
+        self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
+        self._computing = computing
+        self._last = pipeline.schedule.num_stages - 1
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._taken: dict[tuple[str, int], int] = {}
+        self._held: dict[
+            tuple[int, int], tuple[list[Tensor], list[Tensor]]
+        ] = {}  # what was received, and what was given
+        self._later: dict[tuple[int, int], Later] = {}  # what adds up gradients of weights, between I and W
+        self.most_held = 0
+        self.ran: list[Action] = []
+        self.losses: list[Tensor] = []
+        self.outputs: list[Any] = []
+
+    def take(self, action: Action) -> None:
+        if action.kind == "F":
+            self._forward(action)
+        else:
+            self._backward(action)
+        self.most_held = max(self.most_held, len(self._held))
+        self.ran.append(action)
+
+    def finish(self) -> None:
+        assert not self._held, "a schedule takes every microbatch back"
+        for channel in self._pipeline._channels.values():
+            channel.finish()
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, self._microbatches[action.microbatch]
+        received = self._receive("F", action) if stage else None
+        with self._computing():
+            given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
+        if stage < self._last:
+            self._pipeline.channel("F", stage + 1, self._device).send(given, microbatch.kind)
+        elif self._loss_of is None:
+            self.outputs.append(given)
+        else:
+            given = self._loss_of(given, microbatch)
+            self.losses.append(given.detach())
+        if self._loss_of is not None:
+            self._held[stage, action.microbatch] = _differentiable(received), _differentiable(given)
+
+    def _backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        if action.kind == "W":
+            for add in self._later.pop(key):
+                add()
+        else:
+            received, given = self._held[key]
+            is_loss = action.stage == self._last
+            arrived = [None] * len(given) if is_loss else self._receive("B", action)
+            pairs = [(x, grad) for x, grad in zip(given, arrived, strict=True) if is_loss or grad is not None]
+            waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
+            with waiting as later:
+                torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+            self._send_back(action, [x.grad for x in received])
+            if action.kind == "I":
+                self._later[key] = later
+        if action.kind != "I":
+            del self._held[key]
+
+    def _send_back(self, action: Action, gradients: list[Any]) -> None:
+        if action.stage:
+            channel = self._pipeline.channel("B", action.stage - 1, self._device)
+            channel.send(gradients, self._microbatches[action.microbatch].kind)
+
+    def _receive(self, way: str, action: Action) -> Any:
+        taken = self._taken[way, action.stage] = self._taken.get((way, action.stage), 0) + 1
+        kind = self._microbatches[action.microbatch].kind
+        return self._pipeline.channel(way, action.stage, self._device).receive(
+            kind, more=taken < len(self._microbatches)
+        )
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:
+    """The mesh of the stages at that coordinate on "pp"; of one process where there is no other axis."""
+    if mesh.ndim == 1:
+        return ProcessMesh([mesh.rank_at(**{PIPELINE_AXIS: coordinate})], ["dp"])
+    return mesh.get_mesh_with_dim(PIPELINE_AXIS, coordinate)

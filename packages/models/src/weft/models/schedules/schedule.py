@@ -1,0 +1,270 @@
+"""A pipeline schedule as a value: what each rank does, in order; on an axis of time; and the picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from .bubble import NAMES, bubble_formula
+
+Kind = Literal["F", "B", "I", "W"]
+Sends = Literal["buffered", "blocking"]
+IDLE = "·"
+SLOTS: dict[Kind, int] = {
+    "F": 1,
+    "B": 2,
+    "I": 1,
+    "W": 1,
+}  # where a forward and the two halves of a backward take as long
+
+
+class Action(NamedTuple):
+    """What a rank does at once: `kind` of a microbatch on a stage.
+
+    kind: F forward; B the whole backward; or its halves, I the gradient of the stage's input, and W those of its weights.
+    stage: counted over the whole pipeline in the order of data, from 0.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of microbatch {self.microbatch} on stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The actions of each rank of a pipeline, in the order in which it takes them.
+
+    stages: of each rank, in the order of data; a stage is the part of the model between two cuts. actions: of each rank.
+    Raises ValueError where a stage is on no rank or on two, where a rank acts on a stage of another, or where a microbatch has
+    not one forward and one whole backward on each stage, in that order.
+    """
+
+    name: str
+    microbatches: int
+    stages: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        held = sorted(stage for own in self.stages for stage in own)
+        if held != list(range(len(held))):
+            raise ValueError(
+                f"schedule {self.name!r}: the ranks hold the stages {held}; each of 0, 1, … must be on one rank"
+            )
+        for rank, (own, actions) in enumerate(zip(self.stages, self.actions, strict=True)):
+            taken: dict[tuple[int, int], str] = {}
+            for action in actions:
+                if action.stage not in own or not 0 <= action.microbatch < self.microbatches:
+                    raise ValueError(
+                        f"schedule {self.name!r}: rank {rank} has {action}, but holds the stages {', '.join(map(str, own))} "
+                        f"and there are {self.microbatches} microbatches"
+                    )
+                key = (action.stage, action.microbatch)
+                taken[key] = taken.get(key, "") + action.kind
+            for stage in own:
+                for microbatch in range(self.microbatches):
+                    kinds = taken.get((stage, microbatch), "")
+                    if kinds not in ("FB", "FIW"):
+                        raise ValueError(
+                            f"schedule {self.name!r}: rank {rank} takes microbatch {microbatch} on stage {stage} by the actions "
+                            f"{kinds or 'none'}; they must be F, B or F, I, W"
+                        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def chunks(self) -> int:
+        """Stages on a rank."""
+        return len(self.stages[0])
+
+    @property
+    def num_stages(self) -> int:
+        return sum(map(len, self.stages))
+
+    def rank_of(self, stage: int) -> int:
+        return next(rank for rank, own in enumerate(self.stages) if stage in own)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are found apart from those of inputs."""
+        return any(action.kind == "W" for actions in self.actions for action in actions)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """The most activations that each rank holds at once, of a microbatch on a stage each: from its F to its B, or its W."""
+        most = []
+        for actions in self.actions:
+            held = peak = 0
+            for action in actions:
+                held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+                peak = max(peak, held)
+            most.append(peak)
+        return tuple(most)
+
+    def __str__(self) -> str:
+        return picture(self)
+
+
+def needs(action: Action, num_stages: int) -> Iterable[Action]:
+    """The actions without which this one cannot begin; a B stands for either way in which a backward is taken."""
+    kind, stage, microbatch = action
+    if kind == "F" and stage:
+        yield Action("F", stage - 1, microbatch)
+    if kind in ("B", "I"):
+        yield Action("F", stage, microbatch)
+        if stage + 1 < num_stages:
+            yield Action("B", stage + 1, microbatch)
+    if kind == "W":
+        yield Action("B", stage, microbatch)
+
+
+def done(action: Action) -> Action:
+    """The action as others wait for it: the gradient of an input is that of a B."""
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+class DeadlockError(RuntimeError):
+    """Ranks of a schedule wait for each other; the message says which, and for what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each action of a schedule begins and ends. spans: of each rank, (action, begin, end) in its order."""
+
+    schedule: Schedule
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+
+    @property
+    def length(self) -> float:
+        """Time from the first action of any rank to the last."""
+        return max(span[-1][2] for span in self.spans if span)
+
+    def idle(self, rank: int) -> float:
+        """Time in which a rank does nothing, before its first action and after its last included."""
+        return self.length - sum(end - begin for _, begin, end in self.spans[rank])
+
+
+def run_through(
+    schedule: Schedule,
+    duration: Callable[[Action], float] = lambda action: SLOTS[action.kind],
+    sends: Sends = "buffered",
+) -> Timeline:
+    """Every action at the first moment at which its rank is free and what it needs is there.
+
+    duration: of an action; the slots where none is given. sends: "buffered", a rank goes on at once; "blocking", it goes on
+        when what it sent is received, where a stage receives one message ahead in each direction: the next one is received
+        when the action that takes the one before has begun.
+    Raises DeadlockError where no rank can go on.
+    """
+    ends: dict[Action, float] = {}
+    begins: dict[Action, float] = {}
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.actions]
+    free = [0.0] * schedule.ranks
+    before = _before(schedule)
+    room: list[Action | None] = [None] * schedule.ranks  # what has to begin before a rank's last message is received
+    left = [list(reversed(actions)) for actions in schedule.actions]
+    while any(left):
+        went = False
+        for rank, own in enumerate(left):
+            awaited = room[rank]
+            if not own or (awaited is not None and awaited not in begins):
+                continue
+            if awaited is not None:
+                free[rank], room[rank] = max(free[rank], begins[awaited]), None
+            needed = list(needs(own[-1], schedule.num_stages))
+            if any(each not in ends for each in needed):
+                continue
+            action = own.pop()
+            begin = max([free[rank], *(ends[each] for each in needed)])
+            begins[done(action)] = begin
+            ends[done(action)] = free[rank] = begin + duration(action)
+            spans[rank].append((action, begin, free[rank]))
+            if sends == "blocking":
+                room[rank] = before.get(_receiver(action, schedule))
+            went = True
+        if not went:
+            stuck = ", ".join(f"rank {rank} before {own[-1]}" for rank, own in enumerate(left) if own)
+            raise DeadlockError(f"schedule {schedule.name!r} with {sends} sends: {stuck} wait for each other")
+    return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+def _before(schedule: Schedule) -> dict[Action | None, Action]:
+    """The action that takes the message before that of each action, on the same stage and in the same direction."""
+    found: dict[Action | None, Action] = {}
+    last: dict[tuple[int, str], Action] = {}
+    for action in (done(action) for actions in schedule.actions for action in actions if action.kind != "W"):
+        way = (action.stage, action.kind)
+        if way in last:
+            found[action] = last[way]
+        last[way] = action
+    return found
+
+
+def _receiver(action: Action, schedule: Schedule) -> Action | None:
+    """The action of another rank that is sent what this one made."""
+    stage = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[action.kind]
+    if not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) == schedule.rank_of(action.stage):
+        return None
+    return Action("F" if action.kind == "F" else "B", stage, action.microbatch)
+
+
+def picture(schedule: Schedule) -> str:
+    """Ranks down, time across: F, B (the gradient of the input) and W (those of the weights) of each microbatch, and idle.
+
+    Several stages on a rank are told apart by a letter: F0a, F0b. Below it the bubble, counted, beside its formula.
+    """
+    timeline = run_through(schedule)
+    length = int(timeline.length)
+    rows = []
+    for spans in timeline.spans:
+        cells = [IDLE] * length
+        for action, begin, end in spans:
+            shown = {"F": "F", "I": "B", "W": "W", "B": "BW"}[action.kind]
+            letter = chr(ord("a") + action.stage // schedule.ranks) if schedule.chunks > 1 else ""
+            for slot, kind in zip(range(int(begin), int(end)), shown, strict=True):
+                cells[slot] = f"{kind}{action.microbatch}{letter}"
+        rows.append(cells)
+    width = max(len(cell) for cells in rows for cell in cells)
+    lines = [
+        f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells).rstrip() for rank, cells in enumerate(rows)
+    ]
+    return "\n".join([*lines, bubble_text(timeline)])
+
+
+def bubble_text(timeline: Timeline) -> str:
+    """The idle slots of a rank, counted, and what the formula gives."""
+    schedule = timeline.schedule
+    idle = sorted({int(timeline.idle(rank)) for rank in range(schedule.ranks)})
+    counted = f"{idle[0]}" if len(idle) == 1 else f"{idle[0]} to {idle[-1]}"
+    text = f"bubble: {counted} of {int(timeline.length)} slots idle on a rank ({idle[-1] / timeline.length:.1%})"
+    for name in NAMES:
+        if name == schedule.name:
+            sizes = {"ranks": schedule.ranks, "microbatches": schedule.microbatches, "chunks": schedule.chunks}
+            share = Fraction(*bubble_formula(name, **sizes))
+            text += f"; the formula's is {float(share):.1%}"
+    return text
+
+
+def check_order(schedule: Schedule) -> None:
+    """Asserts that two stages exchange microbatches in one order: what a stage sends first is taken first.
+
+    Messages between two ranks then need no names. Raises ValueError where they would pass one another.
+    """
+    for kinds in (("F",), ("B", "I")):
+        sequences = {
+            stage: [action.microbatch for action in actions if action.stage == stage and action.kind in kinds]
+            for actions, own in zip(schedule.actions, schedule.stages, strict=True)
+            for stage in own
+        }
+        for first, second in pairwise(sorted(sequences)):
+            if sequences[first] != sequences[second]:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: stage {first} takes the {kinds[0]} of microbatches in the order "
+                    f"{sequences[first]}, and stage {second} in {sequences[second]}; a message would pass another"
+                )

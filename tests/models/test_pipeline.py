@@ -1,0 +1,408 @@
+"""Models cut into stages: the loss and every gradient of one process, under every schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    ParallelPlan,
+    PipelinePlan,
+    Qwen,
+    QwenConfig,
+    forward_backward,
+    from_pretrained,
+    initialize,
+    parallelize,
+    save_pretrained,
+)
+from weft.models.parallel.parallelize import pipeline_of
+from weft.models.train.optimizer import clip_gradients
+
+from tests.models.cases import whole
+
+SIZES = {"vocab_size": 31, "hidden_size": 32, "num_layers": 6, "num_heads": 4, "max_seq_len": 32}
+GATED = {"intermediate_size": 48, "num_kv_heads": 4}
+MODELS = {
+    "llama": lambda: Llama(LlamaConfig(**SIZES, **GATED)),
+    "tied": lambda: Llama(LlamaConfig(**SIZES, **GATED, tie_embeddings=True)),
+    "dropout": lambda: Llama(LlamaConfig(**SIZES, **GATED, dropout=0.2, attention_dropout=0.1)),
+    "qwen": lambda: Qwen(QwenConfig(**SIZES, **GATED)),
+    "gpt": lambda: GPT(GPTConfig(**SIZES)),
+}
+KEY = 77
+ROWS, MICROBATCHES = 8, 4
+
+
+def make(name: str) -> nn.Module:
+    model = MODELS[name]()
+    initialize(model, seed=3)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and targets, of which some do not count, more in some microbatches than in others."""
+    tokens = torch.randint(0, 31, (ROWS, 10), generator=torch.Generator().manual_seed(0))
+    tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    targets[0, 1:] = targets[5, :3] = -100
+    return tokens, targets
+
+
+def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has after a step: the loss, its own gradients, whole, its bytes and its pipeline's numbers."""
+    mesh = ProcessMesh.grid(**axes)
+    model = make(name)
+    own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
+    parallelize(model, mesh, own)
+    tokens, targets = batch()
+    loss = forward_backward(model, cross_entropy, tokens, targets, dropout_key=KEY if name == "dropout" else None)
+    ran = pipeline_of(model)
+    return {
+        "loss": loss.item(),
+        "gradients": {name: whole(p.grad) for name, p in model.named_parameters()},
+        "bytes": sum(_local(p).nbytes for p in model.parameters()),
+        "in_flight": ran.in_flight,
+        "ran": ran.ran,
+        "planned": ran.schedule.actions[mesh.coordinate(torch.distributed.get_rank())["pp"]],
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def expected(name: str, microbatches: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one process; with dropout of one that takes the same microbatches, else of the whole batch."""
+    model = make(name)
+    tokens, targets = batch()
+    if name == "dropout":
+        loss = forward_backward(model, cross_entropy, tokens, targets, microbatches=microbatches, dropout_key=KEY)
+    else:
+        loss = cross_entropy(model(tokens), targets)
+        loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+SCHEDULES = [
+    pytest.param({"schedule": "gpipe"}, id="gpipe"),
+    pytest.param({}, id="1f1b"),
+    pytest.param({"schedule": "interleaved"}, id="interleaved"),
+    pytest.param({"schedule": "zero_bubble"}, id="zero-bubble"),
+]
+MESHES = [
+    pytest.param({"pp": 2}, {}, id="pp2"),
+    pytest.param({"pp": 3}, {}, id="pp3"),
+    pytest.param({"pp": 2, "dp": 2}, {}, id="pp2-dp2"),
+    pytest.param({"dp": 2, "pp": 2}, {}, id="dp2-pp2"),
+    pytest.param({"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
+    pytest.param({"pp": 2, "tp": 2}, {"sequence": True}, id="pp2-tp2-sequence"),
+    pytest.param({"pp": 2, "cp": 2}, {"context": "all_gather"}, id="pp2-cp2"),
+    pytest.param({"pp": 2, "dp": 2, "tp": 2}, {"sequence": True}, id="pp2-dp2-tp2"),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pipeline", SCHEDULES)
+@pytest.mark.parametrize(("axes", "plan"), MESHES)
+def test_loss_and_gradients_are_those_of_one_process(
+    axes: dict[str, int], plan: dict[str, Any], pipeline: dict[str, Any], name: str, pool
+) -> None:
+    loss, gradients = expected(name, MICROBATCHES)
+    ranks = torch.Size(axes.values()).numel()
+    seen: set[str] = set()
+    for found in pool.run(one_step, axes, name, plan, pipeline, ranks=ranks):
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+        assert tuple(found["ran"]) == found["planned"]
+        for each, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, gradients[each], rtol=1e-4, atol=1e-6, msg=each)
+        seen |= found["gradients"].keys()
+    assert seen == gradients.keys()
+
+
+@pytest.mark.parametrize("pipeline", SCHEDULES)
+def test_a_rank_holds_nothing_of_other_stages(pipeline: dict[str, Any], pool) -> None:
+    nbytes = {name: p.nbytes for name, p in make("llama").named_parameters()}
+    stages = {0: "embed_tokens", 1: "norm"}
+    for rank, found in enumerate(pool.run(one_step, {"pp": 2}, "llama", {}, pipeline, ranks=2)):
+        names = found["gradients"].keys()
+        assert any(name.startswith(stages[rank]) for name in names)
+        assert not any(name.startswith(stages[1 - rank]) for name in names)
+        assert sum(name.startswith("layers") for name in names) == 27  # of 6 layers with 9 parameters each
+        assert found["bytes"] == sum(nbytes[name] for name in names)
+
+
+def test_activations_in_flight_are_those_of_the_schedule(pool) -> None:
+    assert [each["in_flight"] for each in pool.run(one_step, {"pp": 3}, "llama", {}, {}, ranks=3)] == [3, 2, 1]
+    assert [
+        each["in_flight"] for each in pool.run(one_step, {"pp": 2}, "llama", {}, {"schedule": "gpipe"}, ranks=2)
+    ] == [4, 4]
+
+
+def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
+    """AdamW with clipping that bites: the norms, the losses, and the weights that this rank has."""
+    model = make("tied")
+    if axes:
+        plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, split=(1, 4, 1)))
+        parallelize(model, ProcessMesh.grid(**axes), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens, targets = batch()
+    norms, losses = [], []
+    for _ in range(count):
+        losses.append(forward_backward(model, cross_entropy, tokens, targets).item())
+        norms.append(clip_gradients(model, 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {"norms": norms, "losses": losses, "weights": weights}
+
+
+@pytest.mark.parametrize("axes", [pytest.param({"pp": 3}, id="pp3"), pytest.param({"pp": 3, "tp": 2}, id="pp3-tp2")])
+def test_tied_weights_stay_equal_to_the_bit_and_count_once(axes: dict[str, int], pool) -> None:
+    alone = steps({}, 5)
+    found = pool.run(steps, axes, 5, ranks=torch.Size(axes.values()).numel())
+    first, last = found[0]["weights"], found[-1]["weights"]
+    assert torch.equal(first["embed_tokens.weight"], last["embed_tokens.weight"])
+    assert "embed_tokens.weight" not in found[len(found) // 2]["weights"]
+    for each in found:
+        assert each["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert each["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        for name, weight in each["weights"].items():
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("keeps", [cross_entropy, nn.functional.cross_entropy], ids=["ours", "torch"])
+def test_microbatches_without_stages_weigh_as_in_one_batch(microbatches: int, keeps: Any) -> None:
+    loss, gradients = expected("llama", 1)
+    model = make("llama")
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        return keeps(logits.flatten(0, 1), targets.flatten())
+
+    found = forward_backward(model, keeps if keeps is cross_entropy else criterion, *batch(), microbatches=microbatches)
+    assert found.item() == pytest.approx(loss, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_ignored_index_and_sums_of_losses() -> None:
+    tokens, _ = batch()
+    for options in ({"ignore_index": 7}, {"reduction": "sum"}, {"denominator": 5.0}, {"weight": torch.rand(31)}):
+        criterion = partial(cross_entropy, **options)
+        targets = batch()[1].clamp(min=0) if "ignore_index" in options else batch()[1]
+        together = criterion(make("llama")(tokens), targets)
+        found = forward_backward(make("llama"), criterion, tokens, targets, microbatches=4)
+        assert found.item() == pytest.approx(together.item(), rel=1e-6), options
+
+
+class Residual(nn.Module):
+    """A model of a user's own: layers that give pairs, a table that all of them read, and one that follows from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, 8)
+        self.side = nn.Embedding(16, 8)
+        self.bias = nn.Parameter(torch.randn(8))
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+        self.head = nn.Linear(8, 31)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, side = self.table(tokens) + self.bias, self.side(torch.arange(tokens.shape[1], device=tokens.device))
+        seen = None
+        for block in self.blocks:
+            x, seen = block(x, side=side * 2, seen=seen)
+        return self.head(x + seen)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, side: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen = x if seen is None else seen + x
+        return x + torch.tanh(self.layer(x + side)), seen
+
+
+def own_model(axes: dict[str, int] | None, pipeline: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(5)
+    model = Residual()
+    criterion = partial(_flat, nn.functional.cross_entropy)
+    if axes:
+        plan = ParallelPlan(pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
+        parallelize(model, ProcessMesh.grid(**axes), plan)
+    loss = forward_backward(model, criterion, *batch())
+    return {"loss": loss.item(), **{name: whole(p.grad) for name, p in model.named_parameters()}}
+
+
+def _flat(criterion: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    return criterion(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("pipeline", SCHEDULES)
+def test_what_is_beside_the_layers_goes_by_data_flow(pipeline: dict[str, Any], pool) -> None:
+    alone = own_model(None, {})
+    first, last = pool.run(own_model, {"pp": 2}, {"split": ("blocks.1",)} if len(pipeline) == 0 else pipeline, ranks=2)
+    for found in (first, last):
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert "side.weight" in found  # all layers read it
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert {"table.weight", "bias"} <= first.keys() - last.keys()
+    assert {"head.weight", "head.bias"} <= last.keys() - first.keys()
+
+
+class Skips(Residual):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, side = self.table(tokens), self.side(torch.arange(tokens.shape[1]))
+        first, _ = self.blocks[0](x, side=side, seen=None)
+        for block in self.blocks[1:]:
+            x, _ = block(first + x, side=side, seen=None)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "axes", "pipeline", "message"),
+    [
+        pytest.param(
+            Residual,
+            {"pp": 5},
+            {},
+            "Residual has 4 layers, blocks.0 to blocks.3, and they cannot be cut into 5",
+            id="stages",
+        ),
+        pytest.param(
+            Residual,
+            {"pp": 2},
+            {"split": (1, 2)},
+            "split gives the stages 1, 2 layers, 3 in all; Residual has 4",
+            id="counts",
+        ),
+        pytest.param(
+            Residual, {"pp": 2}, {"split": (1, 2, 1)}, "split cuts Residual into 3 stages, and there are 2", id="many"
+        ),
+        pytest.param(
+            Residual,
+            {"pp": 2},
+            {"split": ("blocks.9",)},
+            "'blocks.9', which is no layer .* nearest names are",
+            id="point",
+        ),
+        pytest.param(
+            Residual, {"pp": 2}, {"split": "towers"}, "'towers', which is no list of layers of Residual", id="list"
+        ),
+        pytest.param(Pair, {"pp": 2}, {}, "by its list of layers, and Pair has no nn.ModuleList", id="no-list"),
+        pytest.param(
+            Skips, {"pp": 2}, {}, "cannot be cut between its layers: blocks.2 reads what blocks.0", id="skips"
+        ),
+        pytest.param(
+            Residual,
+            {"pp": 2},
+            {"schedule": "interleaved", "microbatches": 5},
+            "5 cannot be divided into 2 rounds",
+            id="rounds",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_error(build: Any, axes: dict[str, int], pipeline: dict[str, Any], message: str) -> None:
+    """Without any process group."""
+    model = build()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, ProcessMesh.grid(**axes), ParallelPlan(pipeline=PipelinePlan(**pipeline)))
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_microbatches_that_do_not_divide_the_batch() -> None:
+    with pytest.raises(
+        ValueError, match="3 microbatches do not divide the batch of 8 rows; numbers that do: 1, 2, 4, 8"
+    ):
+        forward_backward(make("llama"), cross_entropy, *batch(), microbatches=3)
+    with pytest.raises(ValueError, match=r"has an axis 'pp', and the plan has no pipeline"):
+        parallelize(make("llama"), ProcessMesh.grid(pp=2, dp=2))
+    for wrong in ({"split": ()}, {"split": 3}, {"schedule": "2f2b"}, {"microbatches": 0}):
+        with pytest.raises(ValueError, match="PipelinePlan: "):
+            PipelinePlan(**wrong)
+
+
+def called_alone() -> str:
+    model = parallelize(make("llama"), ProcessMesh.grid(pp=2), ParallelPlan(pipeline=PipelinePlan()))
+    with pytest.raises(RuntimeError, match="the model is cut into 2 stages, of which this rank holds"):
+        model(batch()[0])
+    return "raised"
+
+
+def test_a_cut_model_is_not_called_alone(pool) -> None:
+    assert pool.run(called_alone, ranks=2) == ["raised", "raised"]
+
+
+def saved_and_read(folder: str) -> bool:
+    mesh, model = ProcessMesh.grid(pp=2, tp=2), make("tied")
+    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES))
+    save_pretrained(parallelize(model, mesh, plan), folder)
+    read = from_pretrained(folder, mesh, plan)
+    return all(
+        torch.equal(_local(parameter), _local(read.get_parameter(name))) for name, parameter in model.named_parameters()
+    )
+
+
+def test_one_checkpoint_is_saved_from_all_stages_and_read_into_any(pool, tmp_path) -> None:
+    folder = tmp_path / "saved"
+    assert pool.run(saved_and_read, str(folder), ranks=4) == [True] * 4
+    read = from_pretrained(folder)
+    for name, parameter in make("tied").named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter)
+
+
+class Launched(TorchDispatchMode):
+    """The ops that run on tensors with data, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(issubclass(kind, FakeTensor) for kind in types):
+            self.ops[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched(axes: dict[str, int], schedule: str) -> Counter[str]:
+    model = make("llama")
+    if axes:
+        plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, schedule=schedule))
+        parallelize(model, ProcessMesh.grid(**axes), plan)
+    tokens, targets = batch()
+    forward_backward(
+        model, cross_entropy, tokens, targets, microbatches=MICROBATCHES
+    )  # what is made once is there then
+    with Launched() as mode:
+        forward_backward(model, cross_entropy, tokens, targets, microbatches=MICROBATCHES)
+    return mode.ops
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_a_rank_launches_nothing_of_other_stages_and_nothing_twice(schedule: str, pool) -> None:
+    alone = launched({}, schedule)
+    first, last = pool.run(launched, {"pp": 2}, schedule, ranks=2)
+    assert alone["mm"] > 100
+    for op in ("mm", "bmm", "rsqrt", "silu", "sigmoid", "embedding", "index_select", "embedding_dense_backward"):
+        assert first[op] + last[op] == alone[op], op
+    embedding = {op: alone[op] for op in ("embedding", "index_select", "embedding_dense_backward") if alone[op]}
+    assert embedding
+    assert {op: first[op] for op in embedding} == embedding
+    assert first["mm"] < last["mm"]  # the head

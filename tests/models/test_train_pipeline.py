@@ -1,0 +1,95 @@
+"""`weft train` on stages: the losses of a mesh without them, and what cannot be said before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weft.models import LlamaConfig, PipelinePlan
+from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
+from weft.models.train.data import find_corpus
+from weft.models.train.loop import _Trainer
+from weft.models.train.results import Results
+
+MODEL = LlamaConfig(
+    vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=4, dropout=0.1, tie_embeddings=True
+)
+
+
+def config(mesh: dict[str, int], plan: dict[str, Any]) -> TrainConfig:
+    data = DataConfig(batch_size=8, sequence_length=8)
+    whole = TrainConfig(model=MODEL, steps=4, check=False, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
+    dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
+    return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
+
+
+def trained(text: str, mesh: dict[str, int], plan: dict[str, Any]) -> list[float]:
+    """The held-out loss, those of four steps, and the held-out loss again."""
+    settled = config(mesh, plan)
+    sizes = {"dp": 1, "tp": 1, **mesh}
+    run = Run(recipe="small", config=settled, corpus=find_corpus(Path(text)), folder=Path(text).parent, **sizes)
+    made = _Trainer(run, torch.device("cpu"))
+    lines: list[str] = []
+    made.report.line = lines.append  # type: ignore[method-assign]
+    first = made.held_out_loss()
+    made.first_step()
+    for step in range(1, 4):
+        made.step(step)
+    if made.pipeline is not None:
+        assert "microbatches in flight" in lines[-1]
+    losses = [metrics.loss for metrics in made.read(Results(Path(text), writes=False))]
+    return [first, *losses, made.held_out_loss()]
+
+
+def test_one_loss_with_stages_and_without(pool, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
+    text = str(tmp_path / "text.txt")
+    (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, {"microbatches": 4}, ranks=1)
+    for plan in ({"microbatches": 4, "split": "1,3"}, {"microbatches": 4, "schedule": "zero_bubble"}):
+        for found in pool.run(trained, text, {"pp": 2, "dp": 2, "tp": 1}, plan, ranks=4):
+            assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "message"),
+    [
+        pytest.param({"pp": 5, "dp": 1, "tp": 1}, {}, "has 4 layers, which cannot be cut into 5 stages", id="stages"),
+        pytest.param(
+            {"pp": 4, "dp": 1, "tp": 1}, {"schedule": "interleaved"}, "into 8 stages; .* another schedule", id="chunks"
+        ),
+        pytest.param(
+            {"pp": 2, "dp": 1, "tp": 1},
+            {"microbatches": 3},
+            "3 does not divide data.batch_size 8; .* 1, 2, 4, 8",
+            id="rows",
+        ),
+        pytest.param(
+            {"pp": 2, "dp": 1, "tp": 1},
+            {"split": "1,2"},
+            "gives 2 stages 3 layers; there are 2 stages and 4",
+            id="counts",
+        ),
+        pytest.param(
+            {"pp": 2, "dp": 1, "tp": 1}, {"split": "h.2"}, "plan.split is 'h.2'; give layers, or how many", id="split"
+        ),
+        pytest.param(
+            {"dp": 2, "tp": 1}, {"schedule": "gpipe"}, "plan.schedule is gpipe, .* set --mesh.pp above 1", id="no-pp"
+        ),
+        pytest.param(
+            {"pp": 3, "tp": 1}, {}, "mesh pp=3 x tp=1 does not fit 8 processes; pp that fit: 1, 2, 4, 8", id="mesh"
+        ),
+    ],
+)
+def test_bad_input_before_any_process(mesh: dict[str, int], plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(mesh, plan)
+
+
+def test_what_follows_from_the_mesh() -> None:
+    assert config({"dp": 1, "tp": 1}, {}).plan.pipeline(1) is None
+    found = config({"pp": 2, "dp": 2, "tp": 1}, {}).plan
+    assert found.pipeline(2) == PipelinePlan(schedule="1f1b", microbatches=4)
+    assert config({"pp": 2, "dp": 1, "tp": 1}, {"split": "3,1"}).plan.pipeline(2).split == (3, 1)
