@@ -275,7 +275,8 @@ def test_heads_that_ulysses_cannot_cut_are_refused_with_the_degrees_that_work() 
     model = make()
     plan = replace(model.parallel_plan(), context="ulysses")
     with pytest.raises(
-        ValueError, match=r"tp x cp = 1 x 8, which does not divide layers.0.self_attn.k_proj 4 .*cp that work: 1, 2, 4; "
+        ValueError,
+        match=r"tp x cp = 1 x 8, which does not divide layers.0.self_attn.k_proj 4 .*cp that work: 1, 2, 4; ",
     ):
         parallelize(model, ProcessMesh.grid(cp=8), plan)
     with pytest.raises(ValueError, match=r"tp x cp = 2 x 4, .*cp that work: 1, 2; context 'all_gather' takes any"):

@@ -25,6 +25,12 @@ class ParallelPlan:
         no tokens that are sharded so.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
     recompute: what backward computes again in place of keeping it, block by block.
+    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on parameters, and so what an optimizer keeps for them, lie on shards
+        over the axes of data, and are gathered once a step; with 2 gradients are never added up whole, so that every backward
+        pass communicates; with 3 a block's parameters are gathered before it computes, dropped after, and gathered again in
+        backward.
+    zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
+    regather: with zero=3, False keeps what forward gathered for backward.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
     Raises ValueError for what is no style, and for parts beside anything else.
     """
@@ -34,6 +40,9 @@ class ParallelPlan:
     context: Context | None = None
     loss_parallel: bool = True
     recompute: Recompute = "none"
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_over: Sequence[str] | None = None
+    regather: bool = True
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,6 +54,14 @@ class ParallelPlan:
             raise ValueError(
                 f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
             )
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
+        if isinstance(self.zero_over, str) or (self.zero_over is not None and not self.zero_over):
+            raise ValueError(
+                f"ParallelPlan: zero_over is {self.zero_over!r}; give the names of axes, as ('dp',), or None"
+            )
+        if self.zero_over is not None:
+            object.__setattr__(self, "zero_over", tuple(self.zero_over))
         for pattern, given in self.tensor.items():
             as_styles(pattern, given)
         if not self.parts:

@@ -48,6 +48,8 @@ class PlanConfig:
     """How tokens attend to those of other cp ranks: keys and values are gathered, or tokens are exchanged for heads."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Sharded over dp and cp: from 1 on the optimizer's state, from 2 on gradients as well, with 3 parameters too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
