@@ -21,7 +21,8 @@ LAZILY = () if sys.dont_write_bytecode else ("--no-compile",)
 TIME_LIMIT = (
     "--timeout=900"  # seconds of a test; it ends one that hangs, and none that many programs beside it slow down
 )
-WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup")
+# A file at a time for each worker, in the order of tests/conftest.py: pytest-xdist would begin with those of the most tests.
+WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", "accelerate", *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's

@@ -42,13 +42,19 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With pytest-xdist, tests that start processes run on one worker, since together they would crowd the cores; the others
-    a file at a time, but for tests of it that name a group of their own.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist a worker takes a file at a time, but for tests of it that name a group of their own. Files whose tests
+    start processes come first: they take the longest, and the short ones at the end let the workers finish together.
     """
     for item in items:
-        starts = "pool" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("processes" if starts else item.path.name))
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).as_posix()))
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if _starts_processes(item)}
+        items.sort(key=lambda item: item.path not in slow)
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    return "pool" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts
 
 
 def pytest_collection_finish() -> None:

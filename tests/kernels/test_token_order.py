@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from weft.kernels import attention, dropout
 from weft.kernels.order import as_laid, as_read
 from weft.kernels.packing import pack, unpack
@@ -94,6 +96,33 @@ def test_dropout_draws_its_mask_for_tokens_as_they_are_read(pool: Pool) -> None:
     for outputs in pool.run(dropout_on_mesh, ranks=4):
         for one, other in zip(outputs, expected * 4, strict=True):
             assert torch.equal(one, other)
+
+
+def test_the_mask_that_fused_attention_knows_is_that_of_the_last_queries() -> None:
+    """On a GPU it stands for the mask that a CPU is given."""
+    q, k, v = operands(3, 7, B)
+    heads = [x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v)]
+    mixed = F.scaled_dot_product_attention(*heads, attn_mask=causal_lower_right(3, 7), enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, head_dim=D), mixed.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_runs_of_queries_on_a_gpu(dtype: torch.dtype) -> None:
+    """Forward and backward, grouped queries, heads of 64: no mask is made, and the error is no more than twice a CPU's."""
+    given = [normal(2, 7 * 32, width).to(dtype) for width in (4 * 64, 2 * 64, 2 * 64)]
+    order = [(32 * start, 32 * stop) for start, stop in ORDER]
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        output = attention(*leaves, head_dim=64, order=order)
+        upstream = upstream_of(output.shape).to(dtype).to(output)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+    truth, usual, found = run([x.double() for x in given]), run(given), run([x.cuda() for x in given])
+    for exact, one, other in zip(truth, usual, found, strict=True):
+        allowed = 2 * (one.double() - exact).abs().max() + 4 * torch.finfo(dtype).eps * exact.abs().max()
+        assert (other.double().cpu() - exact).abs().max() <= allowed
 
 
 def test_as_read_and_as_laid_are_each_others_reverse() -> None:

@@ -274,17 +274,47 @@ def test_the_balanced_order_has_each_token_once_and_even_work(tokens: int, parts
 def test_heads_that_ulysses_cannot_cut_are_refused_with_the_degrees_that_work() -> None:
     model = make()
     plan = replace(model.parallel_plan(), context="ulysses")
+    layer = r"layers\.0\.self_attn"
     with pytest.raises(
-        ValueError,
-        match=r"tp x cp = 1 x 8, which does not divide layers.0.self_attn.k_proj 4 .*cp that work: 1, 2, 4; ",
+        ValueError, match=rf"tp x cp = 1 x 8, .* {layer}\.k_proj 4 and {layer}\.v_proj 4; cp that work: 1, 2, 4;"
     ):
         parallelize(model, ProcessMesh.grid(cp=8), plan)
-    with pytest.raises(ValueError, match=r"tp x cp = 2 x 4, .*cp that work: 1, 2; context 'all_gather' takes any"):
+    with pytest.raises(ValueError, match=r"tp x cp = 2 x 4, .*; cp that work: 1, 2; context 'all_gather' takes any$"):
         parallelize(model, ProcessMesh.grid(cp=4, tp=2), plan)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     with pytest.raises(ValueError, match=r"context is 'ring'; it must be None or one of 'all_gather', 'ulysses'"):
         ParallelPlan(context="ring")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Linear has no DotProductAttention"):
         parallelize(torch.nn.Linear(2, 2), ProcessMesh.grid(cp=2), ParallelPlan(context="ulysses"))
+
+
+class Wrapper(torch.nn.Module):
+    """A user's module around a model, which hands on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner(*args, **kwargs)
+
+
+def wrapped(merged: bool) -> Tensor:
+    grid = ProcessMesh.grid(cp=2)
+    model = Wrapper()
+    own = replace(model.inner.parallel_plan(), context="all_gather")
+    tensor = {f"inner.{pattern}": style for pattern, style in own.tensor.items()}
+    whole_plan = ParallelPlan(tensor=tensor, context="all_gather")
+    parallelize(model, grid, ParallelPlan.merge({"": ParallelPlan(), "inner": own}) if merged else whole_plan)
+    laid = lay_out_batch(grid, own, batch(8)["tokens"])
+    return laid.as_read(to_global(model(laid.tokens, KEY, positions=laid.positions))).detach()
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["one-plan", "merged"])
+def test_a_module_around_a_model_hands_the_order_on(merged: bool, pool: Any) -> None:
+    expected = make()(batch(8)["tokens"]).detach()
+    for logits in pool.run(wrapped, merged, ranks=2):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
 def without_context(sharded: bool) -> Any:

@@ -230,9 +230,9 @@ def test_rotary_scalings_under_old_and_new_keys(key, settings, expected):
 @pytest.mark.parametrize(
     ("change", "window", "layers"),
     [
-        ({}, None, ()),
-        ({"sliding_window": 4}, None, ()),
-        ({"use_sliding_window": True, "sliding_window": 4}, None, ()),  # of 2 layers, 28 see all
+        ({}, 0, ()),
+        ({"sliding_window": 4}, 0, ()),
+        ({"use_sliding_window": True, "sliding_window": 4}, 0, ()),  # of 2 layers, 28 see all
         ({"use_sliding_window": True, "max_window_layers": 1}, 4096, (1,)),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, 4, (0, 1)),
     ],

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import attention, cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
-from weft.models import ColwiseParallel, LlamaConfig, ParallelPlan, generate, parallelize
+from weft.models import ColwiseParallel, LlamaConfig, ParallelPlan, generate, parallelize, record
 from weft.models.checks import check_tensor_parallel
-from weft.models.estimate import collectives
 from weft.models.parallel.layouts import few_heads
 from weft.models.parallel.resolve import resolve
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, layout_of, reshard
 
 from tests.models.cases import make, whole
-from tests.support.collectives import Collectives
+from tests.models.stepping import observed_step
 
 CONFIG = LlamaConfig(
     vocab_size=31,
@@ -41,28 +41,20 @@ def batch(rows: int = 3, length: int = 10) -> tuple[Tensor, Tensor]:
 
 
 def one_step(dp: int, tp: int, config: LlamaConfig, sequence: bool) -> dict[str, Any]:
-    """Loss, gradients and collectives by phase, and those predicted."""
+    """Loss and gradients; what is issued is what was recorded."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     plan = replace(model.parallel_plan(), sequence=sequence)
-    predicted = collectives(model, mesh, plan)
+    recorded = record(model, mesh, plan, batch=(3, 10), rank=dist.get_rank())
     parallelize(model, mesh, plan)
-    sync = GradientSync(model)
     tokens, target = (distribute(each, Layout(mesh, {"dp": Shard(0)})) for each in batch())
-    issued = {}
-    with Collectives() as seen, CollectiveCount() as count:
-        loss = reshard(cross_entropy(model(tokens), target, denominator=float(target.numel())))
-        issued["forward"] = count.take()
-        loss.backward()
-        issued["backward"] = count.take()
-        sync.wait()
-        issued["gradients"] = count.take()
-    assert Counter(seen.kinds) == sum(issued.values(), Counter())  # none was issued inside a DTensor's own ops
-    predicted["gradients"]["all-reduce"] -= 1  # the gradient's norm, which no one asks for here
-    assert {phase: +each for phase, each in predicted.items()} == issued
+    found, issued = observed_step(
+        model, lambda: cross_entropy(model(tokens), target, denominator=float(target.numel()))
+    )
+    assert recorded == issued
     key = model.layers[0].self_attn.k_proj.weight
     return {
-        "loss": whole(loss).item(),
+        "loss": found.loss.item(),
         "gradients": {name: whole(parameter.grad) for name, parameter in model.named_parameters()},
         "local": key.to_local().shape[0],
         "layouts": {str(layout_of(parameter)) for parameter in model.parameters()},

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.models import (
@@ -21,18 +20,18 @@ from weft.models import (
     ParallelPlan,
     RowwiseParallel,
     VocabParallel,
-    estimate,
     initialize,
     parallelize,
+    record,
 )
 from weft.models.checks import check_tensor_parallel
-from weft.models.estimate import collectives
 from weft.models.parallel.resolve import resolve
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
 from weft.reshard.running.gradients import BUCKET_BYTES
 
 from tests.models.cases import whole
+from tests.models.stepping import observed_step
 from tests.support.collectives import Collectives
 
 CONFIG = LlamaConfig(
@@ -47,6 +46,9 @@ VARIANTS = [
     pytest.param({}, {"sequence": True}, id="sequence"),
     pytest.param({"tie_embeddings": True, "attention_bias": True}, {"sequence": True}, id="sequence-tied-biases"),
     pytest.param({}, {"loss_parallel": False}, id="whole-logits"),
+    pytest.param({}, {"recompute": "full"}, id="recomputed"),
+    pytest.param({}, {"recompute": "full", "sequence": True}, id="sequence-recomputed"),
+    pytest.param({}, {"recompute": "selective", "sequence": True}, id="sequence-recomputed-in-part"),
     pytest.param({"dropout": 0.2, "attention_dropout": 0.1}, {}, id="dropout"),
     pytest.param({"dropout": 0.2, "attention_dropout": 0.1}, {"sequence": True}, id="sequence-dropout"),
 ]
@@ -71,35 +73,29 @@ def on(mesh: ProcessMesh, *tensors: Tensor) -> list[Tensor]:
 
 
 def one_step(
-    dp: int, tp: int, config: LlamaConfig, plan: dict[str, bool], bucket_bytes: int = BUCKET_BYTES
+    dp: int, tp: int, config: LlamaConfig, plan: dict[str, Any], bucket_bytes: int = BUCKET_BYTES
 ) -> dict[str, Any]:
-    """Loss, gradients and collectives by phase, and those predicted."""
+    """Loss, gradients and what this rank communicates, as issued and as recorded before."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     chosen = replace(model.parallel_plan(), **plan)
-    predicted = collectives(model, mesh, chosen)
+    options = {"inputs": {"dropout_key": KEY}, "rank": dist.get_rank(), "clip_norm": 1e9, "bucket_bytes": bucket_bytes}
+    recorded = record(model, mesh, chosen, batch=(5, 9), **options)
     parallelize(model, mesh, chosen)
     sync = GradientSync(model, bucket_bytes=bucket_bytes)
     tokens, target = on(mesh, *batch())
-    issued = {}
-    with Collectives() as seen, CollectiveCount() as count:
-        loss = cross_entropy(model(tokens, dropout_key=KEY), target, denominator=float(target.numel()))
-        loss = reshard(loss) if isinstance(loss, DTensor) else loss
-        issued["forward"] = count.take()
-        loss.backward()
-        issued["backward"] = count.take()
-        sync.wait()
-        issued["gradients"] = count.take()
-    assert Counter(seen.kinds) == sum(issued.values(), Counter())  # none was issued inside a DTensor's own ops
-    if mesh.size > 1:
-        predicted["gradients"]["all-reduce"] -= 1  # the gradient's norm, which no one asks for here
+
+    def loss() -> Tensor:
+        return cross_entropy(model(tokens, dropout_key=KEY), target, denominator=float(target.numel()))
+
+    step, communication = observed_step(model, loss, sync, clip_norm=1e9)
     found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return {"loss": whole(loss).item(), "gradients": found, "issued": issued, "predicted": predicted}
+    return {"loss": step.loss.item(), "gradients": found, "issued": communication, "recorded": recorded}
 
 
 @pytest.mark.parametrize(("change", "plan"), VARIANTS)
 @pytest.mark.parametrize(("dp", "tp"), MESHES[1:])
-def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any], plan: dict[str, bool], pool) -> None:
+def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any], plan: dict[str, Any], pool) -> None:
     config = replace(CONFIG, **change)
     dense = make(config)
     tokens, target = batch()
@@ -107,12 +103,12 @@ def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any]
     loss.backward()
     for found in pool.run(one_step, dp, tp, config, plan, ranks=4):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
-        assert {phase: +count for phase, count in found["predicted"].items()} == found["issued"]
+        assert found["recorded"] == found["issued"]
         for name, parameter in dense.named_parameters():
             torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def one_block(ranks: int, plan: dict[str, bool]) -> tuple[Counter[str], Counter[str]]:
+def one_block(ranks: int, plan: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
     mesh = ProcessMesh.grid(tp=ranks)
     model = parallelize(make(CONFIG), mesh, replace(make(CONFIG).parallel_plan(), **plan))
     x = torch.randn(2, 8, CONFIG.hidden_size)
@@ -197,40 +193,6 @@ def test_data_parallelism_adds_the_gradients_buckets_alone(pool) -> None:
     assert pool.run(buckets, 1, ranks=2) == [parameters, parameters]
 
 
-def recomputed(sequence: bool, dropout: float) -> list[tuple[Tensor, dict[str, Tensor], list[str]]]:
-    """A model's loss, gradients and the kinds of its collectives, as it is and with every layer recomputed."""
-    mesh = ProcessMesh.grid(dp=2, tp=2)
-    results = []
-    for again in (False, True):
-        model = make(replace(CONFIG, dropout=dropout, attention_dropout=dropout))
-        parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
-        if again:
-            for layer in model.layers:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        sync = GradientSync(model)
-        tokens, target = on(mesh, *batch())
-        with Collectives() as seen:
-            logits = model(tokens, dropout_key=KEY)
-            loss = reshard(cross_entropy(logits, target, denominator=float(target.numel())))
-            loss.backward()
-            sync.wait()
-        results.append((whole(loss), {n: whole(p.grad) for n, p in model.named_parameters()}, seen.kinds))
-    return results
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_recompute_gives_the_same_bits_and_repeats_the_forward_alone(sequence: bool, dropout: float, pool) -> None:
-    for (loss, found, kinds), (loss_again, found_again, kinds_again) in pool.run(recomputed, sequence, dropout):
-        assert torch.equal(loss, loss_again)
-        for name, gradient in found.items():
-            assert torch.equal(gradient, found_again[name]), name
-        more = Counter(kinds_again) - Counter(kinds)
-        # Recomputing stops when the last saved tensor is there: before the reduction that ends a layer.
-        assert more == Counter({"all-gather": 4, "reduce-scatter": 2} if sequence else {"all-reduce": 2})
-        assert not Counter(kinds) - Counter(kinds_again)
-
-
 def block_on_a_grid(sequence: bool, bucket_bytes: int) -> list[list[str]]:
     """Collectives in order: of a block's forward, of its backward and of the gradients' synchronization."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
@@ -260,19 +222,11 @@ def test_data_parallelism_leaves_a_block_as_it_is_but_for_one_bucket(pool) -> No
         assert after == ["all-reduce"] * 2  # over dp for the projections; over dp and tp for the norms
 
 
-def small_buckets(dp: int, tp: int, plan: dict[str, bool], bucket_bytes: int) -> dict[str, Any]:
-    estimate.BUCKET_BYTES = bucket_bytes
-    try:
-        return one_step(dp, tp, CONFIG, plan, bucket_bytes=bucket_bytes)
-    finally:
-        estimate.BUCKET_BYTES = BUCKET_BYTES
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 3_000, 10_000])
 @pytest.mark.parametrize(("dp", "tp", "plan"), [(4, 1, {}), (2, 2, {}), (2, 2, {"sequence": True})])
 def test_buckets_are_predicted_by_the_phase_in_which_they_leave(dp, tp, plan, bucket_bytes, pool) -> None:
-    found = pool.run(small_buckets, dp, tp, plan, bucket_bytes)[0]
-    assert {phase: +count for phase, count in found["predicted"].items()} == found["issued"]
+    for found in pool.run(one_step, dp, tp, CONFIG, plan, bucket_bytes):
+        assert found["recorded"] == found["issued"]
 
 
 def laid_out_then_filled(dp: int, tp: int) -> dict[str, Tensor]:
@@ -332,7 +286,7 @@ def test_tied_parameters_need_styles_that_agree() -> None:
     model = Llama(replace(CONFIG, tie_embeddings=True))
     plan = ParallelPlan(tensor={"embed_tokens": VocabParallel()})
     with pytest.raises(ValueError, match=r"'embed_tokens.weight' and 'lm_head.weight' are one tied parameter"):
-        collectives(model, ProcessMesh.grid(tp=2), plan)
+        record(model, ProcessMesh.grid(tp=2), plan, batch=(5, 9))
 
 
 def test_degrees_that_do_not_divide_list_those_that_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +26,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.layers import Embedding, Linear
-from weft.models.parallel.resolve import parts_of, resolve
+from weft.models.parallel.resolve import parts_of, parts_with, resolve
 from weft.reshard import GradientSync, distribute, layout_of, reshard
 
 from tests.models.cases import make, whole
@@ -181,6 +182,25 @@ def test_merged_plans_name_modules_by_prefixes() -> None:
     nested = nn.ModuleDict({"both": model, "other": make(CONFIG)})
     names = [part.name for part in parts_of(nested, ParallelPlan.merge({"both": plan, "oth*": own}))]
     assert names == ["both.left", "both.right", "other"]
+
+
+def test_an_option_holds_within_its_part() -> None:
+    model, tensor = nn.ModuleDict({"both": Both()}), {"lm_head": ColwiseParallel()}
+    plain, gathers, swaps = (ParallelPlan(tensor=tensor, context=kind) for kind in (None, "all_gather", "ulysses"))
+
+    def of(**plans: ParallelPlan) -> list[str]:
+        merged = ParallelPlan.merge({name.replace("_", "."): plan for name, plan in plans.items()})
+        return [part.name for part in parts_with(parts_of(model, merged), "context")]
+
+    assert of(both_left=plain, both_right=gathers) == ["both.left", "both.right"]
+    around = ParallelPlan()
+    assert of(both=around, both_left=gathers, both_right=swaps) == ["both.left", "both.right"]
+    assert of(both=replace(around, context="all_gather"), both_left=gathers) == ["both"]
+    for inner in (plain, swaps):
+        with pytest.raises(
+            ValueError, match=r"the plan of 'both.left' has context=.*, and that of 'both', in which it is"
+        ):
+            of(both=replace(around, context="all_gather"), both_left=inner)
 
 
 def conflicts() -> list[Any]:

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import function, reference
+from weft.kernels.cross_entropy.merged import Shard
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.cross_entropy.reference import Shard
 from weft.kernels.cross_entropy.sharded.loss import as_denominator
 from weft.kernels.traffic import Traffic, counted_traffic
 
@@ -214,3 +215,27 @@ def test_a_cpu_run_needs_no_triton():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "2.0794\n"
+
+
+class Operators(TorchDispatchMode):
+    """Counts the calls of torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ignored", "most"), [(0, 75), (1, 100)], ids=["all-count", "one-ignored"])
+def test_a_cpu_asks_for_few_operators(ignored, most):
+    """Of few logits the time is theirs, not that of the numbers."""
+    logits, target, _ = make(4, 31, "cpu")
+    target.clamp_(min=0)[:ignored] = -100
+    logits.requires_grad_()
+    cross_entropy(logits, target).backward()  # the first one, by which the next upstream gradient is guessed
+    with Operators() as seen:
+        cross_entropy(logits, target).backward()
+    assert seen.count <= most

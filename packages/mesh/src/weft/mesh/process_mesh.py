@@ -82,6 +82,11 @@ class ProcessMesh:
         """All of them, row-major. Made when first asked for; to look at some of many, iterate over the mesh."""
         return tuple(self._ranks)
 
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """How far apart neighbours along each axis are, 0 along an axis of size 1; None where that is not regular."""
+        return self._ranks.strides if self._ranks.table is None else None
+
     @cached_property
     def digest(self) -> str:
         """Hex digest of the content, the same in every process."""

@@ -12,6 +12,7 @@ from .families import FAMILIES
 
 if TYPE_CHECKING:
     from .checkpoint import from_pretrained, save_pretrained
+    from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
     from .gpt.model import GPT
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
+    from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
     "save_pretrained": ".checkpoint",
+    "Communication": ".communication",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
@@ -53,6 +56,7 @@ _HOMES = {
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "record": ".recording",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
@@ -63,6 +67,7 @@ __all__ = [
     "GPT",
     "Batch",
     "ColwiseParallel",
+    "Communication",
     "DynamicRopeScaling",
     "GPTConfig",
     "LinearRopeScaling",
@@ -85,6 +90,7 @@ __all__ = [
     "lay_out_batch",
     "parallelize",
     "patch",
+    "record",
     "save_pretrained",
     "stream",
 ]

@@ -9,6 +9,10 @@ class Cut(Protocol):
     """A config that says what tensor parallelism cuts."""
 
     @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
     def parallel_sizes(self) -> dict[str, int]:
         """By name, the sizes that are cut."""
 
@@ -52,7 +56,7 @@ def check_tensor_parallel(config: Cut, ways: int) -> None:
     """
     misfits = _misfits(config, ways)
     if misfits:
-        works = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
+        works = [n for n in range(1, config.parallel_sizes["num_heads"] + 1) if not _misfits(config, n)]
         raise ValueError(
             f"tp={ways} does not divide {' and '.join(misfits)}; degrees that work: {', '.join(map(str, works))}"
         )

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .checks import check_positive, check_probabilities, check_sizes
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
+
+
+def shown(metavar: str, default: str) -> Any:
+    """How the command's help shows an option whose default is said in words; nothing where there is no tyro to show it."""
+    try:
+        from tyro.conf import arg
+    except ModuleNotFoundError:
+        return None
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from ..dropout import function as dropping
 from ..order import Runs, as_read
@@ -54,9 +55,14 @@ def forward(
         key, value = key[..., start:stop, :], value[..., start:stop, :]
         documents = None if documents is None else documents[..., start:stop]
     q, k, v = (_heads(x, head_dim) for x in (query, key, value))  # [B, heads, T, D], twice [B, kv_heads, S, D]
-    triangle = causal and stop - start == T and documents is None and (window is None or window >= T)
-    mask = None
-    if not triangle or dropout:
+    last_alone = (
+        causal and documents is None and (window is None or window >= stop - start)
+    )  # nothing but causal to see
+    triangle = last_alone and stop - start == T
+    mask: Tensor | None = None
+    if last_alone and T > 1 and q.is_cuda and not triangle and not dropout:
+        mask = causal_lower_right(T, stop - start)  # which fused attention computes without a mask in memory
+    elif not triangle or dropout:
         mask = _visible(T, stop - start, first - start, causal, window, own, documents, q.device)
     if not dropout:
         output = _attend(q, k, v, mask, triangle, scale)

@@ -14,8 +14,8 @@ from ..op import Tensors
 from . import reference
 from .accuracy import correct
 from .guess import Once, guess
+from .merged import Merged, Shard, Upstream, of_target
 from .options import Options, check, check_contiguous, form_of
-from .reference import Shard, Upstream, of_target
 
 # Starts the all-gather of this shard's statistics [N, 3 to 5]. What it returns waits for it: [shards, N, 3 to 5].
 Gather = Callable[[Tensor], Callable[[], Tensor]]
@@ -48,32 +48,32 @@ def forward(
     """
     if vocab_size is None:
         vocab_size = vocab_start + (logits.shape[-1] if logits.ndim else 0)
-    check(form_of(logits), target, weight, denominator, options, vocab_start, vocab_size)
+    all_count = check(form_of(logits), target, weight, denominator, options, vocab_start, vocab_size)
     check_contiguous(logits, options)
-    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(logits)
+    shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(logits)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        denominator = mean_denominator(weight, target.reshape(-1), options, wide, count)
+        denominator = mean_denominator(weight, target, options, wide, count, all_count)
     class_weight, divided = weight, denominator  # as they are saved
     weight, denominator = per_token(weight, denominator)
-    guessed = dlogits = None
+    guessed = dlogits = merged = None
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 5]
     else:
         guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)
-        statistics = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
+        statistics, merged = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
     gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 to 5]
-    loss, lse = passes.losses(gathered, target, weight, shard)
+    loss, lse = passes.losses(gathered, target, weight, shard, merged)
     is_correct = correct(gathered, target, options.ignore_index) if options.return_token_accuracy else None
     saved = (logits, target, class_weight, divided, gathered, guessed, dlogits)
     return outputs_of(loss, lse, is_correct, denominator, options), saved
 
 
 def outputs_of(
-    loss: Tensor, lse: Tensor, is_correct: Tensor | None, denominator: Tensor | None, options: Options
+    loss: Tensor, lse: Tensor | None, is_correct: Tensor | None, denominator: Tensor | None, options: Options
 ) -> tuple[Tensor, ...]:
-    """Those that are asked for, from what each token has. denominator: of a mean."""
+    """Those that are asked for, from what each token has. lse: given where options.gives_lse. denominator: of a mean."""
 
     def reduced(each: Tensor) -> Tensor:
         each = each if options.reduction == "none" else each.sum()
@@ -81,8 +81,10 @@ def outputs_of(
 
     outputs = [reduced(loss)]
     if options.return_lse:
+        assert lse is not None, "an output"
         outputs.append(lse)
     if options.return_z_loss:
+        assert lse is not None, "of which an output is made"
         outputs.append(reduced(options.z_loss * lse.square()))
     if is_correct is not None:
         outputs.append(reduced(is_correct))
@@ -132,14 +134,22 @@ def backward(
 
 
 def mean_denominator(
-    weight: Tensor | None, classes: Tensor, options: Options, dtype: torch.dtype, count: Count | None
+    weight: Tensor | None,
+    target: Tensor,
+    options: Options,
+    dtype: torch.dtype,
+    count: Count | None,
+    all_count: bool = False,
 ) -> Tensor:
     """What a mean divides by: the sum of the weights of all tokens that are not ignored; without weights their number.
 
-    Where not all is weighted, see `Options.weighs_apart`, both, [2]; see `per_token`.
+    Where not all is weighted, see `Options.weighs_apart`, both, [2]; see `per_token`. all_count: see `Shard`.
     """
-    classes = classes.long()
-    total = of_target(weight, classes, options.ignore_index, dtype).sum()
+    classes = target.reshape(-1).long()
+    if weight is None and all_count:
+        total = torch.full((), target.numel(), dtype=dtype, device=target.device)
+    else:
+        total = of_target(weight, classes, options.ignore_index, dtype).sum()
     if options.weighs_apart(weight):
         total = torch.stack([total, (classes != options.ignore_index).sum().to(dtype)])
     return total if count is None else count(total)
@@ -163,9 +173,9 @@ class Passes(Protocol):
     """The passes over the logits, as `reference` describes them."""
 
     statistics: Callable[..., Tensor]
-    losses: Callable[..., tuple[Tensor, Tensor]]
+    losses: Callable[..., tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Tensor]
-    statistics_and_gradient: Callable[..., Tensor]
+    statistics_and_gradient: Callable[..., tuple[Tensor, Merged | None]]
 
 
 def passes_on(logits: Tensor) -> Passes:

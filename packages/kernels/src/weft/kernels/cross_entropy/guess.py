@@ -39,7 +39,9 @@ def guess(device: torch.device) -> Tensor:
 def was_right(guessed: Tensor, grad: Tensor | None) -> bool:
     """On a CPU: whether the upstream gradient is the guessed one. Keeps it as the next guess if the last was the same."""
     assert grad is not None, "the loss is the only output"
-    kept, number = history(guessed.device), grad.to(torch.float32)
-    kept[0] = torch.where(number == kept[1], number, torch.nan)
-    kept[1] = number
-    return bool(grad == guessed)  # exactly: float64 does not fit into what is kept
+    kept, number = history(guessed.device), grad.item()
+    if kept.tolist() != [number, number]:
+        narrow = grad.reshape(()).to(torch.float32)
+        kept[0] = torch.where(narrow == kept[1], narrow, torch.nan)
+        kept[1] = narrow
+    return bool(guessed.item() == number)  # exactly: float64 does not fit into what is kept

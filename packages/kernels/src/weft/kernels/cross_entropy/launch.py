@@ -12,8 +12,8 @@ from torch import Tensor
 from ..aot import Variant
 from ..backend import device_of
 from . import guess, kernel
+from .merged import Merged, Shard, Upstream
 from .options import Options
-from .reference import Shard, Upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,10 @@ def _without_rivals(statistics: Tensor, shard: Shard) -> Tensor:
     return statistics[..., : shard.options.columns - shard.options.return_token_accuracy].contiguous()
 
 
-def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> tuple[Tensor, Tensor]:
-    """See `reference.losses`."""
+def losses(
+    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, merged: Merged | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `merged.losses`. The kernel merges the statistics itself."""
     R, N, _ = statistics.shape
     loss, lse = (torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(2))
     if N == 0:
@@ -174,12 +176,12 @@ def _gradient_unless_guessed(
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """See `reference.statistics_and_gradient`; by one kernel, whose second reading of a row is from the L2. Of an upstream
     gradient of NaN it makes the statistics alone.
     """
     if logits.numel() == 0:
-        return statistics(logits, target, weight, shard)
+        return statistics(logits, target, weight, shard), None
     assert upstream.loss is not None and upstream.loss.numel() == 1, "it is known, or guessed, for a loss of one number"
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
@@ -194,7 +196,7 @@ def statistics_and_gradient(
             _or_none(options.label_smoothing), _or_none(options.z_loss),
             RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(options), num_warps=launch.warps,
         )  # fmt: skip
-    return _joined(row_statistics, rivals)
+    return _joined(row_statistics, rivals), None
 
 
 def _ragged(*tensors: Tensor) -> bool:

@@ -81,6 +81,11 @@ class Options:
         return weight is not None and (self.z_loss > 0 or self.return_token_accuracy)
 
     @property
+    def gives_lse(self) -> bool:
+        """Whether an output is made of each token's logsumexp."""
+        return self.return_lse or self.return_z_loss
+
+    @property
     def columns(self) -> int:
         """How many statistics a row has."""
         return 3 + (self.label_smoothing > 0) + self.return_token_accuracy
@@ -130,8 +135,9 @@ def check(
     options: Options,
     vocab_start: int,
     vocab_size: int,
-) -> None:
-    """Raises ValueError for tensors that cross-entropy cannot take.
+) -> bool:
+    """Raises ValueError for tensors that cross-entropy cannot take. Returns whether the host has seen that every target is a
+    class that counts, and so none is to be ignored.
 
     Target values are checked on the CPU only: elsewhere the host would have to wait for the device. There a target that is no
     class gives a loss of NaN.
@@ -153,8 +159,7 @@ def check(
     if denominator is not None and options.reduction != "mean":
         raise ValueError(f"a denominator with reduction={options.reduction!r}; only 'mean' divides; leave it None")
     _check_shard(logits.shape[-1], vocab_start, vocab_size)
-    if can_read(target):
-        _check_values(target, options.ignore_index, vocab_size)
+    return can_read(target) and _check_values(target, options.ignore_index, vocab_size)
 
 
 def check_target(logits: tuple[int, ...], target: Tensor) -> None:
@@ -193,11 +198,16 @@ def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:
         )
 
 
-def _check_values(target: Tensor, ignore_index: int, vocab_size: int) -> None:
+def _check_values(target: Tensor, ignore_index: int, vocab_size: int) -> bool:
+    if target.numel() == 0:
+        return False
+    low, high = (each.item() for each in target.aminmax())
+    if low >= 0 and high < vocab_size:
+        return not low <= ignore_index <= high
     target = target.long()  # an int32 would be compared with an ignore_index cut to 32 bits
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if not bool(wrong.any()):
-        return
+        return False
     index = tuple(wrong.nonzero()[0].tolist())
     raise ValueError(
         f"target{list(index) or ''} is {int(target[index])}, which is no class of {vocab_size} (0 to {vocab_size - 1})"

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import can_read
 from . import guess
 from .accuracy import rival
-from .options import Options
+from .merged import Merged, Shard, Upstream, finite, losses, merge, rows
+
+__all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
 # Logits widened at a time by each thread: 4 MiB in float64, which stay in the L3. A chunk's numbers per row cost the host some
 # 0.1 ms, whatever its size.
@@ -27,46 +28,6 @@ SUMS = {
     torch.bfloat16: (1.0, math.exp(80)),
     torch.float16: (1.0, math.exp(80)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The classes `start` to `start + V` of `size`, and what is asked of them.
-
-    Logits are scaled first: x becomes scale * x, and with a softcap cap * tanh(scale * x / cap).
-    """
-
-    start: int
-    size: int
-    options: Options
-
-    @property
-    def sums(self) -> bool:
-        """Whether the sum of the logits is wanted."""
-        return self.options.label_smoothing > 0
-
-    def part(self, weight: Tensor, V: int) -> Tensor:
-        """The weights of this shard's classes, of those of all."""
-        return weight[self.start : self.start + V]
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """The gradients that arrive: of the loss, a scalar or one number a row, which `denominator` divides; and of the lse.
-
-    None for a gradient of zeros.
-    """
-
-    loss: Tensor | None
-    lse: Tensor | None = None
-    denominator: Tensor | None = None
-
-    def of(self, rows: slice) -> Upstream:
-        """Those of some rows."""
-        loss, lse = (
-            each if each is None or each.ndim == 0 else each.reshape(-1)[rows] for each in (self.loss, self.lse)
-        )
-        return Upstream(loss, lse, self.denominator)
 
 
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
@@ -86,11 +47,11 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
     if V == 0:
         return _without_ignored(out.copy_(_nothing(out, shard)), classes, shard)
-    x = logits.reshape(-1, V)  # [N, V]
-    for some, space in _chunks(x):
-        exponentials = _exponentials(x[some], classes[some], weight, shard, space)
-        out[some] = _without_ignored(exponentials.statistics, classes[some], shard)
-    return out
+    parts = []
+    for x, some, space in _chunks(logits, classes):
+        exponentials = _exponentials(x, some, weight, shard, space)
+        parts.append(_without_ignored(exponentials.statistics, some, shard))
+    return _joined(parts) if parts else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +74,15 @@ class Exponentials:
 def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, space: Tensor) -> Exponentials:
     """Of logits [n, V], in the memory of `space`."""
     V, local = x.shape[-1], (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
-    index, is_here = local.clamp(0, V - 1), None if shard.size == V else (local >= 0) & (local < V)
-    z = _count(space[: len(x)].copy_(x), shard)
+    is_here = None if shard.size == V else (local >= 0) & (local < V)
+    index = local if shard.all_count and is_here is None else local.clamp(0, V - 1)
+    z = _count((space if len(space) == len(x) else space[: len(x)]).copy_(x), shard)
     logit = z.gather(1, index)
     columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
     if shard.sums:
         logits_summed = z if weight is None else z * shard.part(weight, V).to(z.dtype)
         columns.append(logits_summed.sum(-1, keepdim=True))
-    hidden = torch.full_like(logit, -torch.inf) if is_here is None else logit.masked_fill(is_here, -torch.inf)
+    hidden = -torch.inf if is_here is None else logit.masked_fill(is_here, -torch.inf)
     z.scatter_(1, index, hidden)
     if shard.options.return_token_accuracy:
         columns.append(rival(z, local, _narrow(x.dtype)))
@@ -133,7 +95,7 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
         low, high = SUMS[x.dtype]
         z = _count(z.copy_(x), shard).scatter_(1, index, hidden)
         base = torch.where((total > low) & (total < high), 0, z.amax(-1, keepdim=True).double())
-        total = _exp(z.sub_(_finite(base).to(z.dtype))).sum(-1, keepdim=True).double()
+        total = _exp(z.sub_(finite(base).to(z.dtype))).sum(-1, keepdim=True).double()
         log_total = total.log()
         lse_hi = (base + log_total).to(_narrow(x.dtype))
         lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0)
@@ -164,119 +126,12 @@ def _nothing(like: Tensor, shard: Shard) -> Tensor:
 
 def _without_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
     """The statistics, NaN for a target that is no class, and nothing for rows to ignore."""
-    ignore_index = shard.options.ignore_index
-    if not 0 <= ignore_index < shard.size and _all_between(classes, -1, shard.size):
+    if shard.all_count:
         return statistics
+    ignore_index = shard.options.ignore_index
     wrong = (classes < 0) | (classes >= shard.size)  # those to ignore mostly among them
     statistics[:, 1].masked_fill_(wrong, torch.nan)
     return torch.where((classes == ignore_index).unsqueeze(1), _nothing(statistics, shard), statistics)
-
-
-def merge(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three statistics [shards, N, 3] of all shards as one: base, log_sum and log_odds, each [N].
-
-    log_sum is of exp(logit - base) over all classes, so the logsumexp is base + log_sum. They stay apart because
-    their sum rounds at the size of the logits. base is 0 where every logit is -inf, and log_sum is -inf.
-    log_odds is log((1 - p) / p) for the p of the true class: the loss is softplus(log_odds), and p - 1 is
-    -sigmoid(log_odds), both accurate for p near 1. All in float64: it is little beside the logits.
-    The result depends on nothing but the statistics, so ranks that gathered the same numbers get the same bits.
-    """
-    lse_hi, lse_lo, target_logits = statistics.double().unbind(-1)  # [shards, N] each
-    if len(statistics) == 1:
-        target_logit = target_logits[0]
-        base = _finite(torch.maximum(lse_hi[0], target_logit))
-        others = (lse_hi[0] - base) + lse_lo[0]
-    else:
-        target_logit = target_logits.sum(0)
-        base = _finite(torch.maximum(lse_hi.amax(0), target_logit))
-        others = ((lse_hi - base) + lse_lo).logsumexp(0)
-    target_logit = target_logit - base  # an infinite logit gives NaN
-    return base, torch.logaddexp(others, target_logit), others - target_logit
-
-
-def losses(statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> tuple[Tensor, Tensor]:
-    """The loss and the logsumexp of each row, of the target's shape, from the statistics [shards, N, 3 or 4] of all shards.
-
-    weight: [size]. Both are 0 at a row to ignore.
-    """
-    options = shard.options
-    base, log_sum, log_odds = merge(statistics[..., :3])
-    lse = base + log_sum
-    classes = target.reshape(-1).long()
-    loss = F.softplus(log_odds, threshold=100)  # above it log_odds itself
-    if weight is not None:
-        loss = loss * of_target(weight, classes, options.ignore_index, loss.dtype)
-    if shard.sums:
-        weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
-        # Each over the size before they are subtracted: both grow with it.
-        uniform = (weight_sum * base - statistics[..., 3].sum(0)) / shard.size + (weight_sum / shard.size) * log_sum
-        loss = (1 - options.label_smoothing) * loss + options.label_smoothing * uniform  # the loss of a uniform target
-    if options.z_loss:
-        loss = loss + options.z_loss * lse.square()
-    # Masked last: autograd forbids changing a view in place where it is an output.
-    ignored = (classes == options.ignore_index).view(target.shape)
-    loss, lse = (x.to(statistics.dtype).view(target.shape).masked_fill(ignored, 0) for x in (loss, lse))
-    return loss, lse
-
-
-def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The weight of each token's class, [N]; 0 at a token to ignore. A target that is no class has made the loss NaN."""
-    if weight is None:
-        return (classes != ignore_index).to(dtype)
-    if len(weight) == 0:
-        return torch.zeros(len(classes), dtype=dtype, device=classes.device)
-    return weight[classes.long().clamp(0, len(weight) - 1)].to(dtype).masked_fill(classes == ignore_index, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The scalars of each row's gradient, [N] in float64: softmax_scale * softmax - smoothing * weight, target_grad at the target.
-
-    base, log_sum: as `merge` gives them; the logsumexp is their sum. smoothing: None without label smoothing.
-    """
-
-    base: Tensor
-    log_sum: Tensor
-    softmax_scale: Tensor
-    target_grad: Tensor
-    smoothing: Tensor | None
-
-
-def rows(statistics: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
-    """From the statistics of all shards and the gradients that arrive."""
-    options = shard.options
-    base, log_sum, log_odds = merge(statistics[..., :3])
-    classes = target.reshape(-1).long()
-    ignored = classes == options.ignore_index
-    if upstream.loss is None:
-        grad = torch.zeros_like(log_sum)
-    else:
-        grad = upstream.loss.to(log_sum.dtype)
-        grad = grad if upstream.denominator is None else grad / upstream.denominator
-        grad = torch.where(ignored, 0, grad.reshape(-1))
-    # nll_scale * (softmax - one-hot) + lse_scale * softmax - smoothing * weight, where softmax_scale = nll_scale + lse_scale.
-    nll_scale = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
-    lse_scale = smoothing = None  # lse_scale: of z_loss and of the lse
-    target_grad = None
-    if shard.sums:
-        smoothing = grad * (options.label_smoothing / shard.size)
-        lse_scale = smoothing * (shard.size if weight is None else weight.to(grad.dtype).sum())
-        target_grad = (
-            -smoothing if weight is None else -smoothing * of_target(weight, classes, options.ignore_index, grad.dtype)
-        )
-        nll_scale = nll_scale * (1 - options.label_smoothing)
-    if options.z_loss:
-        of_lse = 2 * options.z_loss * torch.where(ignored, 0, base + log_sum) * grad
-        lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
-    if upstream.lse is not None:
-        of_lse = torch.where(ignored, 0, upstream.lse.reshape(-1).to(grad.dtype))
-        lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
-    nll_at_target = nll_scale * torch.sigmoid(log_odds)
-    if lse_scale is not None:
-        nll_at_target = nll_at_target - lse_scale * torch.sigmoid(-log_odds)
-    target_grad = -nll_at_target if target_grad is None else target_grad - nll_at_target
-    softmax_scale = nll_scale if lse_scale is None else nll_scale + lse_scale
-    return Rows(base, log_sum, softmax_scale, torch.where(ignored, 0, target_grad), smoothing)
 
 
 def gradient(
@@ -297,31 +152,32 @@ def gradient(
     """
     if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
         return out
-    classes, x = target.reshape(-1).long(), logits.reshape(-1, logits.shape[-1])
-    dx = out.view(x.shape)  # [N, V] both
-    for some, space in _chunks(x):
-        exponentials = _exponentials(x[some], classes[some], weight, shard, space)
-        _write(exponentials, x[some], classes[some], weight, statistics[:, some], upstream.of(some), shard, dx[some])
+    start = 0
+    for x, classes, space, dx in _chunks(logits, target.reshape(-1).long(), out):
+        some = slice(start, start := start + len(x))
+        exponentials = _exponentials(x, classes, weight, shard, space)
+        _write(exponentials, x, classes, weight, merge(statistics[:, some]), upstream.of(some), shard, dx)
     return out
 
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
-) -> Tensor:
-    """The statistics [N, 3 or 4] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
+) -> tuple[Tensor, Merged | None]:
+    """The statistics [N, 3 to 5] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
 
     upstream: of the loss alone, one number. Where it is NaN only the statistics are made.
+    Returned beside the statistics: what `merge` makes of them, where it was made of all at once.
     """
-    nothing_guessed = can_read(logits) and upstream.loss is not None and bool(upstream.loss.isnan().all())
+    nothing_guessed = can_read(logits) and upstream.loss is not None and math.isnan(upstream.loss.item())
     if out.numel() == 0 or nothing_guessed:
-        return statistics(logits, target, weight, shard)
-    classes, x = target.reshape(-1).long(), logits.reshape(-1, logits.shape[-1])
-    dx, parts = out.view(x.shape), []
-    for some, space in _chunks(x):
-        exponentials = _exponentials(x[some], classes[some], weight, shard, space)
-        parts.append(_without_ignored(exponentials.statistics, classes[some], shard))
-        _write(exponentials, x[some], classes[some], weight, parts[-1].unsqueeze(0), upstream.of(some), shard, dx[some])
-    return torch.cat(parts)
+        return statistics(logits, target, weight, shard), None
+    parts: list[Tensor] = []
+    for x, classes, space, dx in _chunks(logits, target.reshape(-1).long(), out):
+        exponentials = _exponentials(x, classes, weight, shard, space)
+        parts.append(_without_ignored(exponentials.statistics, classes, shard))
+        merged = merge(parts[-1].unsqueeze(0))
+        _write(exponentials, x, classes, weight, merged, upstream, shard, dx)
+    return _joined(parts), merged if len(parts) == 1 else None
 
 
 def _write(
@@ -329,13 +185,13 @@ def _write(
     x: Tensor,
     classes: Tensor,
     weight: Tensor | None,
-    statistics: Tensor,
+    merged: Merged,
     upstream: Upstream,
     shard: Shard,
     dx: Tensor,
 ) -> None:
     """The gradient of some rows, from their exponentials, whose memory it takes."""
-    row, each = rows(statistics, classes, weight, upstream, shard), of.values
+    row, each = rows(merged, classes, weight, upstream, shard), of.values
     scale = row.softmax_scale * ((-row.base if of.base is None else of.base.squeeze(1) - row.base) - row.log_sum).exp_()
     slope = _slope(x, each.dtype, shard)  # before dx is written: it may be x
     each.mul_(scale.to(each.dtype).unsqueeze(1))
@@ -385,15 +241,21 @@ def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
     return 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, which as a difference would lose its digits
 
 
-def _finite(largest: Tensor) -> Tensor:
-    """What to subtract before exp: the largest logit, or 0 where it is -inf and the difference would be NaN."""
-    return largest.masked_fill(largest == -torch.inf, 0)
-
-
-def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Equal chunks of the rows of x [N, V], and memory for one of them in `_wide` numbers, for all the same."""
-    N, V = x.shape
+def _chunks(logits: Tensor, classes: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Equal chunks of the rows of logits [N, V], with their classes, memory in `_wide` numbers, the same for all, and their
+    part of each output, which is contiguous and of the logits' shape.
+    """
+    V = logits.shape[-1]
+    x, *written = (each if each.ndim == 2 else each.reshape(-1, V) for each in (logits, *outputs))
+    N = len(x)
+    if N == 0:
+        return
     most = max(1, CHUNK * torch.get_num_threads() // V)
-    step = -(-N // -(-N // most)) if N else 1
-    space = torch.empty(min(step, N), V, dtype=_wide(x.dtype), device=x.device)
-    return ((slice(start, start + step), space) for start in range(0, N, step))
+    step = N if x.is_meta else -(-N // -(-N // most))  # what has no memory is taken at once
+    space = torch.empty(step, V, dtype=_wide(x.dtype), device=x.device)
+    for some, of_classes, *parts in zip(*(each.split(step) for each in (x, classes, *written)), strict=True):
+        yield some, of_classes, space, *parts
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..backend import on_cpu
 from ..cross_entropy.function import Gather, passes_on
-from ..cross_entropy.reference import Shard, Upstream
+from ..cross_entropy.merged import Shard, Upstream
 
 # The limit of what is held above inputs and gradients: the logits of the chunks that are held at once, and the lower bits of a sum
 # in 24 bits. A float32 sum that is not the gradient itself is not counted: chunks would get too small.
@@ -93,7 +93,7 @@ def sweep(
         if upstream is None:
             statistics = passes.statistics(logits, classes, weight, shard)
         else:
-            statistics = passes.statistics_and_gradient(logits, classes, weight, upstream, shard, logits)
+            statistics, _ = passes.statistics_and_gradient(logits, classes, weight, upstream, shard, logits)
         return lambda: statistics.unsqueeze(0)
 
     spaces = cycle([product.space(chunks) for _ in range(1 if gather is None else min(2, len(chunks)))])

@@ -6,15 +6,15 @@ there: three GEMMs a chunk. Otherwise backward computes the logits again: four.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..cross_entropy.accuracy import correct
 from ..cross_entropy.function import Count, Gather, mean_denominator, outputs_of, passes_on, per_token
+from ..cross_entropy.merged import Shard, Upstream
 from ..cross_entropy.options import Form, Options, check
-from ..cross_entropy.reference import Shard, Upstream
 from ..op import Tensors
 from .chunks import Product, chunks_of, sweep
 from .gradients import Sums, Wanted, may_be_in_24_bits, scaled
@@ -53,12 +53,12 @@ def forward(
     dtype = compute_dtype or input.dtype
     wide = torch.promote_types(dtype, torch.float32)
     form = Form((*input.shape[:-1], V), dtype, input.device)
-    check(form, target, weight, denominator, options, vocab_start, vocab_size)
+    all_count = check(form, target, weight, denominator, options, vocab_start, vocab_size)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1 if gather is None else 2)
-    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
+    shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(product.x)
     if options.reduction == "mean" and denominator is None:
-        denominator = mean_denominator(weight, product.classes, options, wide, count)
+        denominator = mean_denominator(weight, product.classes, options, wide, count, all_count)
     class_weight, divided = weight, denominator  # as they are saved
     weight, denominator = per_token(weight, denominator)
     upstream = sums = None
@@ -67,7 +67,7 @@ def forward(
             Upstream(torch.ones((), device=input.device), None, denominator),
             Sums(product, wanted, chunks),
         )
-    of_chunks: list[tuple[Tensor, Tensor, Tensor]] = []  # the statistics, the loss and the lse
+    of_chunks: list[tuple[Tensor, Tensor, Tensor | None]] = []  # the statistics, the loss and the lse
     is_correct: list[Tensor] = []
     for rows, logits, gathered in sweep(product, weight, shard, chunks, upstream, gather):
         of_chunks.append((gathered, *passes.losses(gathered, product.classes[rows], weight, shard)))
@@ -76,8 +76,13 @@ def forward(
         if sums is not None:
             sums.add(rows, logits)
     nothing = torch.zeros(0, dtype=wide, device=input.device)
-    loss, lse = (torch.cat([nothing, *(each[i] for each in of_chunks)]).reshape(target.shape) for i in (1, 2))
-    accuracy = torch.cat([nothing, *is_correct]).reshape(target.shape) if options.return_token_accuracy else None
+
+    def of_tokens(parts: Iterable[Tensor | None]) -> Tensor:
+        return torch.cat([nothing, *(each for each in parts if each is not None)]).reshape(target.shape)
+
+    loss = of_tokens(each for _, each, _ in of_chunks)
+    lse = of_tokens(each for _, _, each in of_chunks) if options.gives_lse else None
+    accuracy = of_tokens(is_correct) if options.return_token_accuracy else None
     outputs = outputs_of(loss, lse, accuracy, denominator, options)
     if sums is not None:
         dx = None if sums.dx is None else sums.dx.view(input.shape)

@@ -154,7 +154,7 @@ def _asked(
 
 def _called(function: Callable[..., Any], bound: inspect.BoundArguments, instead: Mapping[str, Any]) -> Any:
     """The function, called as it was, but for some arguments."""
-    call = inspect.BoundArguments(bound.signature, {**bound.arguments, **instead})  # type: ignore[arg-type]
+    call = inspect.BoundArguments(bound.signature, {**bound.arguments, **instead})
     return function(*call.args, **call.kwargs)
 
 

@@ -38,7 +38,7 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             if torch.compiler.is_compiling():
-                return _in_graph(op.name, tuple(options.items()), *tensors), None
+                return *_in_graph(op.name, tuple(options.items()), *tensors), None
             return _on_mesh(op, tensor.device_mesh, tensors, options)
     if op.backward is None:
         output = op.forward(*tensors, **options)
@@ -64,7 +64,7 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
 
 
 @in_graph
-def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> Any:
-    """An op on DTensors where Dynamo traces."""
+def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The outputs of an op on DTensors where Dynamo traces."""
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return _on_mesh(OPS[name], mesh, tensors, dict(options))[0]
+    return tuple(_on_mesh(OPS[name], mesh, tensors, dict(options))[:-1])

@@ -14,5 +14,6 @@ PLAN = ParallelPlan(
         "h.*.mlp.c_fc": ColwiseParallel(),
         "h.*.mlp.c_proj": RowwiseParallel(),
         "lm_head": ColwiseParallel(),
-    }
+    },
+    blocks=("h.*",),
 )

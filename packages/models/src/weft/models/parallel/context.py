@@ -47,22 +47,18 @@ def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> No
     """Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp."""
     if plan.context is None or not has_context_axis(mesh):
         return
-    attentions = [name for name, module in model.named_modules() if isinstance(module, DotProductAttention)]
+    own = dict(model.named_modules())
+    attentions = [name for name, module in own.items() if isinstance(module, DotProductAttention)]
     if not attentions:
         raise ValueError(
             f"the plan has context={plan.context!r}, but {type(model).__name__} has no DotProductAttention of "
             f"weft.models.layers, which is what it is about; attend by one, or use context=None"
         )
     if plan.context == "ulysses":
-        modules = dict(model.named_modules())
         for parent in (name.rpartition(".")[0] for name in attentions):
-            layers: Any = [
-                (f"{parent}.{child}".lstrip("."), layer) for child, layer in modules[parent].named_children()
-            ]
-            check_heads(
-                {name: layer.out_features // layer.unit for name, layer in layers if getattr(layer, "unit", 1) > 1},
-                mesh,
-            )
+            layers: Any = [(f"{parent}.{child}".lstrip("."), layer) for child, layer in own[parent].named_children()]
+            heads = {name: layer.out_features // layer.unit for name, layer in layers if getattr(layer, "unit", 1) > 1}
+            check_heads(heads, mesh)
 
 
 def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
@@ -74,12 +70,13 @@ def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
 
 def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
     """Puts the reshards of context parallelism where the model's tokens enter and where its layers attend."""
-    if not has_context_axis(mesh):
+    own = list(model.modules())
+    if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
     model.register_forward_pre_hook(_Tokens(model, plan).enter, with_kwargs=True)
     if plan.context is None:
         return
-    for module in model.modules():
+    for module in own:
         if isinstance(module, Dropout):
             module.register_forward_pre_hook(_drop_in_order, with_kwargs=True)
         elif isinstance(module, DotProductAttention):
@@ -94,12 +91,14 @@ class _Tokens:
     """Where tokens enter the model: they are given positions, whole documents, and the order in which they lie."""
 
     def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
-        self._names = tuple(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self._takes_positions = any(each.name == "positions" or each.kind is each.VAR_KEYWORD for each in parameters)
         self._context = plan.context
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        tokens, positions = given.get(self._names[0]), given.get("positions")
+        tokens = args[0] if args else next(iter(kwargs.values()), None)
         if not _sharded_on_tokens(tokens):
             return None
         if self._context is None:
@@ -107,20 +106,25 @@ class _Tokens:
                 f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the tokens of "
                 f'the others; give the plan context="all_gather" or "ulysses", or replicate the tokens over {CONTEXT_AXIS!r}'
             )
-        if given.get("documents") is not None:
-            given["documents"] = _whole_tokens(given["documents"])
+        positions, documents = given.get("positions"), given.get("documents")
+        if isinstance(documents, DTensor):
+            given["documents"] = _whole_tokens(documents)
         if isinstance(positions, OrderedPositions):
             given["positions"] = positions.values
             given["documents"] = Ordered(positions.order, given.get("documents"))
             if given.get("dropout_key") is not None:
                 given["dropout_key"] = Ordered(positions.order, given["dropout_key"])
-        elif positions is None and "positions" in self._names:
+        elif positions is None and self._takes_positions:
             given["positions"] = _own_positions(tokens)
-        return (), given
+        taken = self._names[: len(args)]
+        return (*(given.pop(name) for name in taken), *args[len(taken) :]), given
 
 
 def _sharded_on_tokens(x: Any) -> bool:
-    return isinstance(x, DTensor) and layout_of(x)[CONTEXT_AXIS] == Shard(TOKENS_DIM)
+    if not isinstance(x, DTensor):
+        return False
+    layout = layout_of(x)
+    return CONTEXT_AXIS in layout.mesh.axis_names and layout[CONTEXT_AXIS] == Shard(TOKENS_DIM)
 
 
 def _own_positions(tokens: DTensor) -> DTensor:
@@ -133,11 +137,8 @@ def _own_positions(tokens: DTensor) -> DTensor:
 
 def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "key"), args, strict=False)) | kwargs
-    return (
-        ((), {**given, "key": given["key"].value, "order": given["key"].order})
-        if isinstance(given["key"], Ordered)
-        else None
-    )
+    key = given["key"]
+    return ((), {**given, "key": key.value, "order": key.order}) if isinstance(key, Ordered) else None
 
 
 def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from .context import check_context, hook_context
 from .layouts import has_tensor_axis, parameter_layouts
 from .plan import ParallelPlan
 from .preparation import check_prepared, hook_prepared
-from .resolve import parts_of, styles_of
+from .recompute import blocks_of, recompute
+from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import TENSOR_AXIS
 from .zero import check_zero, hook_zero, shard_layouts
 
@@ -43,7 +44,7 @@ def parallelize(
 
     plan: the model's own where None. device_mesh: torch's name for the mesh; give one of the two.
     Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
-    model is left as it is, and so is one that was laid out by an equal plan on an equal mesh. Give it tokens as a DTensor,
+    parameters are left as they are; so is a model that was laid out by an equal plan on an equal mesh. Give it tokens as a DTensor,
     sharded over the data axes; plain tokens count as replicated.
     Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
     row- or vocab-parallel layer one reduction of its output, in the backward one for every input that
@@ -57,7 +58,7 @@ def parallelize(
         raise ValueError("parallelize needs a mesh to lay the model out on")
     mesh = as_process_mesh(given)
     if plan is None:
-        plan = _own_plan(model)
+        plan = own_plan(model)
     if _is_laid_out(model, mesh, plan):
         return model
     parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
@@ -65,10 +66,12 @@ def parallelize(
     check_prepared(model, parts, mesh)
     for part in parts:
         check_zero(mesh, part.plan)
+        blocks_of(model.get_submodule(part.name), part.plan)
     if mesh.size == 1:
-        return model
+        return _recomputing(model, parts, mesh, plan)
     styles = styles_of(model, parts)
-    for part in parts:
+    attending = parts_with(parts, "context")
+    for part in attending:
         check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     at_rest = shard_layouts(parts, layouts, model)
@@ -83,15 +86,24 @@ def parallelize(
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
             hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
-    for part in parts:
+    for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
     hook_zero(model, parts, layouts, at_rest)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
+    return _recomputing(model, parts, mesh, plan)
+
+
+def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
+    """Last, since from then on a block's forward is another function."""
+    for part in parts:
+        if part.plan.recompute != "none":
+            recompute(model.get_submodule(part.name), part.plan)
+            setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
 
 
-def _own_plan(model: nn.Module) -> ParallelPlan:
+def own_plan(model: nn.Module) -> ParallelPlan:
     """Raises ValueError for a model that has none."""
     own = getattr(model, "parallel_plan", None)
     if not callable(own):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -75,7 +75,7 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
             found = [full for full, name in within.items() if name == pattern or (name and fnmatchcase(name, pattern))]
             if not found:
                 whom = f"{prefix}, a {type(names[prefix]).__name__}" if prefix else type(model).__name__
-                raise ValueError(f"plan pattern {shown!r} matches no module of {whom}; {_nearest(shown, list(within))}")
+                raise ValueError(f"plan pattern {shown!r} matches no module of {whom}; {nearest(shown, list(within))}")
             for name in dict.fromkeys(first[names[full]] for full in found):
                 for style in as_styles(pattern, styles):
                     _check_kind(shown, style, name, names[name])
@@ -91,6 +91,32 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
                 case _:
                     each.part.styles[name] = each.style
     return parts
+
+
+def parts_with(parts: list[Part], option: str) -> list[Part]:
+    """The parts whose modules an option of a plan is of, each module in one: of a part within another, the other's alone.
+
+    Where the other has the option's default, it is the inner part's. Raises ValueError where they contradict each other.
+    """
+    default = next(each.default for each in fields(ParallelPlan) if each.name == option)
+    found = []
+    for part in parts:
+        own = getattr(part.plan, option)
+        around = [other for other in parts if other is not part and _is_within(part.name, other.name)]
+        outer = [other for other in around if getattr(other.plan, option) != default]
+        if any(getattr(other.plan, option) != own for other in outer):
+            raise ValueError(
+                f"the plan of {part.name!r} has {option}={own!r}, and that of {outer[0].name!r}, in which it is, "
+                f"{option}={getattr(outer[0].plan, option)!r}; give both the same, or leave it out in {outer[0].name!r}"
+            )
+        holds_others = any(_is_within(other.name, part.name) for other in parts if other is not part)
+        if not outer and not (own == default and holds_others):
+            found.append(part)
+    return found
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
 
 
 @dataclass(slots=True)
@@ -112,7 +138,7 @@ def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) 
         if not found:
             raise ValueError(
                 f"the plan of {pattern!r} was merged for a module that {type(model).__name__} has not; "
-                f"{_nearest(pattern, list(names))}"
+                f"{nearest(pattern, list(names))}"
             )
         for name in found:
             if any(name.startswith(f"{outer}.") for outer in found):
@@ -193,7 +219,7 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
         )
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def nearest(name: str, names: list[str]) -> str:
     known = [each for each in names if each]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
     return f"the nearest names are {', '.join(near or known[:3])}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from ..checks import check_choice, check_sizes
-from ..config import BlockOptions, RotaryConfig
+from ..config import BlockOptions, RotaryConfig, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +17,10 @@ class QwenConfig(RotaryConfig):
     """2, which is 2.5 too: biases in the projections to queries, keys and values. 3: norms of each query and key head."""
     attention_bias: bool = False
     """Of version 3: biases in all of the attention's projections."""
-    sliding_window: int | None = None
-    """How many of the last keys a query sees in the sliding layers."""
-    sliding_layers: tuple[int, ...] = ()
-    """The layers with the window, counted from 0; in the others a query sees all keys before it."""
+    sliding_window: int = 0
+    """How many of the last keys a query sees in the sliding layers; 0: there are none."""
+    sliding_layers: Annotated[tuple[int, ...], shown("INT", "no layer")] = ()
+    """The layers with the window, counted from 0; in the others a query sees all keys up to its own."""
 
     def __post_init__(self) -> None:
         RotaryConfig.__post_init__(self)
@@ -29,9 +29,9 @@ class QwenConfig(RotaryConfig):
             raise ValueError(
                 "QwenConfig: attention_bias is an option of version 3; version 2 has biases for q, k and v alone: leave it out"
             )
-        if self.sliding_window is not None:
+        if self.sliding_window != 0:
             check_sizes(self, "sliding_window")
-        if bool(self.sliding_layers) != (self.sliding_window is not None):
+        if bool(self.sliding_layers) != bool(self.sliding_window):
             raise ValueError(
                 f"QwenConfig: sliding_window is {self.sliding_window} and sliding_layers {self.sliding_layers}; "
                 f"give both, or neither"

@@ -66,8 +66,8 @@ def write_config(model: Qwen) -> dict[str, Any]:
         "model_type": kind,
         **_FIELDS[kind].write(config),
         **write_rope(config),
-        "use_sliding_window": config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window > 0,
+        "sliding_window": config.sliding_window or None,
         "layer_types": [
             _WINDOW if layer in config.sliding_layers else "full_attention" for layer in range(config.num_layers)
         ],

@@ -5,33 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from ..config import ModelConfig
+from ..config import ModelConfig, shown
 from ..degrees import check_head_degrees
 from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
 
 
-def _shown(metavar: str, default: str) -> Any:
-    """How the command's help shows an option whose default is worked out later; nothing where there is no tyro to show it."""
-    try:
-        from tyro.conf import arg
-    except ModuleNotFoundError:
-        return None
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
     """Processes along each axis; their product is all GPUs, 4 processes on a CPU, or those that a launcher started."""
 
-    dp: Annotated[int | None, _shown("INT", "processes / cp / tp")] = None
+    dp: Annotated[int | None, shown("INT", "processes / cp / tp")] = None
     """Data parallel: each of these reads its own part of every batch."""
     cp: int = 1
     """Context parallel: these share the tokens of every sequence."""
-    tp: Annotated[int | None, _shown("INT", "2; 1 for an odd number of processes")] = None
+    tp: Annotated[int | None, shown("INT", "2; 1 for an odd number of processes")] = None
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
@@ -44,7 +35,7 @@ class PlanConfig:
 
     sequence: bool = False
     """Shard activations on the tokens between the tensor-parallel layers."""
-    context: Annotated[Context | None, _shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
+    context: Annotated[Context | None, shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
     """How tokens attend to those of other cp ranks: keys and values are gathered, or tokens are exchanged for heads."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
@@ -56,7 +47,7 @@ class PlanConfig:
 class DataConfig:
     """The text and its parts; a token is a byte. One sequence in 20, at most 128, is held out and never trained on."""
 
-    path: Annotated[Path | None, _shown("PATH", "the source of Python's standard library")] = None
+    path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
     """A text file in UTF-8, or a folder of them, whose other files are skipped."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
@@ -94,7 +85,7 @@ class TrainConfig:
 
     steps: int = 200
     """Updates of the weights."""
-    output: Annotated[Path | None, _shown("PATH", "outputs/RECIPE-TIME")] = None
+    output: Annotated[Path | None, shown("PATH", "outputs/RECIPE-TIME")] = None
     """Folder to make for the results."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""

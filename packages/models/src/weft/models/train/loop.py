@@ -14,21 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
-from weft.reshard import GradientSync, layout_of, reshard
+from weft.reshard import GradientSync, layout_of
+from weft.reshard.running.issued import Collective
 
-from ..estimate import Collectives, collectives
+from ..communication import Communication, Phase
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
 from ..parallel import Batch, lay_out_batch, parallelize
+from ..recording import record
 from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
 from .folder import CHECKPOINT
 from .observe import CollectiveCount
-from .optimizer import clip_gradients, learning_rate, make_optimizer
+from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report, next_steps
 from .results import Results
+from .step import Found, find_gradients, local_value, whole_loss
 
 SAMPLE_TOKENS = 60
 
@@ -40,7 +43,7 @@ class TrainingError(RuntimeError):
 def train(run: Run, device: torch.device) -> None:
     """Trains on this process's part of the mesh dp x cp x tp, which is the whole world; rank 0 prints and writes.
 
-    Communication: what the model's plan says, the gradients' buckets and their norm; the loss, summed over "dp" and "cp".
+    Communication: that of `find_gradients`, in every step.
     Raises TrainingError, on every rank, where the loss is not finite.
     """
     trainer = _Trainer(run, device)
@@ -50,7 +53,8 @@ def train(run: Run, device: torch.device) -> None:
         for name, parameter in trainer.model.named_parameters()
     }
     report.layout(layouts, {name: tuple(parameter.shape) for name, parameter in trainer.model.named_parameters()})
-    report.predicted(trainer.predicted)
+    if trainer.predicted is not None:
+        report.predicted(trainer.predicted)
     results = Results(run.folder, writes=trainer.rank == 0)
     results.begin(config, trainer.plan, trainer.mesh, layouts)
     first = trainer.held_out_loss()
@@ -74,12 +78,10 @@ def train(run: Run, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A step that was taken, its numbers still on the device. local_loss: this rank's part."""
+    """A step that was taken, its numbers still on the device."""
 
     step: int
-    loss: Tensor
-    local_loss: Tensor
-    grad_norm: Tensor
+    found: Found
     lr: float
 
 
@@ -94,7 +96,8 @@ class _Trainer:
         with torch.device("meta"):
             model = make_model(run.config.model)
         self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
-        self.predicted = collectives(model, self.mesh, self.plan)
+        self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
+        self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         if run.config.compile:
             for layer in self.model.blocks:  # type: ignore[union-attr]
@@ -106,9 +109,9 @@ class _Trainer:
         self._batches = Batches(
             run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
         )
-        self._shape = (data.batch_size, data.sequence_length)
         self._layout = Layout(self.mesh, {"dp": Shard(0)})
         self._rows = self._layout.local_slices(self._shape, self.rank)[0]
+        self.issued: dict[Phase, list[Collective]] = {}
         self._taken: list[_Taken] = []
         self._read_at = time.perf_counter()
 
@@ -117,19 +120,26 @@ class _Trainer:
 
         The host waits for no device: `read` brings the numbers.
         """
-        loss, local_loss = self._loss(step)
-        self._mark(count, "forward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._mark(count, "backward")
-        self._sync.wait()
-        norm = clip_gradients(self.model, self._config.optimizer.clip_norm)
-        self._mark(count, "gradients")
+        laid = self._laid_out(self._batches.batch(step, self._rows), self._shape)
+        inputs = {"dropout_key": self._dropout_key(step), "positions": laid.positions}
+        assert laid.targets is not None, "they were given"
+        targets = laid.targets
+
+        def loss() -> Tensor:
+            return self._criterion(self.model(laid.tokens, **inputs), targets)
+
+        def ended(phase: Phase) -> None:
+            if count is not None:
+                self.issued[phase] = count.take_each()
+
+        clip_norm = self._config.optimizer.clip_norm
+        found = find_gradients(self.model, loss, self._sync, clip_norm=clip_norm, ended=ended)
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._taken.append(_Taken(step + 1, _local(loss), _local(local_loss), norm, lr))
+        self._taken.append(_Taken(step + 1, found, lr))
 
     def read(self, results: Results) -> list[Metrics]:
         """The metrics of the steps since it was last called, in order. The host waits for the device once.
@@ -138,8 +148,8 @@ class _Trainer:
         Raises TrainingError for the first step whose loss is not finite, on every rank.
         """
         taken, self._taken = self._taken, []
-        losses = torch.stack([each.loss for each in taken]).tolist()
-        norms = torch.stack([each.grad_norm for each in taken]).tolist()
+        losses = torch.stack([each.found.loss for each in taken]).tolist()
+        norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
         seconds, self._read_at = time.perf_counter() - self._read_at, time.perf_counter()
         for each, loss in zip(taken, losses, strict=True):
             if not math.isfinite(loss):
@@ -159,13 +169,13 @@ class _Trainer:
     def first_step(self) -> None:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
-        self.issued: Collectives = {}
         self._read_at = time.perf_counter()
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
-        self.report.issued(self.predicted, self.issued)
+        if self.predicted is not None:
+            self.report.issued(self.predicted, Communication.of(self.issued))
         if alone is not None:
-            self.report.check(float(self._taken[0].loss), alone, self.mesh.size)
+            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size)
 
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
@@ -183,7 +193,7 @@ class _Trainer:
                 laid = self._laid_out(batch, shape)
                 logits = self.model(laid.tokens, positions=laid.positions)
                 loss = cross_entropy(logits, laid.targets, denominator=float(count * T))
-                total += _local(reshard(loss) if isinstance(loss, DTensor) else loss)
+                total += local_value(whole_loss(loss))
         self.model.train()
         return total.item()
 
@@ -195,12 +205,22 @@ class _Trainer:
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
 
-    def _loss(self, step: int) -> tuple[Tensor, Tensor]:
-        """The mean loss over the global batch of `step`, whole on every rank, and this rank's part of it."""
-        laid = self._laid_out(self._batches.batch(step, self._rows), self._shape)
-        logits = self.model(laid.tokens, dropout_key=self._dropout_key(step), positions=laid.positions)
-        loss = cross_entropy(logits, laid.targets, denominator=float(math.prod(self._shape)))
-        return (reshard(loss) if isinstance(loss, DTensor) else loss), loss.detach()
+    def _criterion(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The mean loss over the global batch."""
+        return cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
+
+    def _recorded(self, model: nn.Module) -> Communication:
+        """What this rank communicates in a step of `model`, which has no data."""
+        return record(
+            model,
+            self.mesh,
+            self.plan,
+            batch=self._shape,
+            criterion=self._criterion,
+            rank=self.rank,
+            inputs={"dropout_key": self._dropout_key(0)},
+            clip_norm=self._config.optimizer.clip_norm,
+        )
 
     def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
         """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
@@ -219,14 +239,10 @@ class _Trainer:
     def _dropout_key(self, step: int) -> Tensor:
         return torch.tensor(derive_key(self._config.seed, "dropout", step), dtype=torch.uint64)
 
-    def _mark(self, count: CollectiveCount | None, phase: str) -> None:
-        if count is not None:
-            self.issued[phase] = count.take()
-
     def _explain(self, taken: _Taken, loss: float, results: Results) -> str:
         """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
         parts: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(parts, float(taken.local_loss))
+        dist.all_gather_object(parts, float(taken.found.local_loss))
         ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
         last = results.last_checkpoint or "none; set --save-every to keep some"
         return (
@@ -234,11 +250,6 @@ class _Trainer:
             f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
             f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
         )
-
-
-def _local(scalar: Tensor) -> Tensor:
-    scalar = scalar.detach()
-    return scalar.to_local() if isinstance(scalar, DTensor) else scalar
 
 
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:

@@ -6,43 +6,49 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_NOT_SENT = ("wait_tensor", "wrap_tensor_autograd")  # of the same namespace, but nothing travels
-_KINDS = {
-    "allreduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "allgather": "all-gather",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-}
+from weft.reshard.running.groups import axes_of_group, group_named
+from weft.reshard.running.issued import Collective, bytes_of_call, group_of_call, kind_of_op
 
 
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives by kind while it is entered: `with CollectiveCount() as count: ...; count.issued`.
+    """Counts collectives while it is entered: `with CollectiveCount() as count: ...; count.issued` by kind.
 
-    It stands at torch's dispatcher, so it sees whoever issues them, DTensor's own included.
+    It stands at torch's dispatcher, so it sees whoever issues them, DTensor's own included. Their axes are those along which
+    the group was first asked for; () where it was made by others.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.issued: Counter[str] = Counter()
+        self._seen: list[Collective] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor unwraps first: what it issues then comes by here
-        name = func.__name__.lstrip("_").replace("all_", "all")
-        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(_NOT_SENT):
-            self.issued[next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), name)] += 1
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        kind = kind_of_op(func.namespace, func.__name__)
+        if kind is not None:
+            group = group_of_call(args)
+            group = group_named(group) if isinstance(group, str) else group or dist.group.WORLD
+            assert group is not None, "a collective has a group"
+            nbytes = bytes_of_call(kind, group.size(), group.rank(), args, output)
+            self._seen.append(Collective(kind, axes_of_group(group.group_name), nbytes))
+        return output
+
+    @property
+    def issued(self) -> Counter[str]:
+        """By kind, what was issued since it was taken last."""
+        return Counter(each.kind for each in self._seen)
 
     def take(self) -> Counter[str]:
-        """What was issued since the last call."""
-        taken, self.issued = self.issued, Counter()
+        """By kind, what was issued since the last call."""
+        return Counter(each.kind for each in self.take_each())
+
+    def take_each(self) -> list[Collective]:
+        """What was issued since the last call, in order."""
+        taken, self._seen = self._seen, []
         return taken

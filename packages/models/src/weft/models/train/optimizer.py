@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of
-from weft.reshard.running.groups import this_rank
+from weft.reshard.running.groups import group_over, this_rank
 
 from .config import OptimizerConfig
 
@@ -38,7 +38,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
     Each shard is counted on one of the ranks that hold it. Non-finite gradients are left as they are. The host waits for
     no device.
-    Communication: one all-reduce of a number over the world, where the model is parallel.
+    Communication: one all-reduce of a number over the mesh of the parameters, where the model is parallel.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
@@ -46,8 +46,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     total = torch.zeros((), device=next(model.parameters()).device)
     if counted:
         total = torch.stack(torch._foreach_norm(counted)).square().sum()
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        dist.all_reduce(total)
+    parallel = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
+    if parallel is not None and this_rank() in (mesh := layout_of(parallel).mesh):
+        dist.all_reduce(total, group=group_over(parallel.device_mesh, mesh.axis_names))
     norm = total.sqrt()
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
     torch._foreach_mul_([g for g in gradients if g is not None], scale)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.table import Column
 from weft.mesh import Layout
 
+from ..communication import PHASES, Communication
 from ..terminal import printable
 from .config import Run, TrainConfig, general_name
 from .recipes import size_in_words
@@ -61,16 +62,21 @@ class Report:
             times = f" x {count}" if count > 1 else ""
             self.line(f"  {name:{wide}}  {str(list(shape)) + times:15}  {held}".rstrip())
 
-    def predicted(self, predicted: Mapping[str, Counter[str]]) -> None:
-        self.line("collectives a step, predicted from the plan")
-        for phase in predicted:
-            self.line(f"  {phase:10} {_counted(predicted[phase])}")
+    def predicted(self, predicted: Communication) -> None:
+        self.line("collectives a step, predicted by running the model on shapes; bytes that rank 0 receives")
+        for line in str(predicted).splitlines():
+            self.line(f"  {line}")
 
-    def issued(self, predicted: Mapping[str, Counter[str]], issued: Mapping[str, Counter[str]]) -> None:
+    def issued(self, predicted: Communication, issued: Communication) -> None:
         self.line("collectives of step 1, as issued")
-        for phase in predicted:
-            same = "as predicted" if issued[phase] == predicted[phase] else "NOT as predicted"
-            self.line(f"  {phase:10} {_counted(issued[phase]):32} {same}")
+        for phase in PHASES:
+            seen, expected = issued.select(phase=phase), predicted.select(phase=phase)
+            same = (
+                "as predicted"
+                if (seen.counts, seen.nbytes) == (expected.counts, expected.nbytes)
+                else "NOT as predicted"
+            )
+            self.line(f"  {phase:10} {seen.summary:32} {seen.nbytes:>13,} bytes  {same}")
 
     def check(self, loss: float, alone: float, processes: int) -> None:
         difference = abs(loss - alone) / abs(alone)
@@ -116,10 +122,6 @@ def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
     """The distinct shapes of the shards, as the ranks hold them."""
     shapes = list(dict.fromkeys(layout.local_shape(shape, rank) for rank in layout.mesh.ranks))
     return "" if shapes == [shape] else "shards " + ", ".join(str(list(shard)) for shard in shapes[:4])
-
-
-def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()) if count) or "none"
 
 
 def describe(run: Run, *, gpus: int) -> str:

@@ -72,6 +72,8 @@ def _options(config: object, default: object, prefix: str) -> list[str]:
             options += _options(value, usual, f"{prefix}{name}.")
         elif isinstance(value, bool) and value != usual:
             options.append(f"--{prefix}{name}" if value else f"--{prefix}no-{name}")
+        elif isinstance(value, tuple) and value != usual:
+            options += [f"--{prefix}{name}", *map(str, value)]
         elif value != usual:
             assert isinstance(value, int | float | str | Path), f"{prefix}{name} is {value!r}"
             options += [f"--{prefix}{name}", str(value)]

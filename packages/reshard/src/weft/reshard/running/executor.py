@@ -41,6 +41,7 @@ from .blocks import assembled, cut_to, padded, taken_apart
 from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
 from .groups import device_mesh, group_along, group_of, group_over, this_rank
 from .order import announce
+from .received import run_or_given
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -52,8 +53,10 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`execute` whose first collective is started; `wait()` runs the rest."""
-    return Pending(_run(plan, local, mesh))
+    """`execute` whose first collective is started; `wait()` runs the rest. Within `giving` none is, and what is given is the result."""
+    if all(isinstance(step, Local) for step in plan.steps):
+        return Pending(_run(plan, local, mesh))
+    return run_or_given(lambda: _run(plan, local, mesh))
 
 
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:

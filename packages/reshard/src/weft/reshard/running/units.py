@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -230,7 +230,7 @@ class _Gathered:
         return unit.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _gathered(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind` whose calls gather, under its name."""
     return type(kind.__name__, (_Gathered, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})

@@ -75,7 +75,7 @@ class Processes:
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
         group = self.group_of_ranks(tuple(sorted(part)))
-        self.axes.setdefault(group.group_name, part.axis_names)
+        self.axes.setdefault(group.group_name, wide_axes(part))
         return group
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -98,6 +98,11 @@ class Processes:
             raise ValueError(
                 f"{what} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1})"
             )
+
+
+def wide_axes(mesh: ProcessMesh) -> tuple[str, ...]:
+    """The axes along which there is more than one rank."""
+    return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)

@@ -66,7 +66,7 @@ def divided_by(
         return None
     assert target is not None, "it is given"
     wide = torch.promote_types(dtype, torch.float32)
-    return mean_denominator(weight, target.reshape(-1), options, wide, partial(sum_over, names=count.names))
+    return mean_denominator(weight, target, options, wide, partial(sum_over, names=count.names))
 
 
 def place_of(placed: Placed) -> Place:
