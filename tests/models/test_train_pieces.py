@@ -15,10 +15,10 @@ from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Ru
 from weft.models.train.data import END, Batches, Corpus, decode, decode_each, encode, find_corpus
 from weft.models.train.folder import check_new, find_checkpoint
 from weft.models.train.observe import CollectiveCount
-from weft.models.train.optimizer import clip_gradients, learning_rate
+from weft.models.train.optimizer import learning_rate
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe
-from weft.reshard import distribute, to_global
+from weft.reshard import clip_grad_norm_, distribute, to_global
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def clipped(max_norm: float) -> tuple[float, list[torch.Tensor]]:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         placements = {"tp": parameter.placements[1]}
         parameter.grad = distribute(gradient, Layout(mesh, {"dp": Replicate(), **placements}))
-    norm = clip_gradients(model, max_norm)
+    norm = clip_grad_norm_(model.parameters(), max_norm)
     return norm, [to_global(parameter.grad) for parameter in model.parameters()]
 
 

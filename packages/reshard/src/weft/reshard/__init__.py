@@ -23,6 +23,7 @@ from .planning.steps import (
 from .running.api import reshard, start_reshard, to_global
 from .running.dtensor import distribute, layout_of
 from .running.gradients import GradientSync
+from .running.norm import clip_grad_norm_
 from .running.order import OrderError, check_order
 from .running.topology import Topology
 
@@ -44,6 +45,7 @@ __all__ = [
     "Step",
     "Topology",
     "check_order",
+    "clip_grad_norm_",
     "distribute",
     "layout_of",
     "plan",

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.reshard import GradientSync, reshard
+from weft.reshard import GradientSync, clip_grad_norm_, reshard
 
 from ..communication import Phase
-from .optimizer import clip_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def find_gradients(
     loss.backward()  # type: ignore[no-untyped-call]
     ended("backward")
     sync.wait()
-    norm = None if clip_norm is None else clip_gradients(model, clip_norm)
+    norm = None if clip_norm is None else clip_grad_norm_(model.parameters(), clip_norm)
     ended("gradients")
     return Found(local_value(loss), local_value(local_loss), norm)
 

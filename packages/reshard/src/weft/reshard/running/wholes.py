@@ -36,7 +36,7 @@ class Whole:
         self._local = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self.leaf = nn.Parameter(wrap(self._local, layout, shard.shape), shard.requires_grad)
+        self.leaf = nn.Parameter(wrap(self._local, layout, shard.shape), requires_grad=False)
         self._storage.resize_(0)
         self.layout, self.stays, self.sums = layout, stays, sums
         self.users = 0
@@ -44,8 +44,15 @@ class Whole:
         self._last: object = None  # that it was last filled with
         self.steps = 0  # of optimizers, some of which change a tensor and not its version
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
-        told = weakref.ref(self)
-        self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
+        self._hooked = False
+
+    def follow(self, requires_grad: bool) -> None:
+        """Learns, or no longer, as its shard."""
+        if self.leaf.requires_grad != requires_grad:
+            self.leaf.requires_grad_(requires_grad)
+        if requires_grad and not self._hooked:
+            told, self._hooked = weakref.ref(self), True
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
         """What changes when the values of the shard do."""
@@ -104,8 +111,7 @@ class Wholes:
             whole = self._of[shard] = Whole(shard, layout, stays=stays, sums=sums)
             self._leaves[whole.leaf] = True
         whole.units.add(unit)
-        if whole.leaf.requires_grad != shard.requires_grad:
-            whole.leaf.requires_grad_(shard.requires_grad)
+        whole.follow(shard.requires_grad)
         return whole
 
     def is_whole(self, parameter: Tensor) -> bool:
