@@ -62,13 +62,13 @@ def numbers(table: Table) -> Iterator[tuple[str, str]]:
 
 def untold(block: Block) -> list[tuple[str, str, float]]:
     """What the figures of a block plot and none of its tables has, under the name of the mark."""
+    every = [each for table in block.tables for each in numbers(table)]
     shown: dict[str, list[tuple[str, str]]] = {}
     missing = []
     for figure in block.figures:
         for row in data_of(figure.spec):
             label = row["label"] if "label" in row else row["name"]
             if label not in shown:
-                every = [each for table in block.tables for each in numbers(table)]
                 shown[label] = [(text, heads) for text, heads in every if label in heads]
             for key in PLOTTED:
                 value = row.get(key)

@@ -233,6 +233,27 @@ def test_low_precision_errs_no_more_than_eager_torch(room, tensors, options, ora
         assert (got.double() - true).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("room", "tensors", "options", "oracle"),
+    [pytest.param(*case, id=name) for name, *case in CASES if hasattr(case[0], "inference")],
+)
+def test_what_runs_without_gradients_gives_the_same_bits(room, tensors, options, oracle, dtype):
+    low = [t.to(dtype) for t in tensors]
+    assert torch.equal(room.inference(*low, **options), room.forward(*low, **options)[0])
+
+
+def test_without_gradients_the_inference_of_an_op_runs_alone():
+    taken = []
+    one = Op("recorded alone", lambda x: (taken.append("forward"), (x + 1, ()))[1], lambda *_: (None,), rule=None,
+             inference=lambda x: (taken.append("inference"), x + 1)[1])  # fmt: skip
+    x = normal(3).requires_grad_()
+    apply(one, x)
+    with torch.no_grad():
+        assert torch.equal(apply(one, x), x + 1)
+    assert taken == ["forward", "inference"]
+
+
 def test_rms_norm_in_low_precision_is_hugging_faces_to_the_bit():
     x, weight = normal(64, 33, dtype=torch.bfloat16), normal(33, dtype=torch.bfloat16)
     assert torch.equal(norm.forward(x, weight, eps=1e-5)[0], rms_norm(x, weight))

@@ -15,19 +15,20 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
-from weft.models import Llama, LlamaConfig, initialize, lay_out_batch, parallelize
+from weft.models import GPTConfig, Llama, LlamaConfig, QwenConfig, initialize, lay_out_batch, parallelize
+from weft.models.config import ModelConfig
+from weft.models.families import make_model
 from weft.reshard import layout_of, reshard
 
 from tests.support.pool import Pool
 
-CONFIG = LlamaConfig(
-    vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, attention_bias=True
-)
+SIZES: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
+CONFIG = LlamaConfig(**SIZES, num_kv_heads=2, attention_bias=True)
 BATCH, TOKENS = 4, 6
 
 
 def by_the_block(model: nn.Module, backend: str) -> Callable[..., Tensor]:
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.blocks:  # type: ignore[union-attr]
         layer.compile(fullgraph=True, backend=backend)
     return model
 
@@ -78,7 +79,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 def compiles(
     way: str,
     backend: str,
-    config: LlamaConfig,
+    config: ModelConfig,
     mesh: ProcessMesh | None,
     sequence: bool,
     context: Literal["all_gather", "ulysses"] | None = None,
@@ -86,7 +87,7 @@ def compiles(
     """Compiled, the model computes what it does otherwise, with as many collectives, and is not compiled again."""
     torch._dynamo.reset()
     counters.clear()
-    eager, compiled = Llama(config), Llama(config)
+    eager, compiled = make_model(config), make_model(config)
     laid: Callable[[Tensor], Any] = lambda tensor: tensor  # noqa: E731
     for model in (eager, compiled):
         initialize(model, seed=0)
@@ -108,11 +109,11 @@ def compiles(
     assert counters["stats"]["unique_graphs"] == made > 0
 
 
-def on_ranks(way: str, backend: str, config: LlamaConfig, sequence: bool) -> None:
+def on_ranks(way: str, backend: str, config: ModelConfig, sequence: bool) -> None:
     compiles(way, backend, config, ProcessMesh.grid(dp=2, tp=2), sequence)
 
 
-def on_context(config: LlamaConfig, context: Literal["all_gather", "ulysses"]) -> None:
+def on_context(config: ModelConfig, context: Literal["all_gather", "ulysses"]) -> None:
     compiles("block", "aot_eager", config, ProcessMesh.grid(cp=2, tp=2), True, context)
 
 
@@ -121,12 +122,14 @@ CONFIGS = [
     pytest.param(
         replace(CONFIG, dropout=0.3, attention_dropout=0.2, tie_embeddings=True, num_layers=1), id="dropout-tied"
     ),
+    pytest.param(QwenConfig(**SIZES, sliding_window=2, sliding_layers=(1,)), id="qwen", marks=pytest.mark.exhaustive),
+    pytest.param(GPTConfig(**SIZES, embedding_dropout=0.3, dropout=0.1), id="gpt", marks=pytest.mark.exhaustive),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_compiles_to_one_graph(way: str, config: LlamaConfig) -> None:
+def test_a_model_compiles_to_one_graph(way: str, config: ModelConfig) -> None:
     compiles(way, "aot_eager", config, None, False)
 
 
@@ -134,7 +137,7 @@ def test_a_model_compiles_to_one_graph(way: str, config: LlamaConfig) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_parallel_model_compiles_to_one_graph(pool: Pool, way: str, config: LlamaConfig, sequence: bool) -> None:
+def test_a_parallel_model_compiles_to_one_graph(pool: Pool, way: str, config: ModelConfig, sequence: bool) -> None:
     pool.run(on_ranks, way, "aot_eager", config, sequence, ranks=4)
 
 
@@ -188,5 +191,16 @@ def test_a_key_that_is_an_int_is_compiled_in_and_says_so() -> None:
 @pytest.mark.exhaustive  # half a minute each
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("context", ["all_gather", "ulysses"])
-def test_a_block_compiles_under_context_parallelism(context: str, config: LlamaConfig, pool: Pool) -> None:
+def test_a_block_compiles_under_context_parallelism(context: str, config: ModelConfig, pool: Pool) -> None:
     pool.run(on_context, replace(config, num_heads=8, num_kv_heads=4), context)
+
+
+def whole_on_context(context: Literal["all_gather", "ulysses"]) -> None:
+    config = replace(CONFIG, num_heads=8, num_kv_heads=4)
+    compiles("model", "aot_eager", config, ProcessMesh.grid(cp=2), False, context)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+def test_a_whole_model_compiles_under_context_parallelism(context: str, pool: Pool) -> None:
+    pool.run(whole_on_context, context, ranks=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -152,6 +153,15 @@ def table() -> list[Any]:
     for kind in KINDS:  # ranks without tokens, and few of them
         few = [pytest.param("cp4", kind, DROPS, {}, n, True, False, id=f"cp4-{kind}-{n}") for n in (1, 3, 5, 6)]
         cases += few
+    few_heads = {**DROPS, "num_kv_heads": 1}
+    for sequence in (False, True):  # each key head lies on several tp ranks
+        plan = {"sequence": sequence}
+        cases.append(
+            pytest.param("cp2-tp2", "all_gather", few_heads, plan, 13, True, False, id=f"few-heads-{sequence}")
+        )
+    for kind, again in product(KINDS, ("full", "selective")):
+        plan = {"sequence": True, "recompute": again}
+        cases.append(pytest.param("cp2-tp2", kind, DROPS, plan, 16, True, False, id=f"{kind}-recompute-{again}"))
     return cases
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from weft.models import (
     YarnRopeScaling,
     from_pretrained,
     initialize,
-    lay_out_batch,
     parallelize,
     save_pretrained,
 )
@@ -121,35 +119,6 @@ def test_loss_gradients_and_collectives(
         torch.testing.assert_close(found["loss"], loss, rtol=1e-6, atol=0)
         check_same(found["gradients"], alone)
         assert found["issued"] == +wanted
-
-
-def context_step(axes: dict[str, int], config: ModelConfig, plan: dict[str, Any]) -> dict[str, Any]:
-    mesh = ProcessMesh.grid(**axes)
-    model = make(config)
-    chosen = replace(model.parallel_plan(), **plan)
-    parallelize(model, mesh, chosen)
-    sync = GradientSync(model)
-    laid = lay_out_batch(mesh, chosen, *batch())
-    loss = stepped(model, laid.tokens, laid.targets, positions=laid.positions, documents=laid.documents)
-    sync.wait()
-    return {"loss": loss, "gradients": {n: whole(p.grad) for n, p in model.named_parameters()}}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("change", [{}, DROPOUT], ids=["", "dropout"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
-@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
-def test_loss_and_gradients_under_context_parallelism(
-    axes: dict[str, int], context: str, sequence: bool, change: dict[str, float], name: str, pool: Any
-) -> None:
-    config = replace(CONFIGS[name], **change)
-    alone = make(config)
-    loss = stepped(alone, *batch())
-    plan = {"context": context, "sequence": sequence}
-    for found in pool.run(context_step, axes, config, plan, ranks=math.prod(axes.values())):
-        torch.testing.assert_close(found["loss"], loss, rtol=1e-6, atol=0)
-        check_same(found["gradients"], alone)
 
 
 def packed(config: ModelConfig, plan: dict[str, bool]) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def generate_by_heads(sequence, options):
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_model_on_a_tensor_parallel_mesh_generates_what_one_device_does(pool, sequence, options):
+def test_paddlenlp_9412_a_parallel_model_generates_what_one_device_does(pool, sequence, options):
     model = make(dataclasses.replace(SMALL, max_seq_len=16))
     together = generate(model, some_tokens(SMALL, 3, 6), max_new_tokens=12, **options)
     several = generate(model, [some_tokens(SMALL, 1, n)[0] for n in (9, 3, 20)], max_new_tokens=12, **options)

@@ -40,14 +40,14 @@ def batch(rows: int = 3, length: int = 10) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def one_step(dp: int, tp: int, config: LlamaConfig, sequence: bool) -> dict[str, Any]:
+def one_step(dp: int, tp: int, config: LlamaConfig, sequence: bool, length: int) -> dict[str, Any]:
     """Loss and gradients; what is issued is what was recorded."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     plan = replace(model.parallel_plan(), sequence=sequence)
-    recorded = record(model, mesh, plan, batch=(3, 10), rank=dist.get_rank())
+    recorded = record(model, mesh, plan, batch=(3, length), rank=dist.get_rank())
     parallelize(model, mesh, plan)
-    tokens, target = (distribute(each, Layout(mesh, {"dp": Shard(0)})) for each in batch())
+    tokens, target = (distribute(each, Layout(mesh, {"dp": Shard(0)})) for each in batch(length=length))
     found, issued = observed_step(
         model, lambda: cross_entropy(model(tokens), target, denominator=float(target.numel()))
     )
@@ -80,16 +80,38 @@ EACH += [(2, 4, heads, sequence) for heads in (1, 2) for sequence in (False, Tru
 def test_one_loss_and_gradients_with_as_few_collectives(dp, tp, heads, sequence, pool) -> None:
     config = replace(CONFIG, num_kv_heads=heads)
     dense = make(config)
-    tokens, target = batch()
+    length = 16 if tp == 8 else 10  # tokens that tp 8 does not divide travel otherwise under sequence parallelism
+    tokens, target = batch(length=length)
     loss = cross_entropy(dense(tokens), target)
     loss.backward()
-    for found in pool.run(one_step, dp, tp, config, sequence, ranks=dp * tp):
+    for found in pool.run(one_step, dp, tp, config, sequence, length, ranks=dp * tp):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
         assert found["local"] == config.head_dim * max(1, heads // tp)  # no head but its own is computed on a rank
         for name, parameter in dense.named_parameters():
             torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
         if heads < tp:
             assert "dp: R, tp_heads: S(0), tp_copies: R" in found["layouts"]
+
+
+def over_context(cp: int, tp: int) -> dict[str, Tensor]:
+    mesh = ProcessMesh.grid(cp=cp, tp=tp)
+    model = make(replace(CONFIG, num_kv_heads=1))
+    parallelize(model, mesh, replace(model.parallel_plan(), sequence=True, context="all_gather"))
+    sync = GradientSync(model)
+    tokens, target = (distribute(each, Layout(mesh, {"cp": Shard(1)})) for each in batch(length=16))
+    reshard(cross_entropy(model(tokens), target, denominator=float(target.numel()))).backward()
+    sync.wait()
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive)])
+def test_the_keys_of_all_ranks_of_cp_are_read_beside_copies_of_heads(cp: int, tp: int, pool) -> None:
+    alone = make(replace(CONFIG, num_kv_heads=1))
+    tokens, target = batch(length=16)
+    cross_entropy(alone(tokens), target).backward()
+    for found in pool.run(over_context, cp, tp, ranks=cp * tp):
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def one_block(sequence: bool) -> tuple[Counter[str], Counter[str]]:

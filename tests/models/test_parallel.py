@@ -128,7 +128,7 @@ def test_a_block_issues_two_all_reduces_each_way(ranks: int, pool) -> None:
         assert forward == backward == Counter({"all-reduce": 2})
 
 
-def test_a_sequence_parallel_block_issues_pairs_at_the_same_places(pool) -> None:
+def test_paddlenlp_9412_sequence_parallel_is_derived_from_the_tensor_plan_as_pairs_at_the_same_places(pool) -> None:
     for forward, backward in pool.run(one_block, 2, {"sequence": True}, ranks=2):
         assert forward == backward == Counter({"reduce-scatter": 2, "all-gather": 2})
 
@@ -282,7 +282,7 @@ def test_a_plan_that_does_not_fit_is_refused(tensor: dict[str, Any], message: st
         resolve(Llama(CONFIG), ParallelPlan(tensor=tensor))
 
 
-def test_tied_parameters_need_styles_that_agree() -> None:
+def test_paddlenlp_9412_shared_weights_are_found_by_identity_and_need_styles_that_agree() -> None:
     model = Llama(replace(CONFIG, tie_embeddings=True))
     plan = ParallelPlan(tensor={"embed_tokens": VocabParallel()})
     with pytest.raises(ValueError, match=r"'embed_tokens.weight' and 'lm_head.weight' are one tied parameter"):

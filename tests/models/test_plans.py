@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -352,10 +351,7 @@ def test_a_model_that_is_laid_out_already_stays_as_it_is_or_says_what_to_do(pool
     for messages in pool.run(again):
         assert "was laid out before, by another plan" in messages[0]
         assert "on ProcessMesh.grid(dp=2, tp=2), and now on ProcessMesh.grid(tp=4)" in messages[1]
-        assert re.match(
-            "self_attn.q_proj.weight of this Layer is a DTensor already",
-            messages[2].replace("input_layernorm", "self_attn.q_proj"),
-        )
+        assert "weight of this Block is a DTensor already, on DeviceMesh((dp=2, tp=2)" in messages[2]
         assert "inner.embed_tokens.weight of this ModuleDict is a DTensor already" in messages[3]
 
 

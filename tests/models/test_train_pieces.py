@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.models import Llama, initialize, parallelize
+from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig, mesh_sizes
 from weft.models.train.data import END, Batches, Corpus, decode, decode_each, encode, find_corpus
 from weft.models.train.folder import check_new, find_checkpoint
 from weft.models.train.observe import CollectiveCount
-from weft.models.train.optimizer import learning_rate
+from weft.models.train.optimizer import clip_gradients, learning_rate
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe
-from weft.reshard import clip_grad_norm_, distribute, to_global
+from weft.reshard import distribute, to_global
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_mesh_that_does_not_fit_names_those_that_do(dp: int, tp: int | None, p
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_number_of_parameters_is_the_models(name: str) -> None:
     config = recipe(name).model
-    assert sum(p.numel() for p in Llama(config).parameters()) == config.num_parameters
+    assert sum(p.numel() for p in make_model(config).parameters()) == config.num_parameters
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def clipped(max_norm: float) -> tuple[float, list[torch.Tensor]]:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         placements = {"tp": parameter.placements[1]}
         parameter.grad = distribute(gradient, Layout(mesh, {"dp": Replicate(), **placements}))
-    norm = clip_grad_norm_(model.parameters(), max_norm)
+    norm = clip_gradients(model, max_norm)
     return norm, [to_global(parameter.grad) for parameter in model.parameters()]
 
 

@@ -18,9 +18,8 @@ from weft.models import Communication, Llama, LlamaConfig, initialize
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import TrainingError, _Trainer
-from weft.models.train.optimizer import make_optimizer
+from weft.models.train.optimizer import clip_gradients, make_optimizer
 from weft.models.train.results import Results
-from weft.reshard import clip_grad_norm_
 
 from tests.kernels.reads import NoReads
 from tests.support.pool import Pool
@@ -42,6 +41,10 @@ WAYS = [
     pytest.param((2, 1, 2), {"sequence": True}, id="sequence"),
     pytest.param((1, 2, 2), {"sequence": True, "context": "all_gather"}, id="context-sequence"),
     pytest.param((1, 2, 2), {"context": "ulysses"}, id="ulysses"),
+    pytest.param((2, 1, 2), {"sequence": True, "recompute": "full"}, id="recomputed"),
+    pytest.param((1, 2, 2), {"context": "all_gather", "recompute": "selective"}, id="context-recomputed"),
+    pytest.param((2, 1, 2), {"zero": 1}, id="zero1"),
+    pytest.param((1, 2, 2), {"context": "all_gather", "sequence": True, "zero": 3}, id="context-sequence-zero3"),
 ]
 each_way = pytest.mark.parametrize(("sizes", "plan"), WAYS)
 
@@ -131,7 +134,7 @@ def test_a_step_runs_on_tensors_without_data() -> None:
         key = torch.zeros((), dtype=torch.uint64)
         loss = cross_entropy(model(tokens, dropout_key=key), tokens)
         loss.backward()
-        norm = clip_grad_norm_(model.parameters(), 1.0)
+        norm = clip_gradients(model, 1.0)
         optimizer.step()
         loss = kernels.linear_cross_entropy(torch.zeros(8, 16), model.lm_head.weight, tokens[0])
         loss.backward()

@@ -40,14 +40,20 @@ RUNS = {
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """That of the autocast which is enabled where the tensor lies; None without one."""
-    device = tensor.device.type
+    device = _device(tensor)
     enabled = device in DEVICES and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[None]:
     """In it torch casts nothing where the tensor lies: what an op computes has been cast."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    return torch.autocast(_device(tensor), enabled=False)
+
+
+def _device(tensor: Tensor) -> str:
+    """Where the tensor lies; of one without data, which lies nowhere, a device that has autocast enabled, if there is one."""
+    device = tensor.device.type
+    return next(filter(torch.is_autocast_enabled, DEVICES), device) if device == "meta" else device
 
 
 def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:

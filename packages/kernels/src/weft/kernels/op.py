@@ -24,6 +24,8 @@ class Op:
     rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
     dtype(dtype of the first floating tensor, options) -> that of the output: ranks outside the mesh have nothing else to ask.
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
+    inference(*tensors, **options) -> output: what forward computes where no gradient is recorded, and saves nothing; forward
+        itself where None.
     constants(options) -> how many of the last outputs have no gradient.
     overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
     """
@@ -33,9 +35,17 @@ class Op:
     backward: Callable[..., Tensors] | None
     rule: Callable[..., Any]
     dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype] = lambda dtype, options: dtype
+    inference: Callable[..., Any] | None = None
     varying: tuple[str, ...] = ()
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
+
+    def infer(self, *tensors: Tensor | None, **options: Any) -> Any:
+        """The output alone, where no gradient is recorded."""
+        if self.inference is not None:
+            return self.inference(*tensors, **options)
+        output = self.forward(*tensors, **options)
+        return output if self.backward is None else output[0]
 
     def __post_init__(self) -> None:
         OPS[self.name] = self

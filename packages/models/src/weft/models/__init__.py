@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .families import FAMILIES
 
 if TYPE_CHECKING:
-    from .checkpoint import from_pretrained, save_pretrained
+    from .checkpoint import from_pretrained, load_lora, save_lora, save_pretrained
     from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         RowwiseParallel,
         VocabParallel,
         lay_out_batch,
+        lora,
+        merge_lora,
         parallelize,
     )
     from .patching import Patch, patch
@@ -36,9 +38,12 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+    from .train.optimizer import clip_gradients
 
 _HOMES = {
     "from_pretrained": ".checkpoint",
+    "load_lora": ".checkpoint",
+    "save_lora": ".checkpoint",
     "save_pretrained": ".checkpoint",
     "Communication": ".communication",
     "generate": ".generation",
@@ -53,6 +58,8 @@ _HOMES = {
     "RowwiseParallel": ".parallel",
     "VocabParallel": ".parallel",
     "lay_out_batch": ".parallel",
+    "lora": ".parallel",
+    "merge_lora": ".parallel",
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
@@ -61,6 +68,7 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
+    "clip_gradients": ".train.optimizer",
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
 __all__ = [
@@ -84,13 +92,18 @@ __all__ = [
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
+    "clip_gradients",
     "from_pretrained",
     "generate",
     "initialize",
     "lay_out_batch",
+    "load_lora",
+    "lora",
+    "merge_lora",
     "parallelize",
     "patch",
     "record",
+    "save_lora",
     "save_pretrained",
     "stream",
 ]

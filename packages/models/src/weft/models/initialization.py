@@ -36,12 +36,13 @@ def initialize(model: nn.Module, seed: int) -> None:
     or the order in which parameters were made. A tied weight is drawn once, under its first name.
     Raises ValueError for a parameter on the meta device.
     """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _fill(name, parameter, model.initial_value(name), seed)  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        fill(name, parameter, model.initial_value(name), seed)  # type: ignore[operator]
 
 
-def _fill(name: str, parameter: Tensor, initial: Initial, seed: int) -> None:
+@torch.no_grad()
+def fill(name: str, parameter: Tensor, initial: Initial, seed: int) -> None:
+    """Fills a parameter, in place, by its name in the model. Raises ValueError for one on the meta device."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.is_meta:
         raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) before initialize")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..op import Tensors
 
 
-def forward(x: Tensor, y: Tensor, *, repeated: int = 0) -> tuple[Tensor, Tensors]:
-    """x, and y of the shape of x without its first `repeated` dims -> the shape of x; no other dim is broadcast.
+def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:
+    """x, and y of the shape of x without its first `repeated` dims -> x + alpha * y, of the shape of x.
+
+    No other dim is broadcast.
 
     Raises ValueError for shapes that do not fit so.
     """
@@ -19,12 +22,12 @@ def forward(x: Tensor, y: Tensor, *, repeated: int = 0) -> tuple[Tensor, Tensors
             f"add takes two tensors of one shape but for {repeated} first dims, got {tuple(x.shape)} and "
             f"{tuple(y.shape)}; expand one"
         )
-    return x + y, ()
+    return x + y if alpha == 1 else torch.add(x, y, alpha=alpha), ()
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, repeated: int = 0) -> Tensors:
-    """Both gradients are the incoming one, for y summed over the dims that it lacks."""
-    dy = grad if needed[1] else None
+def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, repeated: int = 0, alpha: float = 1) -> Tensors:
+    """Both gradients are the incoming one, for y times alpha, summed over the dims that it lacks."""
+    dy = None if not needed[1] else grad if alpha == 1 else grad * alpha
     if dy is not None and repeated:
         dy = dy.sum(tuple(range(repeated)))
     return grad if needed[0] else None, dy

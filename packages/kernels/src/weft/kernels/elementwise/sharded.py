@@ -13,8 +13,8 @@ from . import reference
 
 
 @autocasts("add")
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """`x + y`, for residual streams: unlike DTensor's own addition it never communicates to make layouts agree.
+def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
+    """`x + alpha * y`, for residual streams: unlike DTensor's own addition it never communicates to make layouts agree.
 
     x: any shape, which the output has too. y: that shape, or its last dims: [T, H] beside x [B, T, H], as learned positions are.
     Layouts: one for both, Partial(sum) included; where y lacks dims, alike on those that it has, and without Partial. The
@@ -25,7 +25,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
         raise ValueError(
             f"add takes two tensors of one shape, or y of the last dims of x, got {tuple(x.shape)} and {tuple(y.shape)}"
         )
-    return apply(ADD, x, y, repeated=repeated)
+    return apply(ADD, x, y, repeated=repeated, alpha=alpha)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:

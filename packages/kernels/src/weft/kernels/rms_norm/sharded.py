@@ -46,4 +46,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, independent(output, layouts))
 
 
-RMS_NORM = Op("rms_norm", reference.forward, reference.backward, _rule)
+RMS_NORM = Op("rms_norm", reference.forward, reference.backward, _rule, inference=reference.inference)

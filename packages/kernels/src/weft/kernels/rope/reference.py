@@ -34,19 +34,23 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    half = cos.shape[-1]
-    pairs = wide.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
+    dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
+    if (
+        cos.dtype != wide
+    ):  # asked before each cast: of a few numbers a cast that changes nothing takes as long as one that does
+        cos, sin = cos.to(wide), sin.to(wide)
+    pairs = x.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
+    if dtype != wide:
+        pairs = pairs.to(wide)
     first, second = pairs.unbind(-2)
-    cos, sin = (
-        cos.to(wide.dtype)[..., None, None, :],
-        sin.to(wide.dtype).unsqueeze(-2),
-    )  # [..., T, 1, 1, D // 2], [..., T, 1, D // 2]
-    turned = pairs * cos
+    sin = sin.unsqueeze(-2)  # [..., T, 1, D // 2]
+    turned = pairs * cos[..., None, None, :]  # [..., T, 1, 1, D // 2]
     turned_first, turned_second = turned.unbind(-2)
     turned_first.addcmul_(second, sin, value=-1)
     turned_second.addcmul_(first, sin)
-    return turned.view(x.shape).to(x.dtype)
+    output = turned.view(shape)
+    return output if dtype == wide else output.to(dtype)
 
 
 def table(positions: Tensor, frequencies: Tensor, *, function: str, scale: float = 1.0) -> Tensor:

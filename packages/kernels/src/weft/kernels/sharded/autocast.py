@@ -29,6 +29,8 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
     def decorator(op: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(op)
         def under_autocast(*args: Any, **kwargs: Any) -> Result:
+            if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+                return op(*args, **kwargs)
             first: Any = args[0] if args else next((each for each in kwargs.values() if isinstance(each, Tensor)), None)
             dtype = autocast_dtype(first) if isinstance(first, Tensor) else None
             if dtype is None:

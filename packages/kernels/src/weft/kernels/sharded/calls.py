@@ -90,13 +90,17 @@ class Call:
         return Flow(sliced, self.gradients(*taken))
 
     def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
-        """The layouts of the operands' gradients, where those of the outputs arrive so."""
+        """The layouts of the operands' gradients, where those of the outputs arrive so, on the mesh that the op is computed on."""
         fine = self._meshes.refine(arrived, tuple(shape for _, shape in self.outputs))
-        found = self.sharding.gradients(*fine)
-        if self._meshes.fine == self._meshes.coarse:
-            return found
-        operands = zip(found, self._own, self.shapes, strict=True)
-        return tuple(self._meshes.gradient(self.op.name, *operand) for operand in operands)
+        return self.sharding.gradients(*fine)
+
+    def as_operand(self, i: int, part: Tensor, layout: Layout) -> Tensor:
+        """The gradient of operand i, as the operand is, from this rank's part of it. Raises as `laid`."""
+        shape, own = self.shapes[i], self._own[i]
+        assert shape is not None and own is not None, "only what is given has a gradient"
+        if not self.is_plain[i]:
+            part, layout = self._meshes.as_given(self.op.name, part, layout, own, shape)
+        return laid(self.op, part, layout, shape, self.is_plain[i])
 
     def as_operands(self, parts: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
         """The gradients of the operands, from this rank's parts of them."""
@@ -105,9 +109,7 @@ class Call:
             if part is None or layout is None or (self.options is None and self.is_plain[i]):
                 gradients.append(None)  # a plain tensor has no empty part
             else:
-                shape = self.shapes[i]
-                assert shape is not None, "only what is given has a gradient"
-                gradients.append(laid(self.op, part, layout, shape, self.is_plain[i]))
+                gradients.append(self.as_operand(i, part, layout))
         return gradients
 
 

@@ -118,9 +118,12 @@ class FromLocal(torch.autograd.Function):
 
 
 def computed(
-    call: Call, options: dict[str, Any], tensors: tuple[Tensor | None, ...]
+    call: Call, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, recorded: bool = True
 ) -> tuple[list[DTensor], Tensors, dict[str, Any]]:
-    """The outputs of an op on DTensors, what its backward needs, and the options with those of this rank."""
+    """The outputs of an op on DTensors, what its backward needs, and the options with those of this rank.
+
+    recorded: whether there will be a backward.
+    """
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     op, sharding = call.op, call.sharding
     saved: Tensors = ()
@@ -128,9 +131,10 @@ def computed(
         output = _nothing(op, locals_, sharding, options)
     else:
         options = {**options, **call.options} if call.options else options
-        output = op.forward(*locals_, **options)
-        if op.backward is not None:
-            output, saved = output
+        if recorded and op.backward is not None:
+            output, saved = op.forward(*locals_, **options)
+        else:
+            output = op.infer(*locals_, **options)
     parts = (output,) if sharding.more is None else output
     return [wrap(part, *lying) for part, lying in zip(parts, call.outputs, strict=True)], saved, options
 

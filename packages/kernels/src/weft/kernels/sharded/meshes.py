@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.mesh import Layout, LayoutError, ProcessMesh
+import torch
+from torch import Tensor
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate
 from weft.mesh.refinement import coarsened, parts_of_axes, refined
+from weft.reshard.running.groups import this_rank
 
 from .rules import Shapes
 
@@ -47,16 +50,38 @@ class Meshes(NamedTuple):
             return tuple(lying)
         return tuple((coarsened(layout, self.coarse, shape) or layout, shape) for layout, shape in lying)
 
-    def gradient(
-        self, name: str, layout: Layout | None, own: Layout | None, shape: tuple[int, ...] | None
-    ) -> Layout | None:
-        """That of an operand's gradient, on the mesh of the operand. Raises LayoutError where it cannot be said there."""
-        if layout is None or own is None or shape is None or layout.mesh == own.mesh:
-            return layout
+    def as_given(
+        self, name: str, part: Tensor, layout: Layout, own: Layout, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Layout]:
+        """This rank's part of an operand's gradient, and how that lies on the mesh of the operand, whose layout is `own`.
+
+        What is a sum over one part of an axis, and whole over another, becomes a sum over the axis, to which the first ranks alone
+        add. Raises LayoutError where the mesh cannot say how it lies.
+        """
+        if layout.mesh == own.mesh:
+            return part, layout
         found = coarsened(layout, own.mesh, shape)
+        if found is not None:
+            return part, found
+        summed, first = _as_sums(layout, own.mesh)
+        found = coarsened(summed, own.mesh, shape)
         if found is None:
             raise LayoutError(
                 f"{name}: the gradient of an operand on {own.mesh} is ({layout}), which that mesh cannot say; reshard the "
                 f"operand to {self.fine} before"
             )
-        return found
+        coordinate = layout.mesh.coordinate(this_rank()) or {}
+        return (torch.zeros_like(part) if any(coordinate.get(axis, 0) for axis in first) else part), found
+
+
+def _as_sums(layout: Layout, coarse: ProcessMesh) -> tuple[Layout, list[str]]:
+    """The layout with Partial(sum) on the axes that are whole beside a sum over another part of the same axis; and those axes."""
+    parts = parts_of_axes(layout.mesh, coarse) or {}
+    axes = [
+        axis
+        for names in parts.values()
+        if any(layout[axis] == Partial("sum") for axis in names)
+        for axis in names
+        if layout[axis] == Replicate()
+    ]
+    return layout.replace(**dict.fromkeys(axes, Partial("sum"))), axes

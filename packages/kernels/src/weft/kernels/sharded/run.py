@@ -40,11 +40,11 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
             if torch.compiler.is_compiling():
                 return *_in_graph(op.name, tuple(options.items()), *tensors), None
             return _on_mesh(op, tensor.device_mesh, tensors, options)
+    if not torch.is_grad_enabled():  # an autograd function costs the host more than many an op
+        output = op.infer(*tensors, **options)
+        return (*output, None) if isinstance(output, tuple) else (output, None)
     if op.backward is None:
         output = op.forward(*tensors, **options)
-        return (*output, None) if isinstance(output, tuple) else (output, None)
-    if not torch.is_grad_enabled():  # an autograd function costs the host more than many an op
-        output, _ = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
     return Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
 
@@ -53,7 +53,7 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     """`_run` on DTensors."""
     call = Call.of(op, tensors, mesh, options)
     if not torch.is_grad_enabled():
-        return *computed(call, options, tensors)[0], None
+        return *computed(call, options, tensors, recorded=False)[0], None
     if op.backward is not None or call.options is None:
         return Sharded.apply(call, options, *tensors)  # type: ignore[no-untyped-call]
     layouts: list[Layout | None] = []

@@ -23,6 +23,7 @@ from weft.reshard.running.dtensor import one_mesh, wrap
 
 from ..families import FAMILIES, family_of, make_model
 from ..initialization import local_slices
+from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
 from .stored import grouped, joined
 
@@ -84,31 +85,37 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         on every rank, for a parallel model.
     """
     folder = Path(folder)
-    weights = _weights_of_model(model)
+    weights = weights_of_model(model)
+    if any(isinstance(module, LowRank) for module in model.modules()):
+        raise ValueError(
+            "the model has adapters; merge_lora(model) folds them in, save_lora(model, folder) saves them alone"
+        )
     parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error: Exception | None = None
     if writer:
-        error = _attempt(_start, folder, temporary)
-    _raise_on_all(error, parallel)
+        error = attempt(start_folder, folder, temporary)
+    raise_on_all(error, parallel)
 
     shards = _shards(model, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
-            tensor: joined([(weights.stored(name), _whole(model.get_parameter(name), keep=writer)) for name in names])
+            tensor: joined(
+                [(weights.stored(name), whole_tensor(model.get_parameter(name), keep=writer)) for name in names]
+            )
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
-            error = _attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
+            error = attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
     if writer and error is None:
         config = weights.write_config(model)
-        error = _attempt(
+        error = attempt(
             _finish, model, config, {name: file for file, names in shards.items() for name in names}, temporary, folder
         )
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
-    _raise_on_all(error, parallel)
+    raise_on_all(error, parallel)
 
 
 # Reading
@@ -117,10 +124,10 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
-    return _read_json(folder / "config.json", "give a folder that transformers or Weft saved a model in")
+    return read_json(folder / "config.json", "give a folder that transformers or Weft saved a model in")
 
 
-def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
     try:
@@ -148,7 +155,7 @@ def _open(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[],
     published GPT-2 was, and all names are of it.
     """
     if (folder / INDEX_FILE).is_file():
-        index = _read_json(folder / INDEX_FILE, "").get("weight_map")
+        index = read_json(folder / INDEX_FILE, "").get("weight_map")
         if not isinstance(index, dict):
             raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
         filenames = sorted(set(index.values()))
@@ -219,7 +226,7 @@ def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
 # Writing
 
 
-def _weights_of_model(model: nn.Module) -> Any:
+def weights_of_model(model: nn.Module) -> Any:
     family = family_of(model)
     if family is None:
         raise ValueError(f"a {type(model).__name__} has no Hugging Face form; save one of {', '.join(FAMILIES)}")
@@ -243,13 +250,13 @@ def _shards(model: nn.Module, weights: Any, shard_bytes: int) -> dict[str, dict[
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
-def _whole(parameter: Tensor, keep: bool) -> Tensor:
+def whole_tensor(parameter: Tensor, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
         return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))
 
 
-def _start(folder: Path, temporary: Path) -> None:
+def start_folder(folder: Path, temporary: Path) -> None:
     if folder.exists():
         raise ValueError(f"{folder} exists; give another folder, or remove it")
     temporary.mkdir(parents=True)
@@ -271,7 +278,7 @@ def _finish(model: nn.Module, config: dict[str, Any], files: Mapping[str, str], 
     temporary.rename(folder)
 
 
-def _attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
+def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
     """The error of a call, or None."""
     try:
         function(*arguments, **options)
@@ -280,7 +287,7 @@ def _attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None
     return None
 
 
-def _raise_on_all(error: Exception | None, parallel: bool) -> None:
+def raise_on_all(error: Exception | None, parallel: bool) -> None:
     """Raises rank 0's error, on every rank where the model is parallel."""
     if parallel:
         outcome = [error]

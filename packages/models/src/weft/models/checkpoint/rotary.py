@@ -50,7 +50,8 @@ def stored(parameter: str) -> Stored:
 
 def is_ignored(tensor: str, model: nn.Module) -> bool:
     """True for a tensor that files may hold and the model has no use for."""
-    tied = tensor == "lm_head.weight" and model.config.tie_embeddings  # type: ignore[union-attr]
+    config: Any = model.config
+    tied = tensor == "lm_head.weight" and bool(config.tie_embeddings)
     return tied or tensor.endswith("rotary_emb.inv_freq")
 
 

@@ -1,6 +1,7 @@
 """Parallel plans and what carries them out."""
 
 from .batch import Batch, lay_out_batch
+from .lora import lora, merge_lora
 from .parallelize import parallelize
 from .plan import ParallelPlan
 from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
@@ -15,5 +16,7 @@ __all__ = [
     "RowwiseParallel",
     "VocabParallel",
     "lay_out_batch",
+    "lora",
+    "merge_lora",
     "parallelize",
 ]

@@ -121,12 +121,16 @@ class _Tokens:
 
 
 def _sharded_on_tokens(x: Any) -> bool:
+    """By what Dynamo can trace, which knows no layouts."""
     if not isinstance(x, DTensor):
         return False
-    layout = layout_of(x)
-    return CONTEXT_AXIS in layout.mesh.axis_names and layout[CONTEXT_AXIS] == Shard(TOKENS_DIM)
+    names = x.device_mesh.mesh_dim_names or ()
+    return any(
+        name == CONTEXT_AXIS and each.is_shard(TOKENS_DIM) for name, each in zip(names, x.placements, strict=False)
+    )
 
 
+@in_graph
 def _own_positions(tokens: DTensor) -> DTensor:
     """Each token's place in its row, as `tokens` lie."""
     layout, local = layout_of(tokens), tokens.to_local()

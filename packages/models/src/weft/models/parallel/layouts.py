@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from weft.mesh import Layout, ProcessMesh, Shard
+from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 
+from ..layers import LowRank
 from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
 HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"
@@ -69,7 +70,9 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{module_name}.{leaf}".lstrip(".")
-            if module_name in few:
+            if isinstance(module, LowRank):
+                layouts[name] = adapter_layout(layouts[f"{module_name.rpartition('.')[0]}.weight"], leaf)
+            elif module_name in few:
                 layouts[name] = Layout(with_copies(mesh, few[module_name]), {HEADS_AXIS: Shard(0)})
             else:
                 placements = _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {}
@@ -81,6 +84,12 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
                     f"({layouts[other]}) and ({layouts[name]}); give both modules styles that agree"
                 )
     return layouts
+
+
+def adapter_layout(weight: Layout, leaf: str) -> Layout:
+    """How A or B of an adapter lies beside the weight of its layer: A as the weight's inputs, B as its outputs."""
+    dim = {"A": 1, "B": 0}[leaf]
+    return Layout(weight.mesh, [each if each == Shard(dim) else Replicate() for each in weight.placements])
 
 
 def with_copies(mesh: ProcessMesh, heads: int) -> ProcessMesh:

@@ -66,9 +66,11 @@ def parallelize(
     check_prepared(model, parts, mesh)
     for part in parts:
         check_zero(mesh, part.plan)
+    recomputing = parts_with(parts, "recompute")
+    for part in recomputing:
         blocks_of(model.get_submodule(part.name), part.plan)
     if mesh.size == 1:
-        return _recomputing(model, parts, mesh, plan)
+        return _recomputing(model, recomputing, mesh, plan)
     styles = styles_of(model, parts)
     attending = parts_with(parts, "context")
     for part in attending:
@@ -91,7 +93,7 @@ def parallelize(
     hook_prepared(model, parts, mesh)
     hook_zero(model, parts, layouts, at_rest)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
-    return _recomputing(model, parts, mesh, plan)
+    return _recomputing(model, recomputing, mesh, plan)
 
 
 def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:

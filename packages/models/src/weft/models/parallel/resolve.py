@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ..layers import LowRank
 from .plan import ParallelPlan
 from .styles import (
     TENSOR_AXIS,
@@ -68,7 +69,11 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
     for prefix, own in _flat(model, names, plan):
         if any(part.name == prefix for part in parts):
             raise ValueError(f"two plans are merged for the module {prefix!r}; give it one")
-        within = {_join(prefix, name): name for name, _ in names[prefix].named_modules(remove_duplicate=False)}
+        within = {
+            _join(prefix, name): name
+            for name, module in names[prefix].named_modules(remove_duplicate=False)
+            if not isinstance(module, LowRank)  # it follows its layer
+        }
         part = Part(prefix, own)
         for pattern, styles in own.tensor.items():
             shown = _join(prefix, pattern)

@@ -93,6 +93,8 @@ class TrainConfig:
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What layers compute in, by autocast. Parameters, their gradients' sums over ranks and the loss are float32."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     check: bool = True

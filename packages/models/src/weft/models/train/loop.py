@@ -6,6 +6,7 @@ import dataclasses
 import math
 import resource
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,13 @@ from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.issued import Collective
+from weft.reshard.running.units import drop_gathered
 
 from ..communication import Communication, Phase
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
-from ..parallel import Batch, lay_out_batch, parallelize
+from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
 from ..recording import record
 from ..terminal import printable
 from .config import Run
@@ -95,7 +97,8 @@ class _Trainer:
         self.mesh = ProcessMesh.grid(**run.axes)
         with torch.device("meta"):
             model = make_model(run.config.model)
-        self.plan = dataclasses.replace(model.parallel_plan(), **dataclasses.asdict(run.config.plan))
+        own: ParallelPlan = model.parallel_plan()  # type: ignore[operator]
+        self.plan = dataclasses.replace(own, **dataclasses.asdict(run.config.plan))
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
         self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
@@ -115,6 +118,11 @@ class _Trainer:
         self._taken: list[_Taken] = []
         self._read_at = time.perf_counter()
 
+    def _computing(self) -> AbstractContextManager[None]:
+        """What the model is called in: autocast where the run's dtype is lower than that of its parameters."""
+        lower = self._config.dtype != "float32"
+        return torch.autocast(self._device.type, dtype=getattr(torch, self._config.dtype), enabled=lower)
+
     def step(self, step: int, count: CollectiveCount | None = None) -> None:
         """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`.
 
@@ -126,7 +134,8 @@ class _Trainer:
         targets = laid.targets
 
         def loss() -> Tensor:
-            return self._criterion(self.model(laid.tokens, **inputs), targets)
+            with self._computing():
+                return self._criterion(self.model(laid.tokens, **inputs), targets)
 
         def ended(phase: Phase) -> None:
             if count is not None:
@@ -170,12 +179,13 @@ class _Trainer:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
         self._read_at = time.perf_counter()
+        drop_gathered(self.model)  # as every step it starts from shards
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
         if self.predicted is not None:
             self.report.issued(self.predicted, Communication.of(self.issued))
         if alone is not None:
-            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size)
+            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
 
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
@@ -185,7 +195,8 @@ class _Trainer:
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # without gradients it would be compiled anew
+        eager = torch.compiler.set_stance("force_eager")  # without gradients it would be compiled anew
+        with torch.no_grad(), eager, self._computing():
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
@@ -201,7 +212,7 @@ class _Trainer:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
         prompt = torch.tensor([encode(self._prompt)], device=self._device)
-        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+        with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
 
@@ -211,16 +222,17 @@ class _Trainer:
 
     def _recorded(self, model: nn.Module) -> Communication:
         """What this rank communicates in a step of `model`, which has no data."""
-        return record(
-            model,
-            self.mesh,
-            self.plan,
-            batch=self._shape,
-            criterion=self._criterion,
-            rank=self.rank,
-            inputs={"dropout_key": self._dropout_key(0)},
-            clip_norm=self._config.optimizer.clip_norm,
-        )
+        with self._computing():
+            return record(
+                model,
+                self.mesh,
+                self.plan,
+                batch=self._shape,
+                criterion=self._criterion,
+                rank=self.rank,
+                inputs={"dropout_key": self._dropout_key(0)},
+                clip_norm=self._config.optimizer.clip_norm,
+            )
 
     def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
         """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
@@ -233,7 +245,7 @@ class _Trainer:
             model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
         tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
-        with torch.no_grad():
+        with torch.no_grad(), self._computing():
             return float(cross_entropy(model(tokens, dropout_key=self._dropout_key(0)), target))
 
     def _dropout_key(self, step: int) -> Tensor:

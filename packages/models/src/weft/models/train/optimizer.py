@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from weft.reshard import clip_grad_norm_
 
 from .config import OptimizerConfig
 
@@ -26,3 +27,11 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was, a scalar.
+
+    It is `clip_grad_norm_` of the parameters that learn; see there.
+    """
+    return clip_grad_norm_([parameter for parameter in model.parameters() if parameter.requires_grad], max_norm)

@@ -20,6 +20,9 @@ from .recipes import size_in_words
 from .suggestions import suggestions
 
 NAMED = 3  # files that are named of those that were left out
+# By how much the mean loss of two meshes may differ, relative: float32 keeps 24 bits of each of their sums, bfloat16 keeps 8,
+# and the errors of the tokens average out.
+ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 BESIDE_BAR = 87  # columns of what stands beside the bar: without as many and more there is none
 
 
@@ -56,11 +59,18 @@ class Report:
             (general_name(name), shapes[name], layout) for name, layout in layouts.items()
         )
         self.line("layout of the parameters")
-        wide = max(len(name) for name, _, _ in kinds)
-        for (name, shape, layout), count in kinds.items():
-            held = "whole, on one process" if layout is None else f"{layout!s:16} {_shards(layout, shape)}"
-            times = f" x {count}" if count > 1 else ""
-            self.line(f"  {name:{wide}}  {str(list(shape)) + times:15}  {held}".rstrip())
+        rows = [
+            (
+                name,
+                f"{list(shape)} x {count}" if count > 1 else str(list(shape)),
+                "whole, on one process" if layout is None else str(layout),
+                "" if layout is None else _shards(layout, shape),
+            )
+            for (name, shape, layout), count in kinds.items()
+        ]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            self.line("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
 
     def predicted(self, predicted: Communication) -> None:
         self.line("collectives a step, predicted by running the model on shapes; bytes that rank 0 receives")
@@ -69,6 +79,7 @@ class Report:
 
     def issued(self, predicted: Communication, issued: Communication) -> None:
         self.line("collectives of step 1, as issued")
+        wide = max(len(issued.select(phase=phase).summary) for phase in PHASES)
         for phase in PHASES:
             seen, expected = issued.select(phase=phase), predicted.select(phase=phase)
             same = (
@@ -76,13 +87,14 @@ class Report:
                 if (seen.counts, seen.nbytes) == (expected.counts, expected.nbytes)
                 else "NOT as predicted"
             )
-            self.line(f"  {phase:10} {seen.summary:32} {seen.nbytes:>13,} bytes  {same}")
+            self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
 
-    def check(self, loss: float, alone: float, processes: int) -> None:
+    def check(self, loss: float, alone: float, processes: int, dtype: str) -> None:
         difference = abs(loss - alone) / abs(alone)
+        within = "within" if difference <= ROUNDING[dtype] else "NOT within"
         self.line(
             f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} on "
-            f"one: relative difference {difference:.1e}"
+            f"one: {within} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference {difference:.1e}"
         )
 
     @contextlib.contextmanager

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.reshard import GradientSync, clip_grad_norm_, reshard
+from weft.reshard import GradientSync, reshard
 
 from ..communication import Phase
+from .optimizer import clip_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def find_gradients(
     loss.backward()  # type: ignore[no-untyped-call]
     ended("backward")
     sync.wait()
-    norm = None if clip_norm is None else clip_grad_norm_(model.parameters(), clip_norm)
+    norm = None if clip_norm is None else clip_gradients(model, clip_norm)
     ended("gradients")
     return Found(local_value(loss), local_value(local_loss), norm)
 

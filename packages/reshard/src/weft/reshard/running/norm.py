@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Partial, ProcessMesh, Shard
+from weft.mesh.refinement import parts_of_axes
 
 from .dtensor import as_process_mesh, layout_of
-from .groups import device_mesh, group_of, group_over, this_rank
+from .groups import device_mesh, device_type, group_of, group_over, this_rank
 
 
 def clip_grad_norm_(
@@ -29,8 +30,8 @@ def clip_grad_norm_(
     parameters: DTensors on any meshes, whose gradients may lie otherwise than they do, and plain tensors, which count as
         replicated. One that is given twice counts once.
     norm_type: p of the p-norm, above 0; inf is the largest magnitude.
-    mesh: over whose ranks it is counted; where None those of all the parameters' meshes, which then must be the same
-        parameters on every rank. Where each rank has the parameters of its own stage alone, give the mesh of all stages.
+    mesh: over whose ranks it is counted; where None those of all the parameters' meshes, and every rank gives parameters on the
+        same meshes. Where each rank has the parameters of its own stage alone, give the mesh of all stages.
     copies: parameters whose gradients are those of others, as of a weight tied across stages: scaled, and not counted.
     A shard is counted on one of the ranks that hold it. It is added up in float32, of float64 gradients in float64. A norm that
     is not finite scales nothing. The host waits for no device.
@@ -42,10 +43,10 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; give a number > 0, or inf")
-    given = [parameters] if isinstance(parameters, Tensor) else parameters
-    held = [parameter for parameter in dict.fromkeys(given) if parameter.grad is not None]
+    given = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+    group, first = _counting(list(given), mesh)
+    held = [parameter for parameter in given if parameter.grad is not None]
     gradients: list[Tensor] = [parameter.grad for parameter in held if parameter.grad is not None]
-    group, first = _counting(held, mesh)
     uncounted = set(copies)
     counted = [
         _local(gradient)
@@ -64,23 +65,19 @@ def clip_grad_norm_(
 
 def _counting(parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, bool]:
     """The group over which it is counted, and whether this is the rank that counts what is not laid out."""
-    laid = {layout_of(each).mesh: each for each in parameters if isinstance(each, DTensor)}
-    kind = parameters[0].device.type if parameters else "cpu"
+    on = {layout_of(each).mesh: each.device_mesh for each in parameters if isinstance(each, DTensor)}
     if mesh is not None:
-        whole = as_process_mesh(mesh)
-        ranks, on = set(whole.ranks), mesh if isinstance(mesh, DeviceMesh) else None
-    elif laid:
-        ranks = {rank for each in laid for rank in each.ranks}
-        whole, on = next(iter(laid)), next(iter(laid.values())).device_mesh
-    else:
+        kind = parameters[0].device.type if parameters else device_type()
+        on = {as_process_mesh(mesh): mesh if isinstance(mesh, DeviceMesh) else device_mesh(mesh, kind)}
+    if not on:
         return None, True
-    if this_rank() not in ranks:
-        return None, True
-    if len(ranks) == whole.size:
-        group = group_over(on or device_mesh(whole, kind), whole.axis_names)
-    else:
-        group = group_of(tuple(sorted(ranks)))
-    return group, this_rank() == min(ranks)
+    largest = max(on, key=lambda each: each.size)
+    if all(parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in on):  # one set of ranks
+        if this_rank() not in largest:
+            return None, True
+        return group_over(on[largest], largest.axis_names), not any((largest.coordinate(this_rank()) or {}).values())
+    ranks = tuple(sorted({rank for each in on for rank in each}))
+    return (group_of(ranks), this_rank() == ranks[0]) if this_rank() in ranks else (None, True)
 
 
 def _counts_here(gradient: Tensor, first: bool) -> bool:

@@ -134,6 +134,13 @@ class Unit:
         self._kept.clear()
         self._settle()
 
+    def drop(self) -> None:
+        """Gives back what stays whole from step to step too; the next call gathers it."""
+        self.rest()
+        for whole in self.wholes().values():
+            if not whole.users:
+                whole.drop()
+
     def _found(self) -> list[tuple[Place, DTensor, Whole]]:
         """The places, their shards and wholes; without those that another unit, within which this one is called, has made whole."""
         shards = [(place, place.parameter) for place in self._places]
@@ -254,3 +261,12 @@ def gather_when_called(
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of those within it."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Gives back the memory of whole parameters, between calls of the module: only the shards are left, until it is called again.
+
+    With zero=1 and 2 they stay whole from step to step, and after generating text, say, they may not be needed.
+    """
+    for unit in units_of(module):
+        unit.drop()

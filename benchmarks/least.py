@@ -1,0 +1,146 @@
+"""The least that is known to do for a training step's communication, by formula, beside what the model itself records.
+
+A family is one more config, a plan one more row. The formulas know sizes alone: no layout, no module, no plan of a reshard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from weft.mesh import ProcessMesh
+from weft.models import Communication, GPTConfig, LlamaConfig, QwenConfig, record
+from weft.models.communication import Phase
+from weft.models.families import make_model
+
+B, T, ITEM = 8, 32, 4  # rows, tokens in a row, bytes of a float32
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "num_layers": 1, "num_heads": 8, "max_seq_len": 64, "intermediate_size": 96
+}  # fmt: skip
+FAMILIES: dict[str, Any] = {
+    "Llama": LlamaConfig(**SIZES, num_kv_heads=4),
+    "Qwen 2": QwenConfig(**SIZES, num_kv_heads=4, version=2),
+    "Qwen 3": QwenConfig(**SIZES, num_kv_heads=4),
+    "GPT-2": GPTConfig(**SIZES),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A plan on a mesh. plan: what differs from the model's own."""
+
+    name: str
+    mesh: dict[str, int]
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis; 1 where there is none."""
+        return self.mesh.get(axis, 1)
+
+    @property
+    def where(self) -> str:
+        """As "dp2 x tp4"."""
+        return " x ".join(f"{axis}{size}" for axis, size in self.mesh.items())
+
+
+ROWS = [
+    Row(name="tensor", mesh={"tp": 2}),
+    Row(name="tensor", mesh={"dp": 2, "tp": 4}),
+    Row(name="tensor, sequence", mesh={"tp": 2}, plan={"sequence": True}),
+    Row(name="tensor, sequence", mesh={"dp": 2, "tp": 4}, plan={"sequence": True}),
+    Row(name="data", mesh={"dp": 4}),
+    Row(name="context by all-gather", mesh={"cp": 4}, plan={"context": "all_gather"}),
+    Row(name="context by all-gather, tensor", mesh={"dp": 2, "cp": 2, "tp": 2}, plan={"context": "all_gather"}),
+    Row(name="ulysses", mesh={"cp": 4}, plan={"context": "ulysses"}),
+    Row(name="ulysses, sequence", mesh={"cp": 2, "tp": 2}, plan={"context": "ulysses", "sequence": True}),
+    Row(name="selective recompute", mesh={"tp": 2}, plan={"sequence": True, "recompute": "selective"}),
+    Row(name="full recompute", mesh={"tp": 2}, plan={"recompute": "full"}),
+    Row(name="full recompute, sequence", mesh={"tp": 2}, plan={"sequence": True, "recompute": "full"}),
+    Row(name="full recompute, context", mesh={"cp": 4}, plan={"context": "all_gather", "recompute": "full"}),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Collectives by kind, and the bytes that a rank receives by them."""
+
+    kinds: Counter[str]
+    nbytes: float
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items())) or "none"
+        return f"{kinds}, {self.nbytes:,.0f} B"
+
+
+def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
+    """What one decoder block needs in forward or in backward: each is the other's dual, so both need the same.
+
+    Where all of it is computed again, backward needs the forward's too, but for the reduction that ends the block: nothing reads
+    that result again. Where products and what was received are kept, it needs none of them.
+
+    tp: Shoeybi et al. 2019, figure 4: an all-reduce where the attention ends and one where the MLP does; under sequence
+    parallelism (Korthikanti et al. 2022, section 4.2.2) a gather and a scatter in place of each, of as many bytes.
+    cp: keys and values gathered together, their gradients scattered together; or (Jacobs et al. 2023, section 3.2) queries, keys
+    and values from tokens to heads in one all-to-all, and the output back in another.
+    """
+    dp, cp, tp = (row.size(axis) for axis in ("dp", "cp", "tp"))
+    tokens = B / dp * T / cp  # of a rank
+    kinds: Counter[str] = Counter()
+    stream, nbytes = tokens * config.hidden_size * ITEM, 0.0
+    if tp > 1:
+        kinds += Counter({"all-gather": 2, "reduce-scatter": 2} if row.plan.get("sequence") else {"all-reduce": 2})
+        nbytes += 2 * 2 * (tp - 1) / tp * stream
+    width = config.num_heads * config.head_dim / tp
+    keys = getattr(config, "num_kv_heads", config.num_heads) * config.head_dim / tp
+    if cp > 1 and row.plan["context"] == "all_gather":
+        kinds["all-gather" if phase == "forward" else "reduce-scatter"] += 1
+        nbytes += (cp - 1) * tokens * 2 * keys * ITEM
+    elif cp > 1:
+        kinds["all-to-all"] += 2
+        nbytes += (cp - 1) / cp * tokens * (2 * width + 2 * keys) * ITEM
+    if row.plan.get("recompute") == "full" and phase == "backward":
+        again = least_of_a_block(config, row, "forward")
+        kinds, nbytes = kinds + again.kinds, nbytes + again.nbytes
+        if tp > 1:
+            kinds["reduce-scatter" if row.plan.get("sequence") else "all-reduce"] -= 1
+            nbytes -= (1 if row.plan.get("sequence") else 2) * (tp - 1) / tp * stream
+    return Amount(kinds, nbytes)
+
+
+def least_of_gradients(config: Any, row: Row) -> Amount:
+    """Without tp: an all-reduce of all parameters over the n ranks that see other tokens, 2 (n - 1) / n of their bytes.
+
+    Patarasuk and Yuan 2009, theorem 1. In one bucket, as so small a model's gradients travel.
+    """
+    ranks = row.size("dp") * row.size("cp")
+    assert row.size("tp") == 1, "else parameters differ in what they are reduced over"
+    return Amount(Counter({"all-reduce": 1}), 2 * (ranks - 1) / ranks * config.num_parameters * ITEM)
+
+
+def recorded(config: Any, row: Row) -> Communication:
+    """What rank 0 communicates in a step; see `weft.models.record`."""
+    with torch.device("meta"):
+        model = make_model(config)
+    plan = dataclasses.replace(model.parallel_plan(), **row.plan)  # type: ignore[operator]
+    return record(model, ProcessMesh.grid(**row.mesh), plan, batch=(B, T))
+
+
+def compared(name: str, row: Row) -> dict[str, tuple[Amount, Amount]]:
+    """Recorded and least, of a family under a plan: forward and backward of a block, gradients of the whole model."""
+    config = FAMILIES[name]
+    one = recorded(config, row)
+    found: dict[str, tuple[Amount, Amount]] = {}
+    if row.size("tp") * row.size("cp") > 1:
+        two = recorded(dataclasses.replace(config, num_layers=2), row)
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        for phase in phases:
+            less, more = (each.select(phase=phase) for each in (one, two))
+            second = Amount(more.counts - less.counts, more.nbytes - less.nbytes)  # what a second block adds
+            found[phase] = second, least_of_a_block(config, row, phase)
+    if row.size("tp") == 1:
+        gradients = one.select(phase="gradients")
+        found["gradients"] = Amount(gradients.counts, gradients.nbytes), least_of_gradients(config, row)
+    return found

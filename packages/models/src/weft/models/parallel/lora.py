@@ -1,0 +1,173 @@
+"""`lora`: low-rank adapters beside a model's linear layers, which are trained alone (Hu et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.reshard import layout_of
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import this_rank
+
+from ..initialization import Constant, Initial, Normal, fill
+from ..layers import LowRank
+from .layouts import adapter_layout
+from .resolve import nearest
+
+_ATTRIBUTE = "_lora"  # of an adapted model: it is copied with it
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """The adapters of a model. layers: the names of those that have one. trained: the parameters that were trained before."""
+
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+    trained: frozenset[str]
+
+
+def lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], *, seed: int = 0) -> nn.Module:
+    """`model` itself, with adapters beside the linear layers that `targets` name; they alone are trained from now on.
+
+    The output of such a layer gets alpha / rank * (x @ A.T) @ B.T added, A [rank, in_features], B [out_features, rank], which are
+    its parameters `lora.A` and `lora.B`. A is drawn from (seed, name), normal with variance 1 / (3 * in_features), which is that
+    of `peft`'s uniform start; B is 0. `initialize` draws them alike. On the meta device they are left for it.
+    rank: 1 or more. alpha: above 0. targets: names of layers with wildcards, as "layers.*.self_attn.[qv]_proj".
+    Before or after `parallelize`: A and B lie as the layer's weight does, column-parallel A whole and B S(0), row-parallel A
+    S(1) and B whole. Nothing more is reduced in a block; `GradientSync`, made afterwards, reduces the adapters' gradients alone.
+    Communication: none.
+    Raises ValueError for rank and alpha below that, a target that matches nothing or what is no linear layer, a weight that is
+    tied to another module's, and a model that has adapters.
+    """
+    _check(model, rank, alpha)
+    layers = _targets(model, targets)
+    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    model.requires_grad_(False)
+    for name, layer in layers.items():
+        layer.lora = _adapter(layer, rank, alpha)
+        layer.lora.handle = layer.register_forward_hook(_adapt, prepend=True, with_kwargs=True)
+        for leaf, parameter in layer.lora.named_parameters():
+            if not parameter.is_meta:
+                fill(f"{name}.lora.{leaf}", parameter, _initial(leaf, layer), seed)
+    if hasattr(model, "initial_value"):
+        model.initial_value = partial(_initial_value, model, model.initial_value)  # type: ignore[assignment]
+    setattr(model, _ATTRIBUTE, LoRA(rank, alpha, tuple(layers), trained))
+    return model
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """`model` itself, each adapter folded into its layer's weight and gone: names and what is trained are as before `lora`.
+
+    Communication: none; each rank adds its own part. Raises ValueError for a model without adapters.
+    """
+    adapters = lora_of(model)
+    with torch.no_grad():
+        for name in adapters.layers:
+            layer: Any = model.get_submodule(name)
+            weight, a, b = (_local(each).detach() for each in (layer.weight, layer.lora.A, layer.lora.B))
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            weight.copy_(weight.to(wide) + layer.lora.scale * (b.to(wide) @ a.to(wide)))
+            layer.lora.handle.remove()
+            del layer.lora
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in adapters.trained)
+    vars(model).pop("initial_value", None)
+    delattr(model, _ATTRIBUTE)
+    return model
+
+
+def lora_of(model: nn.Module) -> LoRA:
+    """The adapters of a model. Raises ValueError where it has none."""
+    adapters = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(adapters, LoRA):
+        raise ValueError(
+            f"this {type(model).__name__} has no adapters; give it some by lora(model, rank, alpha, targets)"
+        )
+    return adapters
+
+
+def _check(model: nn.Module, rank: int, alpha: float) -> None:
+    if isinstance(getattr(model, _ATTRIBUTE, None), LoRA):
+        raise ValueError(
+            f"this {type(model).__name__} has adapters already; merge_lora(model) folds them in, and then it can be given others"
+        )
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"lora: rank is {rank!r}; it must be an int >= 1")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"lora: alpha is {alpha!r}; it must be a number > 0")
+
+
+def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
+    """The layers that are named, in the model's order."""
+    if isinstance(targets, str) or not targets:
+        raise ValueError(
+            f'lora: targets is {targets!r}; give names of layers in a list, as ["layers.*.self_attn.q_proj"]'
+        )
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: set[str] = set()
+    for pattern in targets:
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(
+                f"LoRA target {pattern!r} matches no module of {type(model).__name__}; {nearest(pattern, list(modules))}"
+            )
+        for name in names:
+            if not isinstance(modules[name], nn.Linear):
+                raise ValueError(
+                    f"LoRA target {pattern!r} matches {name!r}, a {type(modules[name]).__name__}; adapters are for Linear layers"
+                )
+        found.update(names)
+    layers = {name: module for name, module in modules.items() if name in found}
+    places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
+    for name, layer in layers.items():
+        if places[layer.weight] > 1:
+            others = [n for n, each in model.named_parameters(remove_duplicate=False) if each is layer.weight]
+            raise ValueError(
+                f"LoRA target {name!r} has a tied weight, {' and '.join(others)}: folded in, its adapter would change both; "
+                f"leave that layer out"
+            )
+    return layers
+
+
+def _adapter(layer: Any, rank: int, alpha: float) -> LowRank:
+    """Beside `layer`, its values unset."""
+    weight = layer.weight
+    shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
+    if not isinstance(weight, DTensor):
+        parts = {leaf: weight.new_empty(shape) for leaf, shape in shapes.items()}
+    else:
+        parts = {}
+        for leaf, shape in shapes.items():
+            layout = adapter_layout(layout_of(weight), leaf)
+            local = weight.to_local().new_empty(layout.local_shape(shape, this_rank()))
+            parts[leaf] = wrap(local, layout, shape)
+    return LowRank(parts["A"].detach(), parts["B"].detach(), alpha)
+
+
+def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    """Before the output is reduced, where it is."""
+    adapted: Tensor = layer.lora(args[0] if args else kwargs["input"], output)
+    return adapted
+
+
+def _initial(leaf: str, layer: Any) -> Initial:
+    return Constant(0.0) if leaf == "B" else Normal(1 / math.sqrt(3 * layer.in_features))
+
+
+def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -> Initial:
+    """The model's `initial_value`, with its adapters'."""
+    layer, _, leaf = name.rpartition(".lora.")
+    return _initial(leaf, model.get_submodule(layer)) if layer else own(name)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,47 @@
+"""Generation by every family: greedy as transformers does it, with a cache and without, prompts of several lengths."""
+
+import dataclasses
+
+import pytest
+import torch
+from weft.models import from_pretrained
+from weft.models.generation import generate
+
+from tests.models.folders import their_model, tokens_for
+
+MADE = {
+    "llama-yarn": ("llama", ("yarn",)),
+    "qwen2-window": ("qwen2", ("window",)),
+    "qwen3": ("qwen3", ("one-key-head",)),
+    "gpt2": ("gpt2", ("scaled-by-layer",)),
+}
+each = pytest.mark.parametrize("name", MADE)
+
+
+@pytest.fixture
+def both(name, tmp_path):
+    theirs = their_model(*MADE[name])
+    theirs.save_pretrained(tmp_path / "model")
+    return theirs, from_pretrained(tmp_path / "model").eval()
+
+
+@each
+def test_greedy_generation_is_that_of_transformers(both):
+    theirs, ours = both
+    prompt = tokens_for(theirs, T=5)
+    expected = theirs.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for use_cache in (True, False):
+        assert torch.equal(generate(ours, prompt, max_new_tokens=12, use_cache=use_cache), expected)
+
+
+@each
+def test_prompts_of_different_lengths_are_each_as_alone_also_where_a_context_is_full(both):
+    _, ours = both
+    if ours.config.max_seq_len > 16 and not hasattr(ours, "wpe"):
+        ours.config = dataclasses.replace(ours.config, max_seq_len=16)
+    prompts = [tokens_for(ours, T=n)[0] for n in (9, 3, 14)]
+    new = ours.config.max_seq_len
+    for use_cache in (True, False):
+        found = generate(ours, prompts, max_new_tokens=new, use_cache=use_cache)
+        for prompt, tokens in zip(prompts, found, strict=True):
+            assert torch.equal(tokens, generate(ours, prompt.unsqueeze(0), max_new_tokens=new)[0])
