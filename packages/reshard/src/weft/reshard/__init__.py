@@ -26,6 +26,7 @@ from .running.gradients import GradientSync
 from .running.norm import clip_grad_norm_
 from .running.order import OrderError, check_order
 from .running.topology import Topology
+from .running.units import drop_gathered
 
 __all__ = [
     "AllGather",
@@ -47,6 +48,7 @@ __all__ = [
     "check_order",
     "clip_grad_norm_",
     "distribute",
+    "drop_gathered",
     "layout_of",
     "plan",
     "reshard",

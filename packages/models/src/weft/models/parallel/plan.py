@@ -24,15 +24,15 @@ class ParallelPlan:
         "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
         no tokens that are sharded so.
     loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
+    recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
+        its products by weights and what was communicated. The bits are the same.
+    blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
     zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on parameters, and so what an optimizer keeps for them, lie on shards
         over the axes of data, and are gathered once a step; with 2 gradients are never added up whole, so that every backward
         pass communicates; with 3 a block's parameters are gathered before it computes, dropped after, and gathered again in
         backward.
     zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
     regather: with zero=3, False keeps what forward gathered for backward.
-    recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
-        its products by weights and what was communicated. The bits are the same.
-    blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
     Raises ValueError for what is no style, and for parts beside anything else.
     """
@@ -42,10 +42,10 @@ class ParallelPlan:
     context: Context | None = None
     loss_parallel: bool = True
     recompute: Recompute = "none"
+    blocks: tuple[str, ...] = ("layers.*",)
     zero: Literal[0, 1, 2, 3] = 0
     zero_over: Sequence[str] | None = None
     regather: bool = True
-    blocks: tuple[str, ...] = ("layers.*",)
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
