@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 from weft.mesh import Layout
 
+from .dtensor import layout_of
 from .gathering import Gather, StartedGathers, start_gathers
 from .wholes import Whole, Wholes
 
 _UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
+_LAYOUTS = "_gathered_layouts"  # and that in which are the layouts of its parameters when they are whole, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -254,6 +256,8 @@ def gather_when_called(
     wholes = Wholes()
     for module, places in units.items():
         setattr(module, _UNIT, Unit(wholes, places, keeps=keeps(module)))
+        for place in places:
+            place.module.__dict__.setdefault(_LAYOUTS, {})[place.name] = place.layout
         module.__class__ = _gathered(type(module))
     model.register_forward_pre_hook(wholes.begin)
 
@@ -261,6 +265,12 @@ def gather_when_called(
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of those within it."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
+
+
+def layout_in_call(module: nn.Module, name: str) -> Layout:
+    """The layout in which a parameter of a module computes, between its calls: not that of its shard."""
+    layouts: dict[str, Layout] = module.__dict__.get(_LAYOUTS, {})
+    return layouts[name] if name in layouts else layout_of(getattr(module, name))
 
 
 def drop_gathered(module: nn.Module) -> None:
