@@ -74,7 +74,7 @@ def start_gathers(gathers: Iterable[Gather]) -> StartedGathers:
             group, _ = group_along(each.shard.device_mesh, axes_of(step))
             buckets.setdefault((group.group_name, each.shard.dtype), []).append((each, step))
     with torch.no_grad():
-        together = [(items, _started(items)) for items in buckets.values()]
+        together: list[tuple[Items, Pending]] = [(items, _started(items)) for items in buckets.values()]
         return StartedGathers(together, [(each, _started_alone(each)) for each in alone])
 
 

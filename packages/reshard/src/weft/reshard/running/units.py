@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -184,7 +183,7 @@ class Unit:
         if self._calls or self._backward or self._awaited:
             return
         for place, shard in self._swapped:
-            place.module._parameters[place.name] = shard
+            place.module._parameters[place.name] = shard  # type: ignore[assignment]  # a DTensor that is a Parameter
         self._swapped.clear()
         if self._kept:
             return
@@ -239,7 +238,6 @@ class _Gathered:
         return unit.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-@cache
 def _gathered(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind` whose calls gather, under its name."""
     return type(kind.__name__, (_Gathered, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
@@ -254,11 +252,13 @@ def gather_when_called(
     keeps: whether a unit's parameters stay gathered from forward to backward.
     """
     wholes = Wholes()
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for module, places in units.items():
         setattr(module, _UNIT, Unit(wholes, places, keeps=keeps(module)))
         for place in places:
             place.module.__dict__.setdefault(_LAYOUTS, {})[place.name] = place.layout
-        module.__class__ = _gathered(type(module))
+        kind = type(module)
+        module.__class__ = kinds.setdefault(kind, kinds.get(kind) or _gathered(kind))
     model.register_forward_pre_hook(wholes.begin)
 
 
