@@ -43,6 +43,8 @@ WAYS = [
     pytest.param((1, 2, 2), {"context": "ulysses"}, id="ulysses"),
     pytest.param((2, 1, 2), {"sequence": True, "recompute": "full"}, id="recomputed"),
     pytest.param((1, 2, 2), {"context": "all_gather", "recompute": "selective"}, id="context-recomputed"),
+    pytest.param((2, 1, 2), {"zero": 1}, id="zero1"),
+    pytest.param((1, 2, 2), {"context": "all_gather", "sequence": True, "zero": 3}, id="context-sequence-zero3"),
 ]
 each_way = pytest.mark.parametrize(("sizes", "plan"), WAYS)
 

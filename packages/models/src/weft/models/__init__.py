@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         merge_lora,
         parallelize,
     )
+    from .parallel.memory import Memory, predict_memory
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
@@ -72,6 +73,8 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
+    "Memory": ".parallel.memory",
+    "predict_memory": ".parallel.memory",
     "clip_gradients": ".train.optimizer",
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }
@@ -86,6 +89,7 @@ __all__ = [
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
+    "Memory",
     "ParallelPlan",
     "Patch",
     "PipelinePlan",
@@ -108,6 +112,7 @@ __all__ = [
     "merge_lora",
     "parallelize",
     "patch",
+    "predict_memory",
     "record",
     "save_lora",
     "save_pretrained",

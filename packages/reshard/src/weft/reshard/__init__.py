@@ -23,8 +23,10 @@ from .planning.steps import (
 from .running.api import reshard, start_reshard, to_global
 from .running.dtensor import distribute, layout_of
 from .running.gradients import GradientSync
+from .running.norm import clip_grad_norm_
 from .running.order import OrderError, check_order
 from .running.topology import Topology
+from .running.units import drop_gathered
 
 __all__ = [
     "AllGather",
@@ -44,7 +46,9 @@ __all__ = [
     "Step",
     "Topology",
     "check_order",
+    "clip_grad_norm_",
     "distribute",
+    "drop_gathered",
     "layout_of",
     "plan",
     "reshard",

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.reshard import layout_of
+from weft.reshard import layout_of, reshard
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import this_rank
+from weft.reshard.running.units import layout_in_call
 
 from ..initialization import Constant, Initial, Normal, fill
 from ..layers import LowRank
@@ -68,15 +69,15 @@ def lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], *, s
 def merge_lora(model: nn.Module) -> nn.Module:
     """`model` itself, each adapter folded into its layer's weight and gone: names and what is trained are as before `lora`.
 
-    Communication: none; each rank adds its own part. Raises ValueError for a model without adapters.
+    Communication: none, as each rank adds its own part; but for adapters that lie on shards, which are gathered. Raises ValueError for a model without adapters.
     """
     adapters = lora_of(model)
     with torch.no_grad():
         for name in adapters.layers:
             layer: Any = model.get_submodule(name)
-            weight, a, b = (_local(each).detach() for each in (layer.weight, layer.lora.A, layer.lora.B))
+            weight, a, b = _local(layer.weight), _whole(layer.lora, "A"), _whole(layer.lora, "B")
             wide = torch.promote_types(weight.dtype, torch.float32)
-            weight.copy_(weight.to(wide) + layer.lora.scale * (b.to(wide) @ a.to(wide)))
+            weight.copy_(weight.to(wide) + _part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide))))
             layer.lora.handle.remove()
             del layer.lora
     for name, parameter in model.named_parameters():
@@ -148,7 +149,7 @@ def _adapter(layer: Any, rank: int, alpha: float) -> LowRank:
     else:
         parts = {}
         for leaf, shape in shapes.items():
-            layout = adapter_layout(layout_of(weight), leaf)
+            layout = adapter_layout(layout_in_call(layer, "weight"), leaf)
             local = weight.to_local().new_empty(layout.local_shape(shape, this_rank()))
             parts[leaf] = wrap(local, layout, shape)
     return LowRank(parts["A"].detach(), parts["B"].detach(), alpha)
@@ -172,3 +173,21 @@ def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _whole(adapter: nn.Module, leaf: str) -> Tensor:
+    """This rank's part of an adapter's parameter as it computes. Communication: its gather, where it lies on shards."""
+    parameter = getattr(adapter, leaf).detach()
+    return (
+        reshard(parameter, placements=layout_in_call(adapter, leaf)).to_local()
+        if isinstance(parameter, DTensor)
+        else parameter
+    )
+
+
+def _part(layer: Any, product: Tensor) -> Tensor:
+    """Of a product that lies as the layer's weight computes, what this rank holds of the weight."""
+    if not isinstance(layer.weight, DTensor):
+        return product
+    laid = wrap(product, layout_in_call(layer, "weight"), layer.weight.shape)
+    return reshard(laid, placements=layout_of(layer.weight)).to_local()

@@ -25,6 +25,7 @@ from .preparation import check_prepared, hook_prepared
 from .recompute import blocks_of, recompute, refuse_compile
 from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
+from .zero import check_zero, hook_zero, shard_layouts
 
 _ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
 PIPELINE_ATTRIBUTE = "_pipeline"
@@ -53,7 +54,7 @@ def parallelize(
     sharded over the data axes; plain tokens count as replicated.
     Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
     row- or vocab-parallel layer one reduction of its output, in the backward one for every input that
-    column-parallel layers share, and those of prepared inputs and outputs.
+    column-parallel layers share, and those of prepared inputs and outputs; with `zero` the gathers of sharded parameters.
     Raises ValueError, before anything is changed and before any process group is used: as `parts_of` does; for an axis that
     plans do not know; where tied parameters are given two layouts, where a head would be cut, for an input that there is not;
     for a model of which a part is laid out already; for no mesh or two.
@@ -70,6 +71,8 @@ def parallelize(
     pipeline = pipeline_plan(plan)
     check_axes(mesh, pipeline=pipeline is not None)
     check_prepared(model, parts, mesh)
+    for part in parts:
+        check_zero(mesh, part.plan)
     recomputing = parts_with(parts, "recompute")
     for part in recomputing:
         blocks_of(model.get_submodule(part.name), part.plan)
@@ -82,11 +85,12 @@ def parallelize(
     for part in attending:
         check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
+    at_rest = shard_layouts(parts, layouts, model)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
-                layout = layouts[f"{module_name}.{name}".lstrip(".")]
+                layout = at_rest[f"{module_name}.{name}".lstrip(".")]
                 made[parameter] = nn.Parameter(distribute(parameter.detach(), layout), parameter.requires_grad)
             module.register_parameter(name, made[parameter])
     if has_tensor_axis(mesh):
@@ -96,6 +100,7 @@ def parallelize(
     for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
+    hook_zero(model, parts, layouts, at_rest)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return _recomputing(model, recomputing, mesh, plan)
 

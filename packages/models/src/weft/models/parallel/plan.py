@@ -29,6 +29,12 @@ class ParallelPlan:
     recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
         its products by weights and what was communicated. The bits are the same.
     blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
+    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on parameters, and so what an optimizer keeps for them, lie on shards
+        over the axes of data, and are gathered once a step; with 2 gradients are never added up whole, so that every backward
+        pass communicates; with 3 a block's parameters are gathered before it computes, dropped after, and gathered again in
+        backward.
+    zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
+    regather: with zero=3, False keeps what forward gathered for backward.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
     Raises ValueError for what is no style, and for parts beside anything else.
     """
@@ -40,6 +46,9 @@ class ParallelPlan:
     loss_parallel: bool = True
     recompute: Recompute = "none"
     blocks: tuple[str, ...] = ("layers.*",)
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_over: Sequence[str] | None = None
+    regather: bool = True
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,6 +60,14 @@ class ParallelPlan:
             raise ValueError(
                 f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
             )
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
+        if isinstance(self.zero_over, str) or (self.zero_over is not None and not self.zero_over):
+            raise ValueError(
+                f"ParallelPlan: zero_over is {self.zero_over!r}; give the names of axes, as ('dp',), or None"
+            )
+        if self.zero_over is not None:
+            object.__setattr__(self, "zero_over", tuple(self.zero_over))
         for pattern, given in self.tensor.items():
             as_styles(pattern, given)
         if not self.parts:

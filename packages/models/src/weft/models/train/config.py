@@ -51,6 +51,8 @@ class PlanConfig:
     """Where the model is cut: layers, in parts as even as can be; or the layers of each stage, as in 1,2,1."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Sharded over dp and cp: from 1 on the optimizer's state, from 2 on gradients as well, with 3 parameters too."""
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
         """What a model's plan is told of a pipeline; None without one. Raises ValueError for what cannot be."""

@@ -18,6 +18,7 @@ from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.issued import Collective
+from weft.reshard.running.units import drop_gathered
 
 from ..communication import Communication, Phase
 from ..families import make_model
@@ -188,6 +189,7 @@ class _Trainer:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
         self._read_at = time.perf_counter()
+        drop_gathered(self.model)  # as every step it starts from shards
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
         if self.predicted is not None:

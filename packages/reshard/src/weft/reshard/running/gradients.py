@@ -18,7 +18,8 @@ from weft.mesh import Layout, Replicate, Shard
 
 from .api import reshard
 from .buckets import Bucket, way_between
-from .dtensor import layout_of
+from .dtensor import layout_of, wrap
+from .units import units_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -37,6 +38,9 @@ class GradientSync:
     shard_over: axes (one, or several) over which the gradient of a parameter that is replicated there ends as a shard:
         reduce-scattered instead of all-reduced, over the first dim that divides evenly, else dim 0.
     bucket_bytes: of the gradients on the first rank of their mesh, so that buckets close alike on all ranks.
+    dtype: in which they are added up over ranks, where it is not their own; what arrives has the parameter's.
+    Where `module` has its parameters on shards that it gathers (ParallelPlan's zero), a gradient goes from the whole parameter to
+    the shard's `.grad`: with zero=1 as any other, with 2 and 3 in every backward pass, those that only accumulate too.
     Communication: in the order of the hooks, which is that of autograd and alike on all ranks if they run the same graph.
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
@@ -47,11 +51,18 @@ class GradientSync:
     """
 
     def __init__(
-        self, module: nn.Module, *, shard_over: str | Sequence[str] | None = None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        module: nn.Module,
+        *,
+        shard_over: str | Sequence[str] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
-        self._bucket_bytes = bucket_bytes
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype}; gradients are added up in a floating-point one")
+        self._bucket_bytes, self._dtype = bucket_bytes, dtype
         axes = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
         named: dict[str, DTensor] = {
             n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad
@@ -67,18 +78,30 @@ class GradientSync:
                 raise ValueError(
                     f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
                 )
-        self._targets: dict[DTensor, Layout] = {p: _sharded(layout_of(p), p.shape, axes) for p in named.values()}
+        self._units = units_of(module)
+        wholes = {shard: whole for unit in self._units for shard, whole in unit.wholes().items()}
+        # By the parameter that autograd gives gradients to: the one that they are for, and the layout that they end in.
+        leaves = {
+            parameter: wholes[parameter].leaf if parameter in wholes else parameter for parameter in named.values()
+        }
+        self._homes: dict[DTensor, DTensor] = {_dtensor(leaf): parameter for parameter, leaf in leaves.items()}
+        self._targets: dict[DTensor, Layout] = {
+            leaf: sharded_over(layout_of(home), home.shape, axes) for leaf, home in self._homes.items()
+        }
+        self._at_once = {
+            _dtensor(whole.leaf) for whole in wholes.values() if not whole.sums
+        }  # whole gradients never add up
         self._aside: dict[DTensor, dict[Layout, DTensor]] = {}  # earlier gradients, in other layouts than `.grad`
         self._filling: dict[Hashable, Bucket] = {}
         self._sent: list[Bucket] = []
         self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
         self._paused = False
-        self._names = {parameter: name for name, parameter in named.items()}
+        self._names = {_dtensor(leaves[parameter]): name for name, parameter in named.items()}
         self._unsynchronized: set[DTensor] = set()  # parameters that a backward pass gave gradients to since `wait()`
         self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
         for parameter in self._targets:
-            _synchronized[parameter] = weakref.ref(self)
+            _synchronized[self._homes[parameter]] = weakref.ref(self)
             before, ready = partial(_weakly(self._before), parameter), _weakly(self._ready)
             self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
             self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
@@ -91,6 +114,8 @@ class GradientSync:
             yield
         finally:
             self._paused = before
+        if self._at_once:
+            self.wait()
 
     def wait(self) -> None:
         """Returns when every gradient has its layout.
@@ -106,22 +131,27 @@ class GradientSync:
             for parameter, grad in bucket.finish():
                 self._accumulate(parameter, grad)
         for parameter in list(self._held):
-            if parameter.grad is not None:  # in its layout from the start
-                self._accumulate(parameter, _gradient(parameter))
-            parameter.grad = self._held[parameter]
+            home = self._homes[parameter]
+            if home.grad is not None:  # in its layout from the start
+                self._accumulate(parameter, _gradient(home))
+            held = self._held[parameter]
+            home.grad = held if held.dtype == home.dtype else _in_dtype(held, home.dtype)
         self._filling.clear()
         self._sent.clear()
         self._held.clear()
         self._unsynchronized.clear()
+        for unit in self._units:
+            unit.rest()
 
     def close(self) -> None:
         """Takes the hooks off the parameters, whose gradients stay as they are. Call `wait()` before."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._targets:
-            _synchronized.pop(parameter, None)  # type: ignore[no-untyped-call]
+            _synchronized.pop(self._homes[parameter], None)  # type: ignore[no-untyped-call]
         self._hooks.clear()
         self._targets.clear()
+        self._homes.clear()
         self._names.clear()
         self._unsynchronized.clear()
 
@@ -129,7 +159,8 @@ class GradientSync:
         """Refuses a step that would pass over parameters, or take addends of their gradients."""
         if not self._unsynchronized:
             return
-        held = [p for group in optimizer.param_groups for p in group["params"] if p in self._unsynchronized]
+        waiting = {self._homes[parameter]: parameter for parameter in self._unsynchronized}
+        held = [waiting[p] for group in optimizer.param_groups for p in group["params"] if p in waiting]
         if held:
             others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
             raise RuntimeError(
@@ -151,7 +182,7 @@ class GradientSync:
 
     def _ready(self, parameter: Tensor) -> None:
         self._unsynchronized.add(_dtensor(parameter))
-        if not self._paused:
+        if not self._paused or parameter in self._at_once:
             self._add(_dtensor(parameter))
 
     def _add(self, parameter: DTensor) -> None:
@@ -165,6 +196,8 @@ class GradientSync:
 
     def _bring(self, parameter: DTensor, grad: DTensor) -> None:
         target = self._targets[parameter]
+        if self._dtype is not None and grad.dtype != self._dtype:
+            grad = _in_dtype(grad, self._dtype)
         if layout_of(grad) == target:
             self._accumulate(parameter, grad)
             return
@@ -186,7 +219,7 @@ class GradientSync:
         self._held[parameter] = _sum(self._held.get(parameter), grad)
 
 
-def _sharded(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
+def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
     """`layout` with shards over those of `axes` that it replicates; a scalar stays as it is."""
     for axis in axes:
         if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
@@ -195,6 +228,11 @@ def _sharded(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layou
             dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
             layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
     return layout
+
+
+def _in_dtype(grad: DTensor, dtype: torch.dtype) -> DTensor:
+    with torch.no_grad():
+        return wrap(grad.to_local().to(dtype), layout_of(grad), grad.shape)
 
 
 def _sum(first: DTensor | None, second: DTensor) -> DTensor:

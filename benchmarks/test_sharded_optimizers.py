@@ -1,0 +1,182 @@
+"""Sharded optimizers beside torch's FSDP2: a step's time as a ratio, and the memory that a rank holds.
+
+Four gloo processes on a CPU, dp=4, the model of llama-tiny, each way's every block a unit. All are checked to compute the same
+losses, then timed step by step in turn. These are CPU times: they say what the host spends, and nothing of a GPU's speed.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import Llama, initialize, lay_out_batch, parallelize
+from weft.models.train.observe import CollectiveCount
+from weft.models.train.recipes import recipe
+from weft.reshard import GradientSync, reshard
+from weft.reshard.running.groups import device_mesh
+
+from benchmarks.conftest import Tell
+from benchmarks.timing import Timed
+from tests.support.pool import Pool
+
+WARMUP, STEPS = 2, 10
+BATCH, TOKENS = 8, 128
+RANKS = 4
+MODEL = recipe("llama-tiny").model
+# Each beside that of FSDP2 which keeps as much whole.
+BESIDE = {"Weft zero=2": "FSDP2 kept", "Weft zero=3": "FSDP2", "FSDP2 again": "FSDP2"}
+Phase = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way to take a step, seen from one rank. held: bytes of its tensors, by phase."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    collectives: int
+    held: dict[str, int]
+
+
+def measure() -> dict[str, Measured]:
+    """On every rank: steps of each way in turn, and once more what each holds, alone."""
+    makers = {
+        "Weft zero=2": lambda: _weft(2),
+        "Weft zero=3": lambda: _weft(3),
+        "FSDP2 kept": lambda: _fsdp(reshard_after_forward=False),
+        "FSDP2": lambda: _fsdp(reshard_after_forward=True),
+        "FSDP2 again": lambda: _fsdp(reshard_after_forward=True),
+    }
+    held = {name: _held(make) for name, make in makers.items()}
+    ways = {name: make() for name, make in makers.items()}
+    names = list(ways)
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(WARMUP + STEPS):
+        first = number % len(names)  # each follows each equally often
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            start = time.perf_counter()
+            losses[name].append(ways[name](lambda phase: None))
+            seconds[name].append(time.perf_counter() - start)
+    counts = {}
+    for name, step in ways.items():
+        with CollectiveCount() as count:
+            step(lambda phase: None)
+        counts[name] = count.issued.total()
+    return {
+        name: Measured(tuple(losses[name]), tuple(seconds[name][WARMUP:]), counts[name], held[name]) for name in names
+    }
+
+
+def _held(make: Callable[[], Callable[[Phase], float]]) -> dict[str, int]:
+    """Bytes of the tensors that a way has made, in its second step."""
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    held: dict[str, int] = {}
+
+    def note(phase: str) -> None:
+        gc.collect()
+        storages = {}
+        for each in [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and id(each) not in before]:
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    storage = local.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        held[phase] = sum(storages.values())
+
+    step = make()
+    step(lambda phase: None)
+    step(note)
+    return held
+
+
+def _weft(zero: int) -> Callable[[Phase], float]:
+    mesh, model = ProcessMesh.grid(dp=RANKS), _model()
+    plan = replace(model.parallel_plan(), zero=zero)
+    parallelize(model, mesh, plan)
+    sync, optimizer = GradientSync(model), torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = lay_out_batch(mesh, plan, *_batch())
+
+    def step(ended: Phase) -> float:
+        loss = reshard(cross_entropy(model(batch.tokens), batch.targets, denominator=float(BATCH * TOKENS)))
+        ended("after forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        sync.wait()
+        ended("after backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        ended("after a step")
+        return float(loss.detach().to_local())
+
+    return step
+
+
+def _fsdp(*, reshard_after_forward: bool) -> Callable[[Phase], float]:
+    mesh, model = device_mesh(ProcessMesh.grid(dp=RANKS), "cpu"), _model()
+    units = [*model.layers, model.embed_tokens, model.norm, model.lm_head]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens, targets = (part.chunk(RANKS)[dist.get_rank()] for part in _batch())
+
+    def step(ended: Phase) -> float:
+        loss = cross_entropy(model(tokens), targets)
+        ended("after forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        ended("after backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        ended("after a step")
+        mean = loss.detach() / RANKS
+        dist.all_reduce(mean)
+        return mean.item()
+
+    return step
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, MODEL.vocab_size, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def _model() -> Llama:
+    model = Llama(MODEL)
+    initialize(model, seed=0)
+    return model
+
+
+@pytest.mark.timeout(600)
+def test_sharded_optimizers_beside_fsdp2(pool: Pool, tell: Tell) -> None:
+    ranks = tell.measuring(pool.run, measure, ranks=RANKS, timeout=540)
+    first = ranks[0]["FSDP2"].losses
+    for way in ranks[0].values():
+        assert way.losses[:WARMUP] == pytest.approx(first[:WARMUP], rel=1e-5)
+    assert first[-1] < first[0], "the steps train"
+    # A step lasts until its slowest rank is done.
+    seconds = {
+        name: [max(each) for each in zip(*(rank[name].seconds for rank in ranks), strict=True)] for name in ranks[0]
+    }
+    print(f"\nstep of llama-tiny, {BATCH} x {TOKENS} tokens, dp={RANKS}, gloo processes, CPU time, {STEPS} steps")
+    print(f"{'':14}{'ms':>8}{'time beside':>13} {'':14}{'MB after forward, backward, step':>34}   collectives")
+    for name, way in ranks[0].items():
+        other = BESIDE.get(name, name)
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
+        held = " ".join(f"{nbytes / 1e6:8.2f}" for nbytes in way.held.values())
+        median = statistics.median(seconds[name]) * 1e3
+        print(f"{name:14}{median:8.1f}{ratio:13.2f} of {other:11}{held:>34}   {way.collectives}")
+        figures = Timed(tuple(seconds[name])).figures | {"collectives": way.collectives}
+        figures |= {f"held_bytes_{phase.replace(' ', '_')}": nbytes for phase, nbytes in way.held.items()}
+        tell(f"a sharded step of llama-tiny, dp={RANKS}", name, "host_time", **figures)

@@ -1,0 +1,71 @@
+"""Bytes of parameters, gradients and optimizer state that a rank holds under a plan, from layouts alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, ProcessMesh
+from weft.mesh.process_mesh import as_mesh
+
+from .layouts import parameter_layouts
+from .plan import ParallelPlan
+from .resolve import parts_of, styles_of
+from .zero import check_zero, plan_of, shard_layouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on a rank. parameters, gradients, states: between steps; gathered: of whole parameters beside their shards, at most.
+
+    gradients: as they add up over several passes before a step.
+    """
+
+    parameters: int
+    gathered: int
+    gradients: int
+    states: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameters + self.gathered + self.gradients + self.states
+
+
+def predict_memory(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None = None,
+    *,
+    rank: int = 0,
+    states: int = 2,
+) -> Memory:
+    """What `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes.
+
+    model: not parallel yet, on any device. plan: the model's own where None.
+    states: tensors that the optimizer keeps for an element that it changes: 2 of Adam, 1 of momentum.
+    What is gathered is, up to zero=2, all that lies on shards; with zero=3 nothing between calls.
+    Communication: none. Raises ValueError as `parallelize`.
+    """
+    mesh = as_mesh(mesh)
+    plan = model.parallel_plan() if plan is None else plan  # type: ignore[operator]
+    parts = parts_of(model, plan)
+    for part in parts:
+        check_zero(mesh, part.plan)
+    layouts = parameter_layouts(model, mesh, styles_of(model, parts))
+    at_rest = shard_layouts(parts, layouts, model)
+    counts = {"parameters": 0, "gathered": 0, "gradients": 0, "states": 0}
+    for name, parameter in model.named_parameters():
+
+        def held(layout: Layout, parameter: nn.Parameter = parameter) -> int:
+            return math.prod(layout.local_shape(parameter.shape, rank)) * parameter.dtype.itemsize
+
+        whole, shard, zero = held(layouts[name]), held(at_rest[name]), plan_of(parts, name).zero
+        counts["parameters"] += shard
+        if layouts[name] != at_rest[name] and zero < 3:
+            counts["gathered"] += whole
+        if parameter.requires_grad:
+            counts["gradients"] += shard if zero > 1 else whole
+            counts["states"] += states * shard
+    return Memory(**counts)

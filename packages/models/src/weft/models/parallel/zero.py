@@ -1,0 +1,102 @@
+"""Sharded optimizers (ZeRO, Rajbhandari et al. 2020) as layouts: parameters lie on shards over the data axes and compute whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard.running.gradients import sharded_over
+from weft.reshard.running.units import Place, gather_when_called
+
+from .plan import ParallelPlan
+from .resolve import Part
+from .styles import PIPELINE_AXIS, TENSOR_AXIS
+
+
+def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
+    """Raises ValueError for a sharded optimizer over an axis that the mesh has not, or that shards the model already."""
+    if not plan.zero:
+        return
+    has = f"{mesh} has {', '.join(mesh.axis_names)}"
+    if plan.zero_over is None:
+        if not _data_axes(mesh):
+            raise ValueError(
+                f"zero={plan.zero} shards over the axes of data, dp and cp, and {has}; lay the model out on a mesh with one of "
+                f"them, or leave zero at 0"
+            )
+        return
+    for axis in plan.zero_over:
+        if axis not in _data_axes(mesh):
+            why = "shards layers" if axis == TENSOR_AXIS and axis in mesh.axis_names else "is not there"
+            raise ValueError(f"zero={plan.zero} over {axis!r}, which {why}: {has}; name axes of data in zero_over")
+
+
+def shard_layouts(parts: Sequence[Part], layouts: Mapping[str, Layout], model: nn.Module) -> dict[str, Layout]:
+    """How every parameter lies at rest, by name: as `layouts` has it, cut over the data axes where its plan has `zero`."""
+    at_rest = {}
+    for name, layout in layouts.items():
+        plan = plan_of(parts, name)
+        shape = tuple(model.get_parameter(name).shape)
+        axes = plan.zero_over or _data_axes(layout.mesh)
+        at_rest[name] = (
+            sharded_over(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1]) if plan.zero else layout
+        )
+    return at_rest
+
+
+def plan_of(parts: Sequence[Part], name: str) -> ParallelPlan:
+    """The plan of the innermost part that a parameter is in."""
+    holding = [part for part in parts if not part.name or name.startswith(f"{part.name}.")]
+    return max(holding, key=lambda part: len(part.name)).plan if holding else ParallelPlan()
+
+
+def hook_zero(
+    model: nn.Module, parts: Sequence[Part], layouts: Mapping[str, Layout], at_rest: Mapping[str, Layout]
+) -> None:
+    """Has the modules of a laid out model gather their parameters when they are called: by the block, others one by one.
+
+    layouts, at_rest: by the names of parameters, how they compute and how they lie.
+    Communication: none here. In forward an all-gather for each block and dtype, where its parameters are not whole; with zero=3
+    again in backward.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    units: dict[nn.Module, dict[tuple[nn.Module, str], Place]] = {}
+    plans: dict[nn.Module, ParallelPlan] = {}
+    for module, unit in _modules_with_units(model):
+        for leaf, _ in module.named_parameters(recurse=False):
+            name = f"{names[module]}.{leaf}".lstrip(".")
+            if layouts[name] == at_rest[name]:
+                continue
+            plan = plans.setdefault(unit, plan_of(parts, name))
+            units.setdefault(unit, {})[module, leaf] = Place(
+                module=module, name=leaf, layout=layouts[name], stays=plan.zero < 3, sums=plan.zero < 2
+            )
+    if units:
+        gather_when_called(
+            model,
+            {module: list(places.values()) for module, places in units.items()},
+            keeps=lambda module: not plans[module].regather,
+        )
+
+
+def _modules_with_units(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Every module, at each of its places, and the module whose call gathers its parameters: its block, else itself."""
+    found: list[tuple[nn.Module, nn.Module]] = []
+
+    def visit(module: nn.Module, block: nn.Module | None) -> None:
+        found.append((module, block or module))
+        for child in module.children():
+            is_block = block is None and isinstance(module, nn.ModuleList)
+            visit(child, child if is_block else block)
+
+    visit(model, None)
+    return found
+
+
+def _data_axes(mesh: ProcessMesh) -> tuple[str, ...]:
+    return tuple(
+        axis
+        for axis in mesh.axis_names
+        if axis not in (TENSOR_AXIS, PIPELINE_AXIS) and not axis.startswith(f"{TENSOR_AXIS}_")
+    )

@@ -1,0 +1,112 @@
+"""The norm of gradients however they lie: each element counted once, in one all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import Partial, ProcessMesh, Shard
+from weft.mesh.refinement import parts_of_axes
+
+from .dtensor import as_process_mesh, layout_of
+from .groups import device_mesh, device_type, group_of, group_over, this_rank
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    copies: Iterable[Tensor] = (),
+) -> Tensor:
+    """Scales the gradients so that their norm, as of one vector, is at most `max_norm`; returns it as it was, a scalar on every rank.
+
+    parameters: DTensors on any meshes, whose gradients may lie otherwise than they do, and plain tensors, which count as
+        replicated. One that is given twice counts once.
+    norm_type: p of the p-norm, above 0; inf is the largest magnitude.
+    mesh: over whose ranks it is counted; where None those of all the parameters' meshes, and every rank gives parameters on the
+        same meshes. Where each rank has the parameters of its own stage alone, give the mesh of all stages; what is not laid out
+        is then the rank's own.
+    copies: parameters whose gradients are those of others, as of a weight tied across stages: scaled, and not counted.
+    A shard is counted on one of the ranks that hold it. It is added up in float32, of float64 gradients in float64. A norm that
+    is not finite scales nothing. The host waits for no device.
+    Communication: one all-reduce of a number, over the ranks of `mesh`, where any parameter is a DTensor or a mesh is given. A rank
+    outside has no part in it, and is given its own norm.
+    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient: that is an addend.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; give a number > 0, or inf")
+    given = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+    group, first = _counting(list(given), mesh)
+    first = first or mesh is not None
+    held = [parameter for parameter in given if parameter.grad is not None]
+    gradients: list[Tensor] = [parameter.grad for parameter in held if parameter.grad is not None]
+    uncounted = set(copies)
+    counted = [
+        _local(gradient)
+        for parameter, gradient in zip(held, gradients, strict=True)
+        if parameter not in uncounted and _counts_here(gradient, first)
+    ]
+    total = _powers([each for each in counted if each.numel()], norm_type, gradients)
+    if group is not None:
+        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
+    if gradients:
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
+    return norm
+
+
+def _counting(parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, bool]:
+    """The group over which it is counted, and whether this is the rank that counts what is not laid out."""
+    on = {layout_of(each).mesh: each.device_mesh for each in parameters if isinstance(each, DTensor)}
+    if mesh is not None:
+        kind = parameters[0].device.type if parameters else device_type()
+        on = {as_process_mesh(mesh): mesh if isinstance(mesh, DeviceMesh) else device_mesh(mesh, kind)}
+    if not on:
+        return None, True
+    largest = max(on, key=lambda each: each.size)
+    if all(parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in on):  # one set of ranks
+        if this_rank() not in largest:
+            return None, True
+        return group_over(on[largest], largest.axis_names), not any((largest.coordinate(this_rank()) or {}).values())
+    ranks = tuple(sorted({rank for each in on for rank in each}))
+    return (group_of(ranks), this_rank() == ranks[0]) if this_rank() in ranks else (None, True)
+
+
+def _counts_here(gradient: Tensor, first: bool) -> bool:
+    """True on the one rank, of those that hold the same shard, that counts it."""
+    if not isinstance(gradient, DTensor):
+        return first
+    layout = layout_of(gradient)
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        raise ValueError(
+            f"a gradient of shape {tuple(gradient.shape)} is ({layout}): this rank has an addend of it; call wait() of the "
+            f"GradientSync before its norm is asked for"
+        )
+    coordinate = layout.mesh.coordinate(this_rank())
+    if coordinate is None:
+        return False
+    return not any(index for axis, index in coordinate.items() if not isinstance(layout[axis], Shard))
+
+
+def _powers(counted: list[Tensor], norm_type: float, gradients: list[Tensor]) -> Tensor:
+    """The sum of the magnitudes' powers; of inf the largest of them."""
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+    device = gradients[0].device if gradients else None
+    if not counted:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(counted, norm_type, dtype=dtype))
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

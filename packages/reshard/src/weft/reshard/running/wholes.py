@@ -1,0 +1,175 @@
+"""Parameters that lie on shards and are whole while their module computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+from weft.mesh import Layout
+
+from .dtensor import wrap
+from .groups import this_rank
+
+if TYPE_CHECKING:
+    from .units import Unit
+
+
+class Whole:
+    """A sharded parameter as its module computes with it: a leaf of autograd whose memory comes and goes.
+
+    What autograd keeps of it for backward shares its memory, which is given back and filled again under it.
+    stays: it keeps its memory, and is filled again when its shard has changed. sums: its gradient may add up whole.
+    """
+
+    def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
+        part = layout.local_shape(shard.shape, this_rank())
+        self._local = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
+        self._storage = self._local.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.leaf = nn.Parameter(wrap(self._local, layout, shard.shape), requires_grad=False)
+        self._storage.resize_(0)
+        self.layout, self.stays, self.sums = layout, stays, sums
+        self.users = 0
+        self.filled: object = None  # the state of the shard that it was filled with; None where it has no memory
+        self._last: object = None  # that it was last filled with
+        self.steps = 0  # of optimizers, some of which change a tensor and not its version
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self._hooked = False
+
+    def follow(self, requires_grad: bool) -> None:
+        """Learns, or no longer, as its shard."""
+        if self.leaf.requires_grad != requires_grad:
+            self.leaf.requires_grad_(requires_grad)
+        if requires_grad and not self._hooked:
+            told, self._hooked = weakref.ref(self), True
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
+
+    def state_of(self, shard: DTensor) -> object:
+        """What changes when the values of the shard do."""
+        with torch.no_grad():
+            return self.steps, shard._version, shard.to_local()._version
+
+    def fill(self, values: Tensor, state: object) -> None:
+        """Takes this rank's part of the whole."""
+        self._storage.resize_(self._nbytes)
+        if self._last is None or self._last == state:
+            self._local.data.copy_(values)  # by .data, as autograd has seen these values and is told of no change
+        else:
+            with torch.no_grad():
+                self.leaf.copy_(wrap(values, self.layout, self.leaf.shape))
+        self.filled = self._last = state
+
+    def drop(self) -> None:
+        """Gives the memory back."""
+        self._storage.resize_(0)
+        self.filled = None
+
+
+def _accumulated(whole: Whole | None) -> None:
+    if whole is not None:
+        for unit in list(whole.units):
+            unit.accumulated(whole)
+
+
+class Wholes:
+    """The sharded parameters of a model, and the order in which its units come."""
+
+    def __init__(self) -> None:
+        self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self.units: list[Unit] = []
+        self._order: list[Unit] = []  # in which the last forward opened them first
+        self._opened: list[Unit] = []  # in which this one does
+        for hook in (
+            register_optimizer_step_pre_hook(_weakly(self._before_step)),
+            register_optimizer_step_post_hook(_weakly(self._after_step)),
+        ):
+            weakref.finalize(self, hook.remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wholes:
+        memo[id(self)] = copied = Wholes()  # of other parameters; copies of the units add themselves
+        return copied
+
+    def get(self, shard: Tensor) -> Whole | None:
+        """The whole of a parameter, if it was asked for before."""
+        found: Whole | None = self._of.get(shard)  # type: ignore[no-untyped-call]
+        return found
+
+    def find(self, shard: DTensor, layout: Layout, unit: Unit, *, stays: bool, sums: bool) -> Whole:
+        """The whole of a parameter, made when it is first asked for."""
+        whole = self.get(shard)
+        if whole is None:
+            whole = self._of[shard] = Whole(shard, layout, stays=stays, sums=sums)
+            self._leaves[whole.leaf] = True
+        whole.units.add(unit)
+        whole.follow(shard.requires_grad)
+        return whole
+
+    def is_whole(self, parameter: Tensor) -> bool:
+        """True where a unit has put it in the place of a shard."""
+        return parameter in self._leaves
+
+    def begin(self, *_: object) -> None:
+        """Called before the model's forward."""
+        if self._opened:
+            self._order, self._opened = self._opened, []
+
+    def after(self, unit: Unit) -> Unit | None:
+        """Notes that forward has come to a unit; the one that comes next, so far as the last forward tells."""
+        if unit not in self._opened:
+            self._opened.append(unit)
+        index = self._order.index(unit) + 1 if unit in self._order else len(self._order)
+        return self._order[index] if index < len(self._order) else None
+
+    def before(self, unit: Unit) -> Unit | None:
+        """The unit that backward comes to after this one."""
+        order = self._opened if unit in self._opened else self._order
+        earlier = order[: order.index(unit)] if unit in order else []
+        return next((each for each in reversed(earlier) if each.goes_backward), None)
+
+    def rest(self) -> None:
+        """Gives back what a backward pass left whole, and what was gathered ahead in vain."""
+        for unit in self.units:
+            unit.rest()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Refuses a step that would pass over gradients that are still whole."""
+        for parameter in _parameters(optimizer):
+            whole = self.get(parameter)
+            if whole is not None and whole.leaf.grad is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() came before gradients were brought to the shards of their parameters, "
+                    f"and would not apply them; keep a GradientSync(model), and call its wait() before the step"
+                )
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Notes that shards have changed, which fused and foreach optimizers do not say by the versions of tensors."""
+        for parameter in _parameters(optimizer):
+            whole = self.get(parameter)
+            if whole is not None:
+                whole.steps += 1
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` as long as its object lives."""
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = found()
+        if alive is not None:
+            alive(*arguments)
+
+    return call

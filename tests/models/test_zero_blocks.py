@@ -1,0 +1,131 @@
+"""What a block of a model with zero=3 does around its call: gathers, drops, gathers ahead; compiled, and with adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import ProcessMesh
+from weft.models import lora, merge_lora, parallelize
+from weft.reshard import GradientSync, drop_gathered
+from weft.reshard.running import units
+
+from tests.models.cases import whole
+from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, make, three_steps
+
+SMALL = replace(CONFIG, num_layers=3)
+
+
+def held(model: Any) -> int:
+    """Bytes of whole parameters that have memory."""
+    wholes = {whole for unit in units.units_of(model) for whole in unit.wholes().values()}
+    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes)
+
+
+def held_around_a_step(zero: int) -> list[tuple[str, int]]:
+    trained = Trained({"dp": 2}, SMALL, {"zero": zero})
+    found = [("at first", held(trained.model))]
+    trained.backward(0)
+    found.append(("after backward", held(trained.model)))
+    trained.sync.wait()
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    found.append(("after a step", held(trained.model)))
+    drop_gathered(trained.model)
+    found.append(("dropped", held(trained.model)))
+    return found
+
+
+@pytest.mark.parametrize("zero", LEVELS[1:])
+def test_what_is_whole_between_calls(zero: int, pool: Any) -> None:
+    everything = sum(parameter.numel() * 4 for parameter in make(SMALL).parameters())
+    stays = everything if zero < 3 else 0
+    for found in pool.run(held_around_a_step, zero, ranks=2):
+        assert dict(found) == {"at first": 0, "after backward": stays, "after a step": stays, "dropped": 0}
+
+
+def events(steps: int) -> list[list[str]]:
+    """In each step, in order: the gathers that are started, and the blocks that compute, forward and back."""
+    trained = Trained({"dp": 2}, SMALL, {"zero": 3})
+    seen: list[str] = []
+    start = units.start_gathers
+
+    def noted(gathers: Any) -> Any:
+        shards = {id(each.shard) for each in gathers}
+        seen.extend(f"gather {i}" for i, parameters in enumerate(of_layer) if shards & parameters)
+        return start(gathers)
+
+    of_layer = [{id(p) for p in layer.parameters()} for layer in trained.model.layers]
+    for i, layer in enumerate(trained.model.layers):
+        layer.register_forward_pre_hook(lambda *_, i=i: seen.append(f"forward {i}"))
+        layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
+    found = []
+    with patch.object(units, "start_gathers", noted):
+        for step in range(steps):
+            trained.step(step)
+            found.append(list(seen))
+            seen.clear()
+    return found
+
+
+def test_the_next_blocks_gather_is_under_way_while_a_block_computes(pool: Any) -> None:
+    ahead = ["gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "forward 2"]
+    back = ["gather 2", "gather 1", "backward 2", "gather 0", "backward 1", "backward 0"]
+    for found in pool.run(events, 3, ranks=2):
+        assert found[2] == ahead + back  # from the second step on the order is known
+
+
+def compiled_steps() -> tuple[dict[str, Tensor], list[float]]:
+    torch.compiler.reset()
+    trained = Trained({"dp": 2, "tp": 2}, CONFIG, {"zero": 3, "sequence": True})
+    for layer in trained.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    norms = [trained.step(step) for step in range(3)]
+    return trained.weights(), norms
+
+
+def test_blocks_compile(pool: Any) -> None:
+    truth = three_steps({"dp": 1})
+    for found in pool.run(compiled_steps, ranks=4):
+        assert_same(found, truth)
+
+
+def adapted(zero: int | None, after: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights after two steps of adapters, folded in."""
+
+    def give(model: Any) -> None:
+        lora(model, rank=2, alpha=4.0, targets=["layers.*.self_attn.q_proj", "layers.*.mlp.down_proj"], seed=1)
+
+    axes = {"dp": 2, "tp": 2} if zero is not None else {"dp": 1}
+    plan = {"zero": zero or 0}
+    if after:
+        mesh, model = ProcessMesh.grid(**axes), make()
+        chosen = replace(model.parallel_plan(), **plan)
+        give(parallelize(model, mesh, chosen))
+        trained = Trained.__new__(Trained)
+        trained.mesh, trained.model, trained.plan = mesh, model, chosen
+        trained.sync = GradientSync(model)
+        trained.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    else:
+        trained = Trained(axes, CONFIG, plan, prepare=give, optimizer=lambda given: torch.optim.SGD(given, lr=1.0))
+    for step in range(2):
+        trained.step(step)
+    merge_lora(trained.model)
+    placed = [str(p.placements) for p in trained.model.parameters() if isinstance(p, DTensor)]
+    return {name: whole(parameter) for name, parameter in trained.model.named_parameters()}, placed
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("zero", LEVELS[1:])
+def test_adapters_train_beside_sharded_weights(zero: int, after: bool, pool: Any) -> None:
+    truth, _ = adapted(None, False)
+    base = make().state_dict()
+    assert any(not torch.equal(truth[name], base[name]) for name in truth)
+    for found, _ in pool.run(adapted, zero, after, ranks=4):
+        for name, weight in truth.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,142 @@
+"""What sharded optimizers communicate and hold, counted and equal to what the papers and the layouts say."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import Llama, LlamaConfig, initialize, lay_out_batch, parallelize, record
+from weft.models.communication import Communication
+from weft.models.parallel.memory import predict_memory
+from weft.models.train.observe import CollectiveCount
+from weft.reshard import GradientSync, reshard
+
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=4, max_seq_len=32
+)
+
+
+def make(config: LlamaConfig = CONFIG) -> Llama:
+    model = Llama(config)
+    initialize(model, seed=3)
+    return model
+
+
+def backward(model: Any, mesh: ProcessMesh, plan: Any) -> None:
+    tokens = torch.arange(64).reshape(8, 8) % CONFIG.vocab_size
+    laid = lay_out_batch(mesh, plan, tokens, tokens)
+    loss = cross_entropy(model(laid.tokens), laid.targets, denominator=64.0)
+    reshard(loss).backward()
+
+
+def bytes_of_steps(axes: dict[str, int], plan: dict[str, Any], passes: int) -> list[int]:
+    """Bytes that this rank receives over dp in each of three steps, but for the loss."""
+    mesh, model = ProcessMesh.grid(**axes), make()
+    chosen = replace(model.parallel_plan(), **plan)
+    parallelize(model, mesh, chosen)
+    sync = GradientSync(model, bucket_bytes=4096)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found = []
+    for _ in range(3):
+        with CollectiveCount() as count:
+            for _ in range(passes - 1):
+                with sync.paused():
+                    backward(model, mesh, chosen)
+            backward(model, mesh, chosen)
+            sync.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+            issued = count.take_each()
+        over_dp = Communication.of({"forward": issued}).select(axis="dp")
+        loss = passes * -(-2 * (mesh.axis_size("dp") - 1) // mesh.axis_size("dp")) * 4  # an all-reduce of one number
+        found.append(over_dp.nbytes - loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "passes", "times"),
+    [
+        pytest.param({"zero": 0}, 1, 2, id="zero0"),
+        pytest.param({"zero": 1}, 1, 2, id="zero1"),
+        pytest.param({"zero": 2}, 1, 2, id="zero2"),
+        pytest.param({"zero": 3}, 1, 3, id="zero3"),
+        pytest.param({"zero": 3, "regather": False}, 1, 2, id="zero3-kept"),
+        pytest.param({"zero": 0}, 2, 2, id="zero0-twice"),
+        pytest.param({"zero": 1}, 2, 2, id="zero1-twice"),
+        pytest.param({"zero": 2}, 2, 3, id="zero2-twice"),  # scattered twice, gathered once
+        pytest.param({"zero": 3}, 2, 6, id="zero3-twice"),
+    ],
+)
+@pytest.mark.parametrize("axes", [pytest.param({"dp": 2}, id="dp2"), pytest.param({"dp": 4}, id="dp4")])
+def test_bytes_over_dp_in_a_step(
+    axes: dict[str, int], plan: dict[str, Any], passes: int, times: int, pool: Any
+) -> None:
+    n, P = axes["dp"], sum(parameter.numel() for parameter in make().parameters())
+    for found in pool.run(bytes_of_steps, axes, plan, passes, ranks=n):
+        assert found == [times * (n - 1) * P * 4 // n] * 3
+
+
+@pytest.mark.parametrize(("plan", "times"), [({"zero": 0}, 2), ({"zero": 2}, 2), ({"zero": 3}, 3)])
+def test_a_recording_without_processes_says_the_same(plan: dict[str, Any], times: int) -> None:
+    n, model = 64, make(replace(CONFIG, vocab_size=128, hidden_size=64, intermediate_size=128))
+    chosen, P = replace(model.parallel_plan(), **plan), sum(parameter.numel() for parameter in model.parameters())
+    found = record(model, ProcessMesh.grid(dp=n), chosen, batch=(64, 8)).select(axis="dp").nbytes
+    assert found - (-(-2 * (n - 1) // n)) * 4 == times * (n - 1) * P * 4 // n
+
+
+def held_by(tensors: Any) -> int:
+    """Bytes of the memory of tensors, each storage counted once."""
+    storages = {}
+    for each in tensors:
+        local = each.to_local() if isinstance(each, DTensor) else each
+        storages[local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()] = (
+            local.untyped_storage().nbytes()
+        )
+    return sum(storages.values())
+
+
+def measured(axes: dict[str, int], plan: dict[str, Any]) -> dict[str, int]:
+    """Between the passes of a step: all float32 tensors that are alive, apart from those that were before the model."""
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
+    mesh, model = ProcessMesh.grid(**axes), make()
+    chosen = replace(model.parallel_plan(), **plan)
+    parallelize(model, mesh, chosen)
+    sync = GradientSync(model, bucket_bytes=1024)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backward(model, mesh, chosen)
+    sync.wait()
+    optimizer.step()
+    optimizer.zero_grad()
+    with sync.paused():
+        backward(model, mesh, chosen)
+    states = [each for state in optimizer.state.values() for each in state.values() if each.numel() > 1]
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in before]
+    alive = [each for each in alive if each.dtype == torch.float32]
+    return {
+        "states": held_by(states),
+        "all": held_by([*alive, *(each.grad for each in alive if each.is_leaf and each.grad is not None)]),
+    }
+
+
+@pytest.mark.parametrize("axes", [pytest.param({"dp": 4}, id="dp4"), pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2")])
+def test_a_rank_holds_what_the_layouts_say_and_less_at_each_level(axes: dict[str, int], pool: Any) -> None:
+    totals = []
+    for zero in range(4):
+        model = make()
+        plan = replace(model.parallel_plan(), zero=zero)
+        for rank, found in enumerate(pool.run(measured, axes, {"zero": zero}, ranks=4)):
+            said = predict_memory(model, ProcessMesh.grid(**axes), plan, rank=rank)
+            assert found["states"] == pytest.approx(said.states, rel=0.05)
+            assert found["all"] == pytest.approx(said.nbytes, rel=0.05)
+        totals.append(said.nbytes)
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 4
