@@ -74,6 +74,7 @@ class PlanConfig:
             "sequence": self.sequence,
             "context": self.context,
             "recompute": self.recompute,
+            "zero": self.zero,
             "pipeline": self.pipeline(pp),
         }
 
