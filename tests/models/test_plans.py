@@ -295,7 +295,7 @@ def test_preparations_print_as_they_are_written() -> None:
     [
         pytest.param(ProcessMesh.grid(dp=2, model=2), "an axis 'model', which a plan does not know; the names are tp", id="name"),
         pytest.param(ProcessMesh.grid(tp_heads=2), "an axis 'tp_heads'", id="part"),
-        pytest.param(ProcessMesh.grid(pp=2, tp=2), r"give parallelize the mesh of the stage, as mesh.get_mesh_with_dim", id="stage"),
+        pytest.param(ProcessMesh.grid(pp=2, tp=2), r"an axis .pp., and the plan has no pipeline; .* one stage alone, on mesh.get_mesh_with_dim", id="stage"),
         pytest.param(ProcessMesh([0, 1]), "an axis 'axis0'", id="no-names"),
     ],
 )  # fmt: skip

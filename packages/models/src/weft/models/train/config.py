@@ -41,10 +41,8 @@ class PlanConfig:
     """Shard activations on the tokens between the tensor-parallel layers."""
     context: Annotated[Context | None, shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
     """How tokens attend to those of other cp ranks: keys and values are gathered, or tokens are exchanged for heads."""
-    schedule: Annotated[
-        Schedule | None, shown("{gpipe,1f1b,interleaved,zero_bubble}", "1f1b where mesh.pp is above 1")
-    ] = None
-    """The order in which microbatches go through the stages of a pipeline."""
+    schedule: Annotated[Schedule | None, shown("NAME", "1f1b where mesh.pp is above 1")] = None
+    """How microbatches go through the stages of a pipeline: gpipe, 1f1b, interleaved or zero_bubble."""
     microbatches: Annotated[int | None, shown("INT", "those of the pipeline; 1 without")] = None
     """Parts, along the rows, that a batch is taken in; a pipeline has as many as there are rows on a rank, up to 8."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
