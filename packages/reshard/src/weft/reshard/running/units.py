@@ -15,7 +15,7 @@ from weft.mesh import Layout
 
 from .dtensor import layout_of
 from .gathering import Gather, StartedGathers, start_gathers
-from .wholes import Whole, Wholes
+from .wholes import Gathering, Whole, Wholes
 
 _UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
 _LAYOUTS = "_gathered_layouts"  # and that in which are the layouts of its parameters when they are whole, by name
@@ -151,7 +151,7 @@ class Unit:
             if not self._wholes.is_whole(shard)
         ]
 
-    def _start(self, unit: Unit | None) -> None:
+    def _start(self, unit: Gathering | None) -> None:
         if unit is not None:
             unit.start()
 

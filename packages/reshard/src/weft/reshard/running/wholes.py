@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,17 @@ from weft.mesh import Layout
 from .dtensor import wrap
 from .groups import this_rank
 
-if TYPE_CHECKING:
-    from .units import Unit
+
+class Gathering(Protocol):
+    """What gathers some parameters together: see `Unit`, in units.py."""
+
+    goes_backward: bool
+
+    def start(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def accumulated(self, whole: Whole) -> None: ...
 
 
 class Whole:
@@ -43,7 +52,7 @@ class Whole:
         self.filled: object = None  # the state of the shard that it was filled with; None where it has no memory
         self._last: object = None  # that it was last filled with
         self.steps = 0  # of optimizers, some of which change a tensor and not its version
-        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._hooked = False
 
     def follow(self, requires_grad: bool) -> None:
@@ -86,9 +95,9 @@ class Wholes:
 
     def __init__(self) -> None:
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self.units: list[Unit] = []
-        self._order: list[Unit] = []  # in which the last forward opened them first
-        self._opened: list[Unit] = []  # in which this one does
+        self.units: list[Gathering] = []
+        self._order: list[Gathering] = []  # in which the last forward opened them first
+        self._opened: list[Gathering] = []  # in which this one does
         for hook in (
             register_optimizer_step_pre_hook(_weakly(self._before_step)),
             register_optimizer_step_post_hook(_weakly(self._after_step)),
@@ -104,7 +113,7 @@ class Wholes:
         found: Whole | None = self._of.get(shard)  # type: ignore[no-untyped-call]
         return found
 
-    def find(self, shard: DTensor, layout: Layout, unit: Unit, *, stays: bool, sums: bool) -> Whole:
+    def find(self, shard: DTensor, layout: Layout, unit: Gathering, *, stays: bool, sums: bool) -> Whole:
         """The whole of a parameter, made when it is first asked for."""
         whole = self.get(shard)
         if whole is None:
@@ -123,14 +132,14 @@ class Wholes:
         if self._opened:
             self._order, self._opened = self._opened, []
 
-    def after(self, unit: Unit) -> Unit | None:
+    def after(self, unit: Gathering) -> Gathering | None:
         """Notes that forward has come to a unit; the one that comes next, so far as the last forward tells."""
         if unit not in self._opened:
             self._opened.append(unit)
         index = self._order.index(unit) + 1 if unit in self._order else len(self._order)
         return self._order[index] if index < len(self._order) else None
 
-    def before(self, unit: Unit) -> Unit | None:
+    def before(self, unit: Gathering) -> Gathering | None:
         """The unit that backward comes to after this one."""
         order = self._opened if unit in self._opened else self._order
         earlier = order[: order.index(unit)] if unit in order else []
