@@ -202,7 +202,7 @@ BAD_INPUT = [
     ),
     pytest.param(
         ("train", "--mesh.dp", "1", "--mesh.tp", "3"),
-        r"tp=3 does not divide num_heads 8 and .*; degrees that work: 1, 2, 4$",
+        r"tp=3 does not divide num_heads 8 and .*; degrees that work: 1, 2, 4, 8$",
         id="heads",
     ),
     pytest.param(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from ..dropout import function as dropping
 from ..order import Runs, as_read
@@ -61,6 +60,8 @@ def forward(
     triangle = last_alone and stop - start == T
     mask: Tensor | None = None
     if last_alone and T > 1 and q.is_cuda and not triangle and not dropout:
+        from torch.nn.attention.bias import causal_lower_right  # here, as it imports Dynamo and Triton
+
         mask = causal_lower_right(T, stop - start)  # which fused attention computes without a mask in memory
     elif not triangle or dropout:
         mask = _visible(T, stop - start, first - start, causal, window, own, documents, q.device)
