@@ -48,8 +48,9 @@ def test_one_loss_with_stages_and_without(pool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
     text = str(tmp_path / "text.txt")
     (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, {"microbatches": 4}, ranks=1)
-    for plan in ({"microbatches": 4, "split": "1,3"}, {"microbatches": 4, "schedule": "zero_bubble"}):
-        for found in pool.run(trained, text, {"pp": 2, "dp": 2, "tp": 1}, plan, ranks=4):
+    for dp, plan in ((2, {"split": "1,3", "zero": 2}), (1, {"schedule": "zero_bubble"})):
+        mesh, plan = {"pp": 2, "dp": dp, "tp": 1}, {"microbatches": 4, **plan}
+        for found in pool.run(trained, text, mesh, plan, ranks=2 * dp):
             assert found == pytest.approx(alone, rel=1e-5)
 
 
@@ -75,6 +76,7 @@ def test_one_loss_with_stages_and_without(pool, tmp_path: Path) -> None:
         pytest.param(
             {"pp": 2, "dp": 1, "tp": 1}, {"split": "h.2"}, "plan.split is 'h.2'; give layers, or how many", id="split"
         ),
+        pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"zero": 3}, "zero=3 drops .*; use zero=2 beside it", id="zero"),
         pytest.param(
             {"dp": 2, "tp": 1}, {"schedule": "gpipe"}, "plan.schedule is gpipe, .* set --mesh.pp above 1", id="no-pp"
         ),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from ..schedules.plan import PipelinePlan
+from ..schedules.plan import PipelinePlan, check_sharding
 from .styles import Preparation, Style, as_styles
 
 Context = Literal["all_gather", "ulysses"]
@@ -36,7 +36,7 @@ class ParallelPlan:
     zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
     regather: with zero=3, False keeps what forward gathered for backward.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
-    Raises ValueError for what is no style, and for parts beside anything else.
+    Raises ValueError for what is no style or option, for zero=3 beside a pipeline, and for parts beside anything else.
     """
 
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
@@ -62,6 +62,8 @@ class ParallelPlan:
             )
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
+        if self.pipeline is not None:
+            check_sharding(self.zero)
         if isinstance(self.zero_over, str) or (self.zero_over is not None and not self.zero_over):
             raise ValueError(
                 f"ParallelPlan: zero_over is {self.zero_over!r}; give the names of axes, as ('dp',), or None"
