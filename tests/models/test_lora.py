@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from weft.models import (
     save_lora,
     save_pretrained,
 )
-from weft.reshard import GradientSync, distribute, layout_of
+from weft.reshard import distribute, layout_of
 
 from tests.models.cases import theirs, whole
 from tests.models.stepping import observed_step
@@ -75,9 +76,7 @@ def adapted_step(config: LlamaConfig, plan: dict[str, Any], after: bool) -> dict
         parallelize(lora(model, RANK, ALPHA, TARGETS), mesh, chosen)
     stirred(model)
     tokens, target = (distribute(each, Layout(mesh, {"dp": Shard(0)})) for each in batch())
-    found, issued = observed_step(
-        model, lambda: cross_entropy(model(tokens), target, denominator=float(target.numel())), GradientSync(model)
-    )
+    found, issued = observed_step(model, partial(cross_entropy, denominator=float(target.numel())), tokens, target)
     named = dict(model.named_parameters())
     q, o = (f"layers.0.self_attn.{name}_proj.lora" for name in "qo")
     return {

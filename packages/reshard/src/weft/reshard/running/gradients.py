@@ -135,7 +135,8 @@ class GradientSync:
             if home.grad is not None:  # in its layout from the start
                 self._accumulate(parameter, _gradient(home))
             held = self._held[parameter]
-            home.grad = held if held.dtype == home.dtype else _in_dtype(held, home.dtype)
+            dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
+            home.grad = held if dtype in (None, held.dtype) else _in_dtype(held, dtype)
         self._filling.clear()
         self._sent.clear()
         self._held.clear()

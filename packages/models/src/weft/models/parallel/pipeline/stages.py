@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -128,13 +128,16 @@ def _taken(kind: Any) -> Any:
     return made
 
 
-_SHAPES = FakeTensorMode(allow_non_fake_inputs=True)
+@cache
+def _shapes() -> FakeTensorMode:
+    """Made when it is first used, as it loads Dynamo and Triton."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _fake(x: Tensor) -> Tensor:
     """The shape of a tensor, where it is or will be, without data; of all of it where it is sharded."""
     device = torch.device("cpu") if x.device.type == "meta" else x.device
-    with _SHAPES:
+    with _shapes():
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
