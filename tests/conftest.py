@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     start processes come first: they take the longest, and the short ones at the end let the workers finish together.
     """
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).as_posix()))
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if _starts_processes(item)}
         items.sort(key=lambda item: item.path not in slow)

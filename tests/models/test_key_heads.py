@@ -177,7 +177,8 @@ def test_positions_documents_and_an_optimizer_of_the_two_meshes(pool) -> None:
 def attend(heads: int, key_layout: str, query_layout: str) -> str:
     """What attention says of keys that lie so."""
     fine = ProcessMesh.grid(tp_heads=2, tp_copies=2)
-    query, key = torch.randn(2, 6, 8 * 4), torch.randn(2, 6, heads * 4)
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    query, key = (torch.randn(2, 6, width, generator=generator) for width in (8 * 4, heads * 4))
     laid = [distribute(x, Layout(fine, text)) for x, text in ((query, query_layout), (key, key_layout))]
     try:
         output = attention(laid[0], laid[1], laid[1], head_dim=4)

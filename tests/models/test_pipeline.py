@@ -201,7 +201,12 @@ def test_microbatches_without_stages_weigh_as_in_one_batch(microbatches: int, ke
 
 def test_an_ignored_index_and_sums_of_losses() -> None:
     tokens, _ = batch()
-    for options in ({"ignore_index": 7}, {"reduction": "sum"}, {"denominator": 5.0}, {"weight": torch.rand(31)}):
+    for options in (
+        {"ignore_index": 7},
+        {"reduction": "sum"},
+        {"denominator": 5.0},
+        {"weight": torch.arange(1, 32) / 31},
+    ):
         criterion = partial(cross_entropy, **options)
         targets = batch()[1].clamp(min=0) if "ignore_index" in options else batch()[1]
         together = criterion(make("llama")(tokens), targets)
