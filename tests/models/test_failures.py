@@ -87,7 +87,7 @@ def smoothed(tp: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_failure_21_label_smoothing_and_z_loss_are_over_all_classes(tp: int, pool) -> None:
+def test_anchor_21_label_smoothing_and_z_loss_are_over_all_classes(tp: int, pool) -> None:
     alone = make(LLAMA)
     expected = stepped(alone, **SMOOTHED)
     assert abs(expected - stepped(make(LLAMA))) > 1e-2  # the options count
@@ -108,7 +108,7 @@ def normed(tp: int, sequence: bool) -> dict[str, Tensor]:
     ("tp", "sequence"),
     [(4, True), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(4, False), (2, True), (2, False)])],
 )
-def test_failure_22_norms_of_queries_and_keys_get_the_gradients_of_all_heads(tp: int, sequence: bool, pool) -> None:
+def test_anchor_22_norms_of_queries_and_keys_get_the_gradients_of_all_heads(tp: int, sequence: bool, pool) -> None:
     alone = qwen()
     stepped(alone)
     assert alone.layers[0].self_attn.k_norm.weight.grad.abs().max() > 1e-4  # type: ignore[union-attr,index]
@@ -157,7 +157,7 @@ def users(sequence: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_failure_18_what_a_plan_leaves_whole_gets_the_gradients_of_all_shards(sequence: bool, pool) -> None:
+def test_anchor_18_what_a_plan_leaves_whole_gets_the_gradients_of_all_shards(sequence: bool, pool) -> None:
     alone = randomly_filled(Users())
     stepped(alone)
     for gradients in pool.run(users, sequence):
@@ -197,17 +197,17 @@ def norms_alone() -> dict[str, Tensor]:
     return norms()
 
 
-def test_failure_23_the_norm_counts_a_replicated_parameter_once(norms_on_a_mesh, norms_alone) -> None:
+def test_anchor_23_the_norm_counts_a_replicated_parameter_once(norms_on_a_mesh, norms_alone) -> None:
     for found in norms_on_a_mesh:
         torch.testing.assert_close(found["replicated"], norms_alone["replicated"], rtol=1e-5, atol=0)
 
 
-def test_failure_25_the_norm_counts_the_heads_of_every_rank(norms_on_a_mesh, norms_alone) -> None:
+def test_anchor_25_the_norm_counts_the_heads_of_every_rank(norms_on_a_mesh, norms_alone) -> None:
     for found in norms_on_a_mesh:  # of keys and values each head lies on two ranks, and is counted once
         torch.testing.assert_close(found["heads"], norms_alone["heads"], rtol=1e-5, atol=0)
 
 
-def test_failure_26_gradients_on_several_meshes_are_clipped_by_one_norm(norms_on_a_mesh, norms_alone) -> None:
+def test_anchor_26_gradients_on_several_meshes_are_clipped_by_one_norm(norms_on_a_mesh, norms_alone) -> None:
     for found in norms_on_a_mesh:  # tp of all ranks, and the heads and copies of keys and values
         torch.testing.assert_close(found["all"], norms_alone["all"], rtol=1e-4, atol=0)
         assert float(found["clipped"]) == pytest.approx(1e-3, rel=1e-4)
@@ -223,7 +223,7 @@ def norm_of_two() -> Tensor:
     return clip_gradients(both, 1.0)
 
 
-def test_failure_26_models_on_other_ranks_have_one_norm(pool) -> None:
+def test_anchor_26_models_on_other_ranks_have_one_norm(pool) -> None:
     alone = nn.ModuleList([make(LLAMA, seed) for seed in (0, 1)])
     for model in alone:
         stepped(model)
@@ -248,7 +248,7 @@ def trained(tp: int) -> dict[str, Tensor]:
     return {"before": before} | {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def test_failure_27_the_last_ranks_rows_of_a_tied_uneven_table_are_updated(pool) -> None:
+def test_anchor_27_the_last_ranks_rows_of_a_tied_uneven_table_are_updated(pool) -> None:
     expected = trained(1)
     for found in pool.run(trained, 4):  # 31 rows: 8, 8, 8 and 7
         last = (found["embed_tokens.weight"] - found["before"])[24:]

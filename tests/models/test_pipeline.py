@@ -171,7 +171,7 @@ def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("axes", [pytest.param({"pp": 3}, id="pp3"), pytest.param({"pp": 3, "tp": 2}, id="pp3-tp2")])
-def test_tied_weights_stay_equal_to_the_bit_and_count_once(axes: dict[str, int], pool) -> None:
+def test_anchor_29_tied_weights_stay_equal_to_the_bit_and_count_once(axes: dict[str, int], pool) -> None:
     alone = steps({}, 5)
     found = pool.run(steps, axes, 5, ranks=torch.Size(axes.values()).numel())
     first, last = found[0]["weights"], found[-1]["weights"]

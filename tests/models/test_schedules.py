@@ -86,7 +86,7 @@ def test_activations_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), NAMED)
-def test_no_deadlock_whatever_takes_how_long(name: str, chunks: int) -> None:
+def test_anchor_30_no_deadlock_whatever_takes_how_long(name: str, chunks: int) -> None:
     times = random.Random(5)
     for schedule in schedules(name, chunks):
         run_through(schedule, lambda action: times.expovariate(1.0))

@@ -204,7 +204,7 @@ def test_text_survives_its_tokens() -> None:
     assert list(decode_each(encode("aä") + encode("ä")[:1])) == ["a", "", "ä", "", "\ufffd"]
 
 
-def test_the_order_of_samples_does_not_depend_on_the_mesh(corpus: Corpus) -> None:
+def test_anchor_32_the_order_of_samples_does_not_depend_on_the_mesh(corpus: Corpus) -> None:
     batches = Batches(corpus, sequence_length=2, batch_size=5, seed=1)
     for step in range(4):  # across epochs: there are 6 samples
         whole = torch.cat(batches.batch(step, slice(None)), 1)

@@ -44,7 +44,7 @@ def clipped(norm_type: float, max_norm: float) -> tuple[float, list[Tensor]]:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_failure_23_25_each_element_counts_once_in_any_layout(norm_type: float, max_norm: float, pool: Any) -> None:
+def test_anchor_23_25_each_element_counts_once_in_any_layout(norm_type: float, max_norm: float, pool: Any) -> None:
     gradients = [*(value(i, *shape) for i, shape in enumerate(SHAPES)), value(9, 3)]
     norm = torch.cat([each.flatten() for each in gradients]).double().norm(norm_type).item()
     for found, after in pool.run(clipped, norm_type, max_norm, ranks=4):
@@ -65,7 +65,7 @@ def tied_on_stages(own_alone: bool) -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.parametrize("own_alone", [True, False])
-def test_failure_24_a_weight_tied_across_stages_counts_once(own_alone: bool, pool: Any) -> None:
+def test_anchor_24_a_weight_tied_across_stages_counts_once(own_alone: bool, pool: Any) -> None:
     norm = torch.cat([value(0, 4, 4).flatten(), value(1, 4, 2).flatten(), value(2, 4, 2).flatten()]).norm().item()
     for rank, (found, (table, _)) in enumerate(pool.run(tied_on_stages, own_alone, ranks=4)):
         assert found == pytest.approx(norm, rel=1e-6)
