@@ -152,6 +152,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("family", "sizes"), TABLE)
 def test_loss_and_gradients_of_one_process(family: str, sizes: Sizes, pool: Any) -> None:
     config, turn = FAMILIES[family], list(FAMILIES).index(family)

@@ -115,6 +115,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pipeline", SCHEDULES)
 @pytest.mark.parametrize(("axes", "plan"), MESHES)

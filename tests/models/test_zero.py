@@ -119,6 +119,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("change", VARIANTS)
 @pytest.mark.parametrize(("axes", "plan"), MESHES)
 @pytest.mark.parametrize("zero", LEVELS)
