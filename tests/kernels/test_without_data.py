@@ -19,6 +19,11 @@ LOGITS = (normal(6, 5, 8),)
 MORE: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "rope": (lambda _, x, cos, sin: kernels.rope(x, cos, sin), None, (normal(6, 5, 8), normal(5, 2), normal(5, 2))),
     "dropout": (lambda key, x: kernels.dropout(x, 0.5, key), torch.tensor(3, dtype=torch.uint64), LOGITS),
+    "dropout-in-order": (
+        lambda key, x: kernels.dropout(x, 0.5, key, order=((3, 5), (0, 3))),
+        torch.tensor(3, dtype=torch.uint64),
+        LOGITS,
+    ),
     "dropout-int": (lambda _, x: kernels.dropout(x, 0.5, 3), None, LOGITS),
     "cross_entropy-mean": (lambda ids, x: kernels.cross_entropy(x, ids, z_loss=0.1), ints(8, 6, 5), LOGITS),
     "cross_entropy-all": (
@@ -49,7 +54,7 @@ def test_an_op(name: str, way: str, dtype: torch.dtype) -> None:
         mode.from_tensor if way == "fake" else partial(torch.Tensor.to, device="meta")
     )
     operands = [without_data(each) for each in operands]
-    if ids is not None and (name != "dropout" or way == "fake"):  # a key lies on the CPU
+    if ids is not None and (not name.startswith("dropout") or way == "fake"):  # a key lies on the CPU
         ids = without_data(ids)
     with mode if way == "fake" else nullcontext():
         made = found(run, ids, operands)
