@@ -7,13 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models.checkpoint import huggingface
 from weft.models.checkpoint.huggingface import from_pretrained, save_pretrained
 from weft.models.generation import generate
-from weft.models.initialization import initialize
-from weft.models.llama.model import Llama
 from weft.models.llama.plan import PLAN
 from weft.models.llama.weights import read_config
 from weft.reshard import distribute, layout_of, to_global
@@ -383,20 +380,3 @@ def fail_to_save(folder):
 def test_a_failed_save_is_told_on_every_rank(pool, tmp_path):
     pool.run(fail_to_save, tmp_path)
     assert not any(tmp_path.iterdir())
-
-
-def initialize_in_parallel():
-    model = lay_out(Llama(SMALL), MESH, None)
-    initialize(model, 3)
-    return {name: to_global(parameter).detach() for name, parameter in model.named_parameters()}, {
-        name: isinstance(parameter, DTensor) for name, parameter in model.named_parameters()
-    }
-
-
-def test_initial_values_do_not_depend_on_the_mesh(pool):
-    model = Llama(SMALL)
-    initialize(model, 3)
-    for values, parallel in pool.run(initialize_in_parallel):
-        assert all(parallel.values())
-        for name, parameter in model.named_parameters():
-            assert torch.equal(values[name], parameter.detach())

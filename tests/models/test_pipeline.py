@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import (
@@ -372,43 +369,3 @@ def test_one_checkpoint_is_saved_from_all_stages_and_read_into_any(pool, tmp_pat
     read = from_pretrained(folder)
     for name, parameter in make("tied").named_parameters():
         assert torch.equal(read.get_parameter(name), parameter)
-
-
-class Launched(TorchDispatchMode):
-    """The ops that run on tensors with data, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(issubclass(kind, FakeTensor) for kind in types):
-            self.ops[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def launched(axes: dict[str, int], schedule: str) -> Counter[str]:
-    model = make("llama")
-    if axes:
-        plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, schedule=schedule))
-        parallelize(model, ProcessMesh.grid(**axes), plan)
-    tokens, targets = batch()
-    forward_backward(
-        model, cross_entropy, tokens, targets, microbatches=MICROBATCHES
-    )  # what is made once is there then
-    with Launched() as mode:
-        forward_backward(model, cross_entropy, tokens, targets, microbatches=MICROBATCHES)
-    return mode.ops
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
-def test_a_rank_launches_nothing_of_other_stages_and_nothing_twice(schedule: str, pool) -> None:
-    alone = launched({}, schedule)
-    first, last = pool.run(launched, {"pp": 2}, schedule, ranks=2)
-    assert alone["mm"] > 100
-    for op in ("mm", "bmm", "rsqrt", "silu", "sigmoid", "embedding", "index_select", "embedding_dense_backward"):
-        assert first[op] + last[op] == alone[op], op
-    embedding = {op: alone[op] for op in ("embedding", "index_select", "embedding_dense_backward") if alone[op]}
-    assert embedding
-    assert {op: first[op] for op in embedding} == embedding
-    assert first["mm"] < last["mm"]  # the head
