@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from weft.models import Llama, generate, initialize
+from weft.models import generate
 
 from benchmarks.conftest import Tell
-from benchmarks.test_llama_cpu import LARGE, SMALL, LlamaConfig
+from benchmarks.test_llama_cpu import LARGE, SMALL, LlamaConfig, both
 from benchmarks.timing import Host, in_turn
 
 
@@ -27,13 +27,7 @@ def test_generate_beside_transformers(
     config: LlamaConfig, batch: int, length: int, rounds: int, tmp_path: Path, tell: Tell
 ) -> None:
     """96 tokens after prompts of 16, the likeliest each."""
-    transformers = pytest.importorskip("transformers")
-    from weft.models import save_pretrained  # needs safetensors, which a bare machine may not have
-
-    model = Llama(config)
-    initialize(model, seed=0)
-    save_pretrained(model, tmp_path / "model")
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
+    model, theirs = both(config, tmp_path)
     theirs.generation_config.eos_token_id = None  # there is no token that ends a text
     prompts = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(prompts)

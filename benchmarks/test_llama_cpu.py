@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,17 @@ LARGE = LlamaConfig(
 )
 
 
+def both(config: LlamaConfig, folder: Path) -> tuple[Llama, Any]:
+    """A Llama of ours and transformers' with the same weights; without transformers the test is skipped."""
+    transformers = pytest.importorskip("transformers")
+    from weft.models import save_pretrained  # needs safetensors, which a bare machine may not have
+
+    model = Llama(config)
+    initialize(model, seed=0)
+    save_pretrained(model, folder / "model")
+    return model, transformers.LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("config", "batch", "length", "rounds"),
@@ -30,13 +42,7 @@ LARGE = LlamaConfig(
 def test_llama_beside_transformers(
     config: LlamaConfig, batch: int, length: int, rounds: int, tmp_path: Path, tell: Tell
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    from weft.models import save_pretrained  # needs safetensors, which a bare machine may not have
-
-    model = Llama(config)
-    initialize(model, seed=0)
-    save_pretrained(model, tmp_path / "model")
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
+    model, theirs = both(config, tmp_path)
     ids = torch.randint(0, config.vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     tokens, target = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
