@@ -14,6 +14,9 @@ from ..schedules.plan import PipelinePlan, check_sharding
 from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
+TrackerName = Literal["tensorboard", "wandb"]
+PROFILED_FROM, PROFILED_STEPS = 3, 3  # the first steps begin with what is done once
+OptimizerName = Literal["adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,23 +97,37 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warmup and a cosine decay to a tenth."""
+    """The update of the weights, and the learning rate over the steps."""
 
+    name: OptimizerName = "adamw"
+    """An optimizer of torch.optim that works on each element by itself."""
     lr: float = 4e-3
     """The highest learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """The rate after the warmup; wsd: constant, then a line over the last decay_steps."""
     warmup_steps: int = 20
-    """Steps until it is reached."""
+    """Steps until the highest rate is reached."""
+    decay_steps: Annotated[int | None, shown("INT", "a fifth of the steps")] = None
+    """Of wsd: the last steps, in which the rate falls."""
+    final_share: float = 0.1
+    """The rate at the end, as a share of the highest."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
     beta1: float = 0.9
-    """Decay of the gradient's mean."""
+    """Decay of the gradient's mean; the momentum of sgd and rmsprop."""
     beta2: float = 0.95
     """Decay of the gradient's mean square."""
     clip_norm: float = 1.0
     """The gradient's norm is cut to this."""
 
     def __post_init__(self) -> None:
-        _at_least("optimizer", self, 0, "lr", "warmup_steps", "weight_decay", "clip_norm")
+        _at_least("optimizer", self, 0, "lr", "warmup_steps", "final_share", "weight_decay", "clip_norm")
+        if self.decay_steps is not None:
+            _at_least("optimizer", self, 0, "decay_steps")
+            if self.schedule != "wsd":
+                raise ValueError(
+                    f"optimizer.decay_steps is {self.decay_steps}, which is of the schedule wsd; the schedule is {self.schedule}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +140,8 @@ class TrainConfig:
     """Folder to make for the results."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end alone."""
+    eval_every: int = 0
+    """Steps between losses on the held-out text; 0 takes them before the first step and after the last alone."""
     log_every: int = 10
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
@@ -131,6 +150,10 @@ class TrainConfig:
     """What layers compute in, by autocast. Parameters, their gradients' sums over ranks and the loss are float32."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
+    profile: Annotated[Path | None, shown("FOLDER", "none")] = None
+    """Folder for traces of steps 3 to 5 by torch's profiler, one a rank: rank-N.json."""
+    track: tuple[TrackerName, ...] = ()
+    """Where the metrics go beside metrics.jsonl: tensorboard (a folder of the run's) or wandb (Weights & Biases)."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -142,7 +165,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("train", self, 1, "steps", "log_every")
-        _at_least("train", self, 0, "save_every")
+        _at_least("train", self, 0, "save_every", "eval_every")
+        if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
+            raise ValueError(
+                f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
+                f"take as many, or leave profile out"
+            )
         if self.data.sequence_length > self.model.max_seq_len:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "

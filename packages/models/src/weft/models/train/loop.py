@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.issued import Collective
 from weft.reshard.running.units import drop_gathered
+from weft.reshard.running.waits import Waits, measured_by
 
 from ..communication import Communication, Phase
 from ..families import make_model
@@ -33,10 +33,14 @@ from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
 from .folder import CHECKPOINT
+from .memory import peak_memory, total_memory
 from .observe import CollectiveCount
-from .optimizer import learning_rate, make_optimizer
+from .learning_rate import learning_rate
+from .optimizer import make_optimizer
+from .profiling import profiled
 from .report import Metrics, Report, next_steps
 from .results import Results
+from .speed import flops_per_token, peak_flops
 from .step import Found, find_gradients, find_loss, local_value
 
 SAMPLE_TOKENS = 60
@@ -64,16 +68,26 @@ def train(run: Run, device: torch.device) -> None:
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
     results = Results(run.folder, writes=trainer.rank == 0)
-    results.begin(config, trainer.plan, trainer.mesh, layouts)
+    results.begin(run.recipe, config, trainer.plan, trainer.mesh, layouts)
     first = trainer.held_out_loss()
     start = time.perf_counter()
-    with report.steps(config) as shown:
+    with (
+        report.steps(config) as shown,
+        profiled(config.profile, trainer.rank) as profiled_step,
+        measured_by(trainer.waits),
+    ):
         for step in range(config.steps):
             trainer.first_step() if step == 0 else trainer.step(step)
+            profiled_step()
             shown.begun(step + 1)
             saves = config.save_every and (step + 1) % config.save_every == 0
-            if saves or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                for metrics in trainer.read(results):
+            evaluates = config.eval_every and (step + 1) % config.eval_every == 0
+            if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
+                taken = trainer.read(results)
+                if evaluates:
+                    taken[-1] = dataclasses.replace(taken[-1], held_out_loss=trainer.held_out_loss())
+                    trainer.begin_reading()
+                for metrics in taken:
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
@@ -82,7 +96,10 @@ def train(run: Run, device: torch.device) -> None:
     results.save(trainer.model, CHECKPOINT)
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    report.line(next_steps(run, first, trainer.held_out_loss(), seconds, on_cpu=device.type == "cpu"))
+    last = trainer.held_out_loss()
+    if trainer.rank == 0:
+        report.line(results.picture(report.width))
+    report.line(next_steps(run, first, last, seconds, on_cpu=device.type == "cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +142,10 @@ class _Trainer:
         self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self.issued: dict[Phase, list[Collective]] = {}
+        self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
+        self._peak_flops = peak_flops(device, run.config.dtype)
         self._taken: list[_Taken] = []
+        self.waits = Waits(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -160,6 +180,11 @@ class _Trainer:
         self._optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
 
+    def begin_reading(self) -> None:
+        """What is read next begins now: nothing before it counts as a step's time."""
+        self.waits.take()
+        self._read_at = time.perf_counter()
+
     def read(self, results: Results) -> list[Metrics]:
         """The metrics of the steps since it was last called, in order. The host waits for the device once.
 
@@ -169,18 +194,28 @@ class _Trainer:
         taken, self._taken = self._taken, []
         losses = torch.stack([each.found.loss for each in taken]).tolist()
         norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
-        seconds, self._read_at = time.perf_counter() - self._read_at, time.perf_counter()
+        seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
+        self.begin_reading()
         for each, loss in zip(taken, losses, strict=True):
             if not math.isfinite(loss):
                 raise TrainingError(self._explain(each, loss, results))
+        per_second = len(taken) * math.prod(self._shape) / seconds
+        flops = per_second * self._flops_per_token / self.mesh.size
+        used = peak_memory(self._device)
         return [
             Metrics(
                 step=each.step,
+                done=each.step / self._config.steps,
                 loss=loss,
                 grad_norm=norm,
                 lr=each.lr,
-                tokens_per_second=len(taken) * math.prod(self._shape) / seconds,
-                memory_bytes=_memory(self._device),
+                tokens_per_second=per_second,
+                tflops=flops / 1e12,
+                mfu=None if self._peak_flops is None else flops / self._peak_flops,
+                memory_bytes=used,
+                memory_share=used / total_memory(self._device),
+                communication_share=waited / seconds,
+                seconds_left=(self._config.steps - each.step) * seconds / len(taken),
             )
             for each, loss, norm in zip(taken, losses, norms, strict=True)
         ]
@@ -188,7 +223,7 @@ class _Trainer:
     def first_step(self) -> None:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
-        self._read_at = time.perf_counter()
+        self.begin_reading()
         drop_gathered(self.model)  # as every step it starts from shards
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
@@ -306,10 +341,3 @@ def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
-
-
-def _memory(device: torch.device) -> int:
-    """Peak memory of this process: the device's, or the resident set where that is a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

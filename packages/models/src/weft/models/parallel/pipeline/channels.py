@@ -16,6 +16,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import group_for
+from weft.reshard.running.waits import wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Channel:
         form = self._forms[kind]
         parts, works = self._ahead or self._receives(form)
         for work in works:
-            work.wait()
+            wait_for(work)
         self._ahead = self._receives(form) if more else None
         arrived = iter(parts)
         return tree_map(lambda leaf: self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf, form)
@@ -85,7 +86,7 @@ class Channel:
     def finish(self) -> None:
         """Waits until all that was sent has been received."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            wait_for(self._sent.popleft()[0])
 
     def _start(self, part: Tensor) -> None:
         if part.numel():
@@ -94,9 +95,7 @@ class Channel:
             self._sent.append((work, part))
 
     def _await(self, part: Tensor) -> None:
-        work = dist.irecv(part, group=self._group, group_src=self._place(self._other))
-        assert work is not None, "this rank is in the group"
-        work.wait()
+        wait_for(dist.irecv(part, group=self._group, group_src=self._place(self._other)))
 
     def _receives(self, form: Any) -> tuple[list[Tensor], list[dist.Work]]:
         parts = [
