@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from weft.models.rope_scaling import LinearRopeScaling
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.toml import as_toml
+
+from tests.architecture.rules import ROOT
 
 OTHER = replace(
     recipe("llama-tiny"),
@@ -104,6 +108,27 @@ def test_an_option_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixtu
         _parsed([], file)
     assert ended.value.code == 2
     assert "--optimizer.learning-rate" in capsys.readouterr().err
+
+
+def commands() -> list[str]:
+    """Those of `weft train` that the documents show."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    shown = (re.findall(r"^(?:weft|\./run) (train\b.*)$", page.read_text(), re.MULTILINE) for page in pages)
+    return sorted({command for of_page in shown for command in of_page})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_that_is_shown_is_taken(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.models.cli.train.gpu_count", lambda: 8)
+    (tmp_path / "book.txt").write_text("Call me Weft. " * 500)
+    (tmp_path / "run.toml").write_text(as_toml("llama-tiny", recipe("llama-tiny")))
+    _, *arguments = shlex.split(command.partition(">")[0], comments=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments, "--print-config"])
+    assert ended.value.code == 0, capsys.readouterr().err
 
 
 def test_a_rope_scaling_is_written() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-import torch
 from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard

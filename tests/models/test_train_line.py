@@ -15,9 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from weft.mesh import Layout, Partial, ProcessMesh, Shard
-from weft.models import parallelize
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.train.plot import drawn, read_curves, save_picture

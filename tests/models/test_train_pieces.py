@@ -15,8 +15,8 @@ from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig, mesh_sizes
 from weft.models.train.data import END, Batches, Corpus, decode, decode_each, encode, find_corpus
 from weft.models.train.folder import check_new, find_checkpoint
-from weft.models.train.observe import CollectiveCount
 from weft.models.train.learning_rate import learning_rate
+from weft.models.train.observe import CollectiveCount
 from weft.models.train.optimizer import clip_gradients
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe

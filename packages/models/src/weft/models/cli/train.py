@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
         files, rest = _files().parse_known_args(arguments)
         settled, gpus = _settle(rest, files.config)
     if files.print_config:
-        print(as_toml(settled.recipe, settled.config), end="")
+        print(as_toml(settled.recipe, settled.resolved), end="")
         return 0
     if speaks():
         print(describe(settled, gpus=gpus), flush=True)
@@ -81,8 +81,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     gpus, world = gpu_count(), launched_processes()
     dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
-    plan = settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp)
-    config = replace(config, plan=plan, mesh=replace(config.mesh, dp=dp, cp=cp, tp=tp))
+    config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
     processes = config.mesh.pp * dp * cp * tp
     if config.compile and config.plan.recompute != "none" and processes > 1:
         raise ValueError(

@@ -202,6 +202,11 @@ class Run:
         }
 
     @property
+    def resolved(self) -> TrainConfig:
+        """The config with the mesh's sizes as they are."""
+        return replace(self.config, mesh=MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp))
+
+    @property
     def processes(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
 

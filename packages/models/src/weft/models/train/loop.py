@@ -33,9 +33,9 @@ from ..terminal import printable
 from .config import Run
 from .data import Batches, decode, encode
 from .folder import CHECKPOINT
+from .learning_rate import learning_rate
 from .memory import peak_memory, total_memory
 from .observe import CollectiveCount
-from .learning_rate import learning_rate
 from .optimizer import make_optimizer
 from .profiling import profiled
 from .report import Metrics, Report, next_steps
@@ -68,7 +68,7 @@ def train(run: Run, device: torch.device) -> None:
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
     results = Results(run.folder, writes=trainer.rank == 0)
-    results.begin(run.recipe, config, trainer.plan, trainer.mesh, layouts)
+    results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts)
     first = trainer.held_out_loss()
     start = time.perf_counter()
     with (

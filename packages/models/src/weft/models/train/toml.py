@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from .config import TrainConfig
 
 _OF_ONE_RUN = ("output",)  # where a run's results go is not taken over by another
@@ -17,8 +15,10 @@ _OF_ONE_RUN = ("output",)  # where a run's results go is not taken over by anoth
 
 def as_toml(recipe: str, config: TrainConfig) -> str:
     """The recipe's name and every option that has a value; `weft train --config` takes it."""
+    import tomlkit  # where configurations are only read there need be none
+
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
-    return tomli_w.dumps({"recipe": recipe, **_given(values)})
+    return tomlkit.dumps({"recipe": recipe, **_given(values)})
 
 
 def read_toml(path: Path) -> tuple[str | None, list[str]]:
@@ -44,6 +44,8 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, dict):
             given[name] = _given(value)
+        elif isinstance(value, tuple):
+            given[name] = list(value)
         elif value is not None:
             given[name] = str(value) if isinstance(value, Path) else value
     return given

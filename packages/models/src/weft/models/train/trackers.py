@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .config import TrainConfig, TrackerName
+from .config import TrackerName, TrainConfig
 from .report import Metrics
 
 Send = Callable[[int, dict[str, float]], None]  # of a step
