@@ -47,6 +47,8 @@ def launch(run: Run, *, gpus: int) -> int:
     Returns the exit status: 0, or 1 where the run stopped; SIGTERM ends this process with 143. Raises KeyboardInterrupt.
     When one process fails the others are ended, and its error is printed first, with its rank. All end with this one.
     """
+    if run.config.profile is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all that torch's profiler logs; read as torch is imported
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes

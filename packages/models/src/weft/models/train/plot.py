@@ -54,7 +54,8 @@ def _panel(title: str, steps: list[int], values: list[float], width: int) -> str
     figure = Figure()
     figure.width, figure.height, figure.with_colors = max(10, width - AXIS), HEIGHT, False
     figure.x_label, figure.y_label = "step", title
-    figure.y_ticks_fkt = figure.x_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
+    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
+    figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
     figure.set_x_limits(0, steps[-1])
     figure.set_y_limits(low - room, high + room)
     figure.plot(steps, values)
