@@ -17,7 +17,7 @@ from ..planning.plan import plan
 from ..planning.steps import AllGather, axes_of
 from .blocks import stacking_of
 from .collectives import Pending, all_gather_single
-from .dtensor import layout_of
+from .dtensor import layout_of, memory_of
 from .executor import started
 from .groups import group_along, process_mesh, this_rank
 from .order import announce
@@ -100,7 +100,7 @@ class _Bundle:
         self._filled: list[Tensor] = []
         columns = zip(self._buffer.split(sizes, 1), self._mine.split(sizes), parts, items, strict=True)
         for rows, mine, part, (each, its) in columns:
-            held = each.shard.to_local().shape
+            held = memory_of(each.shard).shape
             self._places.append(mine.view(part)[tuple(slice(size) for size in held)])
             sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(its))
             stacking = stacking_of(tuple(part), axes_of(its), sizes_along, its)
@@ -116,7 +116,7 @@ class _Bundle:
         axes, meshes = self._said
         announce(_Said(self._shards, axes), meshes=meshes)
         self._storage.resize_(self._nbytes)
-        torch._foreach_copy_(self._places, [shard.to_local() for shard in self._shards])
+        torch._foreach_copy_(self._places, [memory_of(shard) for shard in self._shards])
         # In place, as NCCL documents it: a rank's input is its row of the output. gloo copies nothing then either.
         self._work = all_gather_single(self._flat, self._mine, self._group, async_op=True)
 

@@ -163,8 +163,7 @@ class Unit:
             unit.start()
 
     def _gather(self, found: Sequence[_Found]) -> None:
-        with torch.no_grad():
-            states = {whole: (shard, whole.state_of(shard)) for _, shard, whole in found}
+        states = {whole: (shard, whole.state_of(shard)) for _, shard, whole in found}
         missing = [(shard, whole, state) for whole, (shard, state) in states.items() if whole.filled != state]
         if not missing:
             return
@@ -200,15 +199,14 @@ class Unit:
             return
         gathers, missing = self._ahead
         self._ahead = None
-        with torch.no_grad():
-            if any(whole.state_of(shard) != state for shard, whole, state in missing):
-                gathers.give_up()
-                return
-            for _, whole, _ in missing:
-                whole.make_room()
-            gathers.finish()
-            for shard, whole, state in missing:
-                whole.take(shard, state)
+        if any(whole.state_of(shard) != state for shard, whole, state in missing):
+            gathers.give_up()
+            return
+        for _, whole, _ in missing:
+            whole.make_room()
+        gathers.finish()
+        for shard, whole, state in missing:
+            whole.take(shard, state)
 
     def _settle(self) -> None:
         """Puts the shards back where nothing computes with the wholes, and drops these where backward does not wait for them."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 from weft.mesh import Layout
 
-from .dtensor import layout_of, wrap
+from .dtensor import layout_of, memory_of, wrap
 from .groups import this_rank
 
 
@@ -54,7 +54,7 @@ class Whole:
         part = layout.local_shape(shard.shape, this_rank())
         made = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
         self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
-        self._local = self.leaf.to_local()
+        self._local = memory_of(self.leaf)
         self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
         self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank()) if stays else None
         self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
@@ -78,19 +78,19 @@ class Whole:
             self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """What changes when the values of the shard do; asked without recording gradients."""
-        return self.steps, shard._version, shard.to_local()._version
+        """What changes when the values of the shard do."""
+        return self.steps, shard._version, memory_of(shard)._version
 
     def make_room(self) -> None:
         """Has memory, of any values where it had none."""
         self._storage.resize_(self._nbytes)
 
     def take(self, shard: DTensor, state: object) -> None:
-        """Its memory was filled with what the shard is; asked without recording gradients."""
+        """Its memory was filled with what the shard is."""
         if self._last is not None and self._last != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
-        local = shard.to_local()
+        local = memory_of(shard)
         if self._stretch is not None and self._lent is not local:
             local.data = self.memory[self._stretch]
             self._lent = local
