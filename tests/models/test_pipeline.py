@@ -244,7 +244,7 @@ class Pair(nn.Module):
 def own_model(axes: dict[str, int] | None, pipeline: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(5)
     model = Residual()
-    criterion = partial(_flat, nn.functional.cross_entropy)
+    criterion = partial(flat, nn.functional.cross_entropy)
     if axes:
         plan = ParallelPlan(pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
         parallelize(model, ProcessMesh.grid(**axes), plan)
@@ -252,7 +252,7 @@ def own_model(axes: dict[str, int] | None, pipeline: dict[str, Any]) -> dict[str
     return {"loss": loss.item(), **{name: whole(p.grad) for name, p in model.named_parameters()}}
 
 
-def _flat(criterion: Any, logits: Tensor, targets: Tensor) -> Tensor:
+def flat(criterion: Any, logits: Tensor, targets: Tensor) -> Tensor:
     return criterion(logits.flatten(0, 1), targets.flatten())
 
 
