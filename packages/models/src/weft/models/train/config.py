@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from ..config import ModelConfig, shown
 from ..degrees import check_head_degrees
 from ..schedules.bubble import Name as Schedule
-from ..schedules.plan import PipelinePlan, check_sharding
+from ..schedules.plan import PipelinePlan
 from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
@@ -244,7 +244,6 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
     pipeline = settled.pipeline(pp)
     if pipeline is not None:
-        check_sharding(plan.zero)
         stages = pipeline.make_schedule(pp).num_stages
         if stages > config.model.num_layers:
             raise ValueError(

@@ -16,6 +16,7 @@ from weft.kernels.weights import Later, waiting_weights
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
+from weft.reshard.running.units import keeping_gathered
 
 from ...communication import Phase
 from ...schedules.plan import PipelinePlan
@@ -95,13 +96,14 @@ class Pipeline:
 
         loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up. computing: what the model is
         called in. ended: called after each action.
-        Communication: of activations, and of their gradients, to the rank in the same place of the next stage.
+        Communication: of activations, and of their gradients, to the rank in the same place of the next stage. What parameters on
+        shards are gathered to stays until all microbatches are back, so that it is gathered once.
         """
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         run = _Run(self, model, microbatches, loss_of, computing)
-        with accumulating():
+        with keeping_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
                 run.take(action)
                 ended("forward" if action.kind == "F" else "backward")
@@ -112,9 +114,10 @@ class Pipeline:
     def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
         """Takes each microbatch forward alone; what the model gave, on the ranks of the last stage, else none."""
         run = _Run(self, model, microbatches, None)
-        for stage in self.stages.own:
-            for number in range(len(microbatches)):
-                run.take(Action("F", stage, number))
+        with keeping_gathered(model):
+            for stage in self.stages.own:
+                for number in range(len(microbatches)):
+                    run.take(Action("F", stage, number))
         run.finish()
         return run.outputs
 
