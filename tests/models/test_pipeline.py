@@ -60,8 +60,6 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any]) -> dict[str, Any]:
     """What this rank has after a step: the loss, its own gradients, whole, its bytes and its pipeline's numbers."""
-    global START
-    START = __import__("time").process_time()
     mesh = ProcessMesh.grid(**axes)
     model = make(name, layers_for(axes))
     own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
@@ -75,7 +73,6 @@ def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: di
         "bytes": sum(_local(p).nbytes for p in model.parameters()),
         "in_flight": ran.in_flight,
         "ran": ran.ran,
-        "cpu": __import__("time").process_time() - START,
         "planned": ran.schedule.actions[mesh.coordinate(torch.distributed.get_rank())["pp"]],
     }
 
@@ -109,12 +106,12 @@ SCHEDULES = [
 ]
 MESHES = [
     pytest.param({"pp": 2}, {}, id="pp2"),
-    pytest.param({"pp": 3}, {}, id="pp3"),
+    pytest.param({"pp": 3}, {"recompute": "full"}, id="pp3-recompute"),
     pytest.param({"pp": 4}, {}, id="pp4"),
     pytest.param({"pp": 2, "dp": 2}, {"zero": 1}, id="pp2-dp2-zero1"),
     pytest.param({"dp": 2, "pp": 2}, {}, id="dp2-pp2"),
     pytest.param({"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
-    pytest.param({"pp": 2, "tp": 2}, {"sequence": True}, id="pp2-tp2-sequence"),
+    pytest.param({"pp": 2, "tp": 2}, {"sequence": True, "recompute": "selective"}, id="pp2-tp2-selective"),
     pytest.param({"pp": 2, "cp": 2}, {"context": "all_gather", "zero": 3}, id="pp2-cp2-zero3"),
     pytest.param({"pp": 2, "dp": 2, "tp": 2}, {"sequence": True, "zero": 3}, id="pp2-dp2-tp2-zero3"),
     pytest.param({"pp": 2, "cp": 2, "tp": 2}, {"sequence": True, "context": "ulysses"}, id="pp2-cp2-tp2"),
@@ -135,8 +132,7 @@ def test_loss_and_gradients_are_those_of_one_process(
     for found in pool.run(one_step, axes, name, plan, pipeline, ranks=ranks):
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
         assert tuple(found["ran"]) == found["planned"]
-        print(found["cpu"])
-        print(gradients_off(found["gradients"], gradients))
+        assert not gradients_off(found["gradients"], gradients)
         seen |= found["gradients"].keys()
     assert seen == gradients.keys()
 
@@ -276,90 +272,6 @@ def test_what_is_beside_the_layers_goes_by_data_flow(pipeline: dict[str, Any], p
     first, last = first["gradients"].keys(), last["gradients"].keys()
     assert {"table.weight", "bias"} <= first - last
     assert {"head.weight", "head.bias"} <= last - first
-
-
-class Skips(Residual):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, side = self.table(tokens), self.side(torch.arange(tokens.shape[1]))
-        first, _ = self.blocks[0](x, side=side, seen=None)
-        for block in self.blocks[1:]:
-            x, _ = block(first + x, side=side, seen=None)
-        return self.head(x)
-
-
-@pytest.mark.parametrize(
-    ("build", "axes", "pipeline", "message"),
-    [
-        pytest.param(
-            Residual,
-            {"pp": 5},
-            {},
-            "Residual has 4 layers, blocks.0 to blocks.3, and they cannot be cut into 5",
-            id="stages",
-        ),
-        pytest.param(
-            Residual,
-            {"pp": 2},
-            {"split": (1, 2)},
-            "split gives the stages 1, 2 layers, 3 in all; Residual has 4",
-            id="counts",
-        ),
-        pytest.param(
-            Residual, {"pp": 2}, {"split": (1, 2, 1)}, "split cuts Residual into 3 stages, and there are 2", id="many"
-        ),
-        pytest.param(
-            Residual,
-            {"pp": 2},
-            {"split": ("blocks.9",)},
-            "'blocks.9', which is no layer .* nearest names are",
-            id="point",
-        ),
-        pytest.param(
-            Residual, {"pp": 2}, {"split": "towers"}, "'towers', which is no list of layers of Residual", id="list"
-        ),
-        pytest.param(Pair, {"pp": 2}, {}, "by its list of layers, and Pair has no nn.ModuleList", id="no-list"),
-        pytest.param(
-            Skips, {"pp": 2}, {}, "cannot be cut between its layers: blocks.2 reads what blocks.0", id="skips"
-        ),
-        pytest.param(
-            Residual,
-            {"pp": 2},
-            {"schedule": "interleaved", "microbatches": 5},
-            "5 cannot be divided into 2 rounds",
-            id="rounds",
-        ),
-    ],
-)
-def test_bad_input_is_one_clear_error(build: Any, axes: dict[str, int], pipeline: dict[str, Any], message: str) -> None:
-    """Without any process group."""
-    model = build()
-    names = [name for name, _ in model.named_parameters()]
-    with pytest.raises(ValueError, match=message):
-        parallelize(model, ProcessMesh.grid(**axes), ParallelPlan(pipeline=PipelinePlan(**pipeline)))
-    assert [name for name, _ in model.named_parameters()] == names
-
-
-def test_microbatches_that_do_not_divide_the_batch() -> None:
-    with pytest.raises(
-        ValueError, match="3 microbatches do not divide the batch of 8 rows; numbers that do: 1, 2, 4, 8"
-    ):
-        forward_backward(make("llama"), cross_entropy, *batch(), microbatches=3)
-    with pytest.raises(ValueError, match=r"has an axis 'pp', and the plan has no pipeline"):
-        parallelize(make("llama"), ProcessMesh.grid(pp=2, dp=2))
-    for wrong in ({"split": ()}, {"split": 3}, {"schedule": "2f2b"}, {"microbatches": 0}):
-        with pytest.raises(ValueError, match="PipelinePlan: "):
-            PipelinePlan(**wrong)
-
-
-def called_alone() -> str:
-    model = parallelize(make("llama"), ProcessMesh.grid(pp=2), ParallelPlan(pipeline=PipelinePlan()))
-    with pytest.raises(RuntimeError, match="the model is cut into 2 stages, of which this rank holds"):
-        model(batch()[0])
-    return "raised"
-
-
-def test_a_cut_model_is_not_called_alone(pool) -> None:
-    assert pool.run(called_alone, ranks=2) == ["raised", "raised"]
 
 
 def saved_and_read(folder: str) -> bool:
