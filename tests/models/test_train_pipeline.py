@@ -74,9 +74,8 @@ def test_one_loss_with_stages_and_without(pool, tmp_path: Path) -> None:
             id="counts",
         ),
         pytest.param(
-            {"pp": 2, "dp": 1, "tp": 1}, {"split": "h.2"}, "plan.split is 'h.2'; give layers, or how many", id="split"
+            {"pp": 2, "dp": 1, "tp": 1}, {"split": "h.2"}, "names 'h.2', which is no layer .* nearest", id="split"
         ),
-        pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"zero": 3}, "zero=3 drops .*; use zero=2 beside it", id="zero"),
         pytest.param(
             {"dp": 2, "tp": 1}, {"schedule": "gpipe"}, "plan.schedule is gpipe, .* set --mesh.pp above 1", id="no-pp"
         ),

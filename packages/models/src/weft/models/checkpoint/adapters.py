@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
-from .huggingface import attempt, raise_on_all, read_json, start_folder, weights_of_model, whole_tensor
+from .huggingface import attempt, is_parallel, raise_on_all, read_json, start_folder, weights_of_model, whole_parameter
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # Fields of adapter_config.json that change what adapters compute, and the values of those here.
@@ -49,7 +49,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     """
     folder, adapters = Path(folder), lora_of(model)
     names = {layer: _stored_layer(model, layer) for layer in adapters.layers}
-    parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    parallel = is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error = attempt(start_folder, folder, temporary) if writer else None
@@ -57,8 +57,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     tensors: dict[str, Tensor] = {}
     for layer, name in names.items():
         for leaf in ("A", "B"):
-            whole = whole_tensor(model.get_parameter(f"{layer}.lora.{leaf}"), keep=writer)
-            tensors[f"{PREFIX}{name}.lora_{leaf}.weight"] = whole
+            tensors[f"{PREFIX}{name}.lora_{leaf}.weight"] = whole_parameter(model, f"{layer}.lora.{leaf}", keep=writer)
     if writer:
         config = {
             "peft_type": "LORA",

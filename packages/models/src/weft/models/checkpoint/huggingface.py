@@ -91,8 +91,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         raise ValueError(
             "the model has adapters; merge_lora(model) folds them in, save_lora(model, folder) saves them alone"
         )
-    pipeline = pipeline_of(model)
-    parallel = pipeline is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    pipeline, parallel = pipeline_of(model), is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error: Exception | None = None
@@ -104,7 +103,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
     shards = _shards(parameters, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
-            tensor: joined([(weights.stored(name), _whole(model, name, keep=writer)) for name in names])
+            tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
@@ -255,14 +254,15 @@ def _shards(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) ->
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
-def _whole(model: nn.Module, name: str, keep: bool) -> Tensor:
-    """The parameter of that name, from whatever stage has it."""
+def is_parallel(model: nn.Module) -> bool:
+    """Whether several ranks hold the model."""
+    return pipeline_of(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
+    """The parameter of that name, from whatever stage has it, on the CPU; without rows where it is not kept."""
     pipeline = pipeline_of(model)
     parameter = model.get_parameter(name) if pipeline is None else pipeline.whole_parameter(model, name)
-    return whole_tensor(parameter, keep)
-
-
-def whole_tensor(parameter: Tensor, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
         return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from ..config import ModelConfig, shown
 from ..degrees import check_head_degrees
 from ..schedules.bubble import Name as Schedule
-from ..schedules.plan import PipelinePlan, check_sharding
+from ..schedules.plan import PipelinePlan, Split
 from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
@@ -49,7 +49,7 @@ class PlanConfig:
     microbatches: Annotated[int | None, shown("INT", "those of the pipeline; 1 without")] = None
     """Parts, along the rows, that a batch is taken in; a pipeline has as many as there are rows on a rank, up to 8."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
-    """Where the model is cut: layers, in parts as even as can be; or the layers of each stage, as in 1,2,1."""
+    """Where the model is cut: layers, in parts as even as can be; the layers of each stage, as in 1,2,1; or names, layers.1,layers.3."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -59,14 +59,10 @@ class PlanConfig:
         """What a model's plan is told of a pipeline; None without one. Raises ValueError for what cannot be."""
         if pp == 1 or self.microbatches is None or self.schedule is None:
             return None
-        split: str | tuple[int, ...] = self.split or "layers"
-        if isinstance(split, str) and split != "layers":
-            try:
-                split = tuple(int(part) for part in split.split(","))
-            except ValueError:
-                raise ValueError(
-                    f"plan.split is {split!r}; give layers, or how many layers each stage has, as in 1,2,1"
-                ) from None
+        parts = (self.split or "layers").split(",")
+        split: Split = "layers" if parts == ["layers"] else tuple(parts)
+        if all(part.strip().isdecimal() for part in parts):
+            split = tuple(int(part) for part in parts)
         return PipelinePlan(split=split, schedule=self.schedule, microbatches=self.microbatches)
 
     def options(self, pp: int) -> dict[str, Any]:
@@ -277,7 +273,6 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
     pipeline = settled.pipeline(pp)
     if pipeline is not None:
-        check_sharding(plan.zero)
         stages = pipeline.make_schedule(pp).num_stages
         if stages > config.model.num_layers:
             raise ValueError(
@@ -290,7 +285,21 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 f"plan.split {plan.split} gives {len(counts)} stages {sum(counts)} layers; there are {stages} "
                 f"stages and {config.model.num_layers} layers"
             )
+        if pipeline.split != "layers" and not counts:
+            _check_names(config.model, pipeline, pp)
     return settled
+
+
+def _check_names(config: ModelConfig, pipeline: PipelinePlan, pp: int) -> None:
+    """Raises ValueError for names at which the model is not cut into as many stages."""
+    import torch  # not sooner, as it takes seconds
+
+    from ..families import make_model
+    from ..parallel.pipeline.cut import ranges_of
+
+    with torch.device("meta"):
+        model = make_model(config)
+    ranges_of(model, pipeline, pipeline.make_schedule(pp))
 
 
 def _divisors(number: int) -> list[int]:

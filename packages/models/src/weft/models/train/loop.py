@@ -125,8 +125,9 @@ class _Trainer:
         self.plan = dataclasses.replace(own, **run.config.plan.options(run.pp))
         self._count = run.config.plan.microbatches or 1
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
-        once = run.pp == 1 and self._count == 1  # a step of several microbatches is not recorded
-        self.predicted = self._recorded(model) if self.rank == 0 and once else None
+        # The mean loss over the global batch.
+        self._criterion = partial(cross_entropy, denominator=float(math.prod(self._shape)))
+        self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
@@ -161,7 +162,7 @@ class _Trainer:
 
         def ended(phase: Phase) -> None:
             if count is not None:
-                self.issued[phase] = count.take_each()
+                self.issued.setdefault(phase, []).extend(count.take_each())
 
         clip_norm = self._config.optimizer.clip_norm
         found = find_gradients(
@@ -262,10 +263,6 @@ class _Trainer:
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return decode(tokens[0].tolist())
 
-    def _criterion(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The mean loss over the global batch."""
-        return cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
-
     def _recorded(self, model: nn.Module) -> Communication:
         """What this rank communicates in a step of `model`, which has no data."""
         with self._computing():
@@ -277,6 +274,7 @@ class _Trainer:
                 criterion=self._criterion,
                 rank=self.rank,
                 inputs={"dropout_key": self._dropout_key(0)},
+                microbatches=self._count,
                 clip_norm=self._config.optimizer.clip_norm,
             )
 
