@@ -83,10 +83,10 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     check_tensor_parallel(config.model, tp)
     config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
     processes = config.mesh.pp * dp * cp * tp
-    if config.compile and config.plan.recompute != "none" and processes > 1:
+    if config.compile and config.plan.recompute == "selective" and processes > 1:
         raise ValueError(
-            f"blocks that are recomputed do not compile on a mesh of {processes} processes; leave --compile out, or "
-            f"--plan.recompute {config.plan.recompute}"
+            f"blocks that are recomputed selectively do not compile on a mesh of {processes} processes; leave --compile out, or "
+            f"take --plan.recompute full"
         )
     check_vocabulary(config.model.vocab_size)
     corpus = find_corpus(config.data.path)

@@ -133,7 +133,8 @@ class GPTAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
-        mixed = self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), dropout_key, documents, cache)
+        key, value = self.attend.keys_and_values(self.k_proj(x), self.v_proj(x))
+        mixed = self.attend(self.q_proj(x), key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.c_proj(mixed)
         return output
 
