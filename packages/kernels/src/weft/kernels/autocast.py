@@ -29,12 +29,15 @@ RUNS = {
     "dropout": Runs.AS_GIVEN,
     "embedding": Runs.AS_GIVEN,
     "gelu": Runs.AS_GIVEN,
+    "grouped_matmul": Runs.LOWER,
     "layer_norm": Runs.FLOAT32,
     "linear": Runs.LOWER,
     "linear_cross_entropy": Runs.LOWER_INSIDE,
+    "matmul": Runs.LOWER,
     "rms_norm": Runs.FLOAT32,
     "rope": Runs.AS_GIVEN,  # computes in float32
     "swiglu": Runs.WIDEST,
+    "swiglu_linear": Runs.LOWER,
 }
 
 

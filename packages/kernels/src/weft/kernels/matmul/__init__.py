@@ -1,5 +1,5 @@
-"""linear: the op, its local computation and its layout rule."""
+"""matmul and linear: products with what follows them, their local computation and their layout rules."""
 
-from .sharded import linear
+from .sharded import linear, matmul
 
-__all__ = ["linear"]
+__all__ = ["linear", "matmul"]
