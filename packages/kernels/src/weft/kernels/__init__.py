@@ -14,7 +14,7 @@ from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .local import on_local_tensors
-from .matmul import linear, matmul
+from .matmul import all_gather_matmul, linear, matmul, matmul_reduce_scatter
 from .random import normal, uniform
 from .rms_norm import rms_norm
 from .rope import rope, rope_tables
@@ -24,6 +24,7 @@ from .swiglu_linear import swiglu_linear
 __all__ = [
     "KeyValueCache",
     "add",
+    "all_gather_matmul",
     "attention",
     "cross_entropy",
     "dropout",
@@ -34,6 +35,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "matmul",
+    "matmul_reduce_scatter",
     "normal",
     "on_local_tensors",
     "rms_norm",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backend import device_of
-from ..matmul.configurations import BY_POINTERS, INTERPRETED, ON_AMD, SINGLE, Configuration
+from ..matmul.configurations import GROUPED, INTERPRETED, ON_AMD, SINGLE, Configuration
 from ..matmul.launch import INTERPRETED_PROGRAMS, chip_of, precision
 from . import kernel
 
@@ -56,4 +56,4 @@ def _chosen(a: Tensor) -> tuple[Configuration, int]:
         return INTERPRETED, INTERPRETED_PROGRAMS
     chip, processors = chip_of(a.device)
     amd = chip.startswith("gfx")
-    return SINGLE if a.dtype == torch.float32 else ON_AMD if amd else BY_POINTERS, processors
+    return SINGLE if a.dtype == torch.float32 else ON_AMD if amd else GROUPED, processors

@@ -111,10 +111,12 @@ def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> 
 
 
 # Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
-LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=4)
+LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
+NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
+GROUPED = Configuration(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 SINGLE = Configuration(
     tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, descriptors=False
@@ -130,9 +132,11 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
         return INTERPRETED
     if itemsize == 4:
         chosen = SINGLE
+    elif not aligned:
+        chosen = NOT_ALIGNED
     elif chip.startswith("gfx"):
         chosen = ON_AMD
-    elif int(chip.removeprefix("sm_")) < 90 or not aligned:
+    elif int(chip.removeprefix("sm_")) < 90:
         chosen = BY_POINTERS
     elif FLAT.tile_m >= M:
         chosen = FLAT
