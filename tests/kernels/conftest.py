@@ -22,6 +22,9 @@ KERNELS = (
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
+    "weft.kernels.rms_norm.launch",
+    "weft.kernels.swiglu.launch",
+    "weft.kernels.rope.launch",
     "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",
 )

@@ -15,17 +15,19 @@ from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cr
 from .local import on_local_tensors
 from .matmul import linear
 from .random import normal, uniform
-from .rms_norm import rms_norm
-from .rope import rope, rope_tables
-from .swiglu import swiglu
+from .rms_norm import add_rms_norm, rms_norm
+from .rope import rms_norm_rope, rope, rope_tables
+from .swiglu import geglu, swiglu
 
 __all__ = [
     "KeyValueCache",
     "add",
+    "add_rms_norm",
     "attention",
     "cross_entropy",
     "dropout",
     "embedding",
+    "geglu",
     "gelu",
     "layer_norm",
     "linear",
@@ -33,6 +35,7 @@ __all__ = [
     "normal",
     "on_local_tensors",
     "rms_norm",
+    "rms_norm_rope",
     "rope",
     "rope_tables",
     "swiglu",

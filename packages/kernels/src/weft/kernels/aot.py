@@ -29,6 +29,9 @@ ROOMS = (
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
+    "weft.kernels.rms_norm.launch",
+    "weft.kernels.swiglu.launch",
+    "weft.kernels.rope.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

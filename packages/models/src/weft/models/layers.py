@@ -68,9 +68,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return kernels.rms_norm(input, self.weight, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        if residual is None:
+            return kernels.rms_norm(input, self.weight, self.eps)
+        return kernels.add_rms_norm(input, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -92,12 +94,20 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class HeadNorm(RMSNorm):
-    """An RMSNorm of each head alone: of the last dim `size` elements at a time, all heads by one weight."""
+class HeadNorm(nn.Module):
+    """An RMSNorm of each head alone, and the rotation of what it gives: of the last dim `size` elements, all heads by one weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., heads * size] -> [..., heads * size]"""
-        return kernels.rms_norm(input, self.weight, self.eps, head_dim=self.weight.shape[0])
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: as of `kernels.rope`."""
+        return kernels.rms_norm_rope(input, self.weight, cos, sin, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Dropout(nn.Module):
@@ -222,8 +232,9 @@ class Attention(nn.Module):
         """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
         query, key = self.q_proj(x), self.k_proj(x)  # [B, T, heads * D], [B, T, kv_heads * D]
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = kernels.rope(query, cos, sin), kernels.rope(key, cos, sin)
+            query, key = self.q_norm(query, cos, sin), self.k_norm(key, cos, sin)
+        else:
+            query, key = kernels.rope(query, cos, sin), kernels.rope(key, cos, sin)
         mixed = self.attend(query, key, self.v_proj(x), dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
@@ -271,5 +282,5 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `Attention`."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
-        x = kernels.add(x, self.self_attn_dropout(mixed, dropout_key))
-        return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))
+        x, normal = self.post_attention_layernorm(self.self_attn_dropout(mixed, dropout_key), x)
+        return kernels.add(x, self.mlp_dropout(self.mlp(normal), dropout_key))
