@@ -23,6 +23,7 @@ KERNELS = (
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
     "weft.kernels.rms_norm.launch",
+    "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
     "tests.kernels.double_float_kernels",

@@ -45,6 +45,10 @@ LAYERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "rms_norm-plain": (kernels.rms_norm, lambda x: torch.rms_norm(x, x.shape[-1:], None, 1e-6), "x"),
     "rms_norm-heads": (lambda x, w: kernels.rms_norm(x, w, head_dim=HEAD), of_heads, "heads of_head"),
     "add_rms_norm": (kernels.add_rms_norm, lambda x, r, w: (x + r, mean_square_norm(x + r, w)), "x y weight"),
+    "layer_norm": (kernels.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), "x weight bias"),
+    "add_layer_norm": (
+        kernels.add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), "x y weight bias"
+    ),
     "rope": (kernels.rope, turned, "heads cos sin"),
     "rope-interleaved": (
         lambda *tensors: kernels.rope(*tensors, interleaved=True), turned_interleaved, "heads cos sin"
@@ -67,7 +71,7 @@ ROWS = [pytest.param((2, 5), id="rows"), pytest.param((0, 3), id="none"), pytest
 def operands(names: str, rows: tuple[int, ...], width: int) -> list[Tensor]:
     """In float64, of numbers that bf16 has."""
     made = {
-        "x": normal(*rows, width), "y": normal(*rows, width, seed=1), "weight": normal(width, seed=2),
+        "x": normal(*rows, width), "y": normal(*rows, width, seed=1), "weight": normal(width, seed=2), "bias": normal(width, seed=3),
         "heads": normal(*rows, 2 * HEAD), "of_head": normal(HEAD, seed=2),
         "cos": normal(rows[-1], HEAD // 2), "sin": normal(rows[-1], HEAD // 2, seed=1),
     }  # fmt: skip
@@ -121,7 +125,7 @@ def test_the_torch_path_has_the_gradients_of_its_values(name: str) -> None:
     torch.autograd.gradcheck(op, leaves)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rms_norm_rope"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm", "rms_norm_rope"])
 def test_a_sum_over_rows_is_the_same_to_the_bit_each_time(name: str, device: str) -> None:
     op, _, names = LAYERS[name]
     given = [each.float().to(device) for each in operands(names, (3, 3), 16)]
@@ -147,10 +151,13 @@ def test_any_strides(name: str, device: str) -> None:
 # of 32 heads of D; three programs that each read the weight, and write float32 addends of its gradient; a float32 number a row.
 N, H, D = 24, 512, 16
 NORM = (6 * H + 4 * N, (2 + 4) * 3 * H + 4 * N)
+OF_LAYER = (2 * 6 * H + 8 * N, (2 + 4 + 4) * 3 * H + 8 * N)
 ANGLES = 4 * D * N
 MOVED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "rms_norm": ((2, 3), NORM),
     "add_rms_norm": ((4, 4), NORM),
+    "layer_norm": ((2, 3), OF_LAYER),
+    "add_layer_norm": ((4, 4), OF_LAYER),
     "rope": ((2, 2), (ANGLES, ANGLES)),
     "rope-interleaved": ((2, 2), (ANGLES, ANGLES)),
     "rms_norm_rope": ((2, 3), (ANGLES + 2 * 3 * D + 4 * N * 32, ANGLES + (2 + 4) * 3 * D + 4 * N * 32)),
@@ -163,7 +170,7 @@ MOVED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 @pytest.mark.parametrize("name", MOVED)
 def test_bytes_moved(name: str, interpreted: None) -> None:
     op, _, names = LAYERS[name]
-    made = {"x": normal(N, H), "heads": normal(N, 32 * D), "of_head": normal(D), "weight": normal(H)}
+    made = {"x": normal(N, H), "heads": normal(N, 32 * D), "of_head": normal(D), "weight": normal(H), "bias": normal(H)}
     made |= {"y": made["x"], "cos": normal(N, D // 2), "sin": normal(N, D // 2)}
     leaves = [
         made[each].float() if each in ("cos", "sin") else made[each].bfloat16().requires_grad_()

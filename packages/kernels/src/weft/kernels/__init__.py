@@ -10,7 +10,7 @@ from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
 from .gelu import gelu
-from .layer_norm import layer_norm
+from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .local import on_local_tensors
 from .matmul import linear
@@ -22,6 +22,7 @@ from .swiglu import geglu, swiglu
 __all__ = [
     "KeyValueCache",
     "add",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
     "cross_entropy",

@@ -30,6 +30,7 @@ ROOMS = (
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
     "weft.kernels.rms_norm.launch",
+    "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
 )

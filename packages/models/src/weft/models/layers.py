@@ -86,9 +86,11 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        if residual is None:
+            return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+        return kernels.add_layer_norm(input, residual, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,7 +1,7 @@
 """rms_norm in one pass each way: a row stays in registers from its reading to its writing.
 
 A tile is ROWS rows by BLOCK_H columns, of which H are there. A program takes every tile of number program_id, program_id +
-num_programs, …, so it reads the weight once. Rows are apart by their strides, and contiguous.
+num_programs, …, so it reads the weight once: KEEP_WEIGHT, where there are registers for it; else for each tile, from a cache. Rows are apart by their strides, and contiguous.
 """
 
 import triton
@@ -14,13 +14,13 @@ def forward(
     y_ptr, sum_ptr, rrms_ptr,
     N, H, stride_xn, stride_rn,
     eps,
-    ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    KEEP_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """y = x * rrms, rounded, times the weight; with a residual, of sum = x + residual, which is written and rounded first."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]
     in_row = cols < H
-    if weight_ptr is not None:
+    if weight_ptr is not None and KEEP_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0)
     for tile in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -36,6 +36,8 @@ def forward(
         tl.store(rrms_ptr + rows, rrms, mask=rows < N)
         y = x * rrms[:, None]
         if weight_ptr is not None:
+            if not KEEP_WEIGHT:
+                weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0)
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
         tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=in_tile)
 
@@ -51,7 +53,6 @@ def backward(
 
     A program writes its own addend of the weight's gradient, the sum of grad * n over its rows in their order: dweight
     [programs, H] of float32.
-    KEEP_WEIGHT: in registers from row to row; else it is read again for each, from a cache.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]

@@ -39,7 +39,7 @@ def forward(
             y, total, rrms,
             *rows.shape, rows.stride(0), 0 if residual is None else residual.stride(0),
             eps,
-            ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
+            KEEP_WEIGHT=keeps_weight(tile, FORWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
         )  # fmt: skip
 
 
@@ -65,15 +65,15 @@ def backward(
             grad, grad_sum, x, weight, rrms,
             dx, addends,
             *x.shape, grad.stride(0), 0 if grad_sum is None else grad_sum.stride(0), x.stride(0),
-            KEEP_WEIGHT=keeps_weight(tile), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
+            KEEP_WEIGHT=keeps_weight(tile, BACKWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
         )  # fmt: skip
     if dweight is not None and addends is not None:
         dweight.copy_(addends.sum(0))
 
 
-def keeps_weight(tile: Tile) -> bool:
-    """Whether backward has registers for the weight beside a row, its gradient and the sums."""
-    return tile.block <= 32 * tile.warps * BACKWARD_ELEMENTS
+def keeps_weight(tile: Tile, elements: int) -> bool:
+    """Whether there are registers for the weight from row to row: where a thread has no more elements than it is meant to."""
+    return tile.block <= 32 * tile.warps * elements
 
 
 def _variants(dtype: str, H: int, residual: bool) -> tuple[Variant, Variant]:
@@ -87,7 +87,7 @@ def _variants(dtype: str, H: int, residual: bool) -> tuple[Variant, Variant]:
     def variant(of: str, elements: int) -> Variant:
         function, tile = getattr(kernel, of), Tile.of(H, elements)
         arguments = {each: kinds[each] for each in function.arg_names if each in kinds}
-        constexprs = {"KEEP_WEIGHT": int(keeps_weight(tile)), "ROWS": tile.rows, "BLOCK_H": tile.block}
+        constexprs = {"KEEP_WEIGHT": int(keeps_weight(tile, elements)), "ROWS": tile.rows, "BLOCK_H": tile.block}
         constexprs = {each: constexprs[each] for each in function.arg_names if each in constexprs}
         return Variant(f"rms_norm.{of}/{name}", function, arguments, constexprs, tile.warps)
 
