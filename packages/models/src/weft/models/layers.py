@@ -68,9 +68,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return kernels.rms_norm(input, self.weight, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        if residual is None:
+            return kernels.rms_norm(input, self.weight, self.eps)
+        return kernels.add_rms_norm(input, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -84,20 +86,30 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        if residual is None:
+            return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+        return kernels.add_layer_norm(input, residual, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class HeadNorm(RMSNorm):
-    """An RMSNorm of each head alone: of the last dim `size` elements at a time, all heads by one weight."""
+class HeadNorm(nn.Module):
+    """An RMSNorm of each head alone, and the rotation of what it gives: of the last dim `size` elements, all heads by one weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., heads * size] -> [..., heads * size]"""
-        return kernels.rms_norm(input, self.weight, self.eps, head_dim=self.weight.shape[0])
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: as of `kernels.rope`."""
+        return kernels.rms_norm_rope(input, self.weight, cos, sin, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Dropout(nn.Module):
@@ -234,18 +246,18 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
-        key = self.k_proj(x)  # [B, T, kv_heads * D]
-        if self.k_norm is not None:
-            key = self.k_norm(key)
-        key, value = self.attend.keys_and_values(kernels.rope(key, cos, sin), self.v_proj(x))
-        query = self.q_proj(x)  # [B, T, heads * D]
-        if self.q_norm is not None:
-            query = self.q_norm(query)
-        mixed = self.attend(
-            kernels.rope(query, cos, sin), key, value, dropout_key, documents, cache
-        )  # [B, T, heads * D]
+        key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
+        key, value = self.attend.keys_and_values(key, self.v_proj(x))
+        query = _rotated(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
+        mixed = self.attend(query, key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
+
+
+def _rotated(heads: Tensor, norm: HeadNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys at their positions, normalised before where the model does so."""
+    turned: Tensor = kernels.rope(heads, cos, sin) if norm is None else norm(heads, cos, sin)
+    return turned
 
 
 class GatedMLP(nn.Module):
@@ -290,5 +302,5 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `Attention`."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
-        x = kernels.add(x, self.self_attn_dropout(mixed, dropout_key))
-        return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))
+        x, normal = self.post_attention_layernorm(self.self_attn_dropout(mixed, dropout_key), x)
+        return kernels.add(x, self.mlp_dropout(self.mlp(normal), dropout_key))

@@ -108,8 +108,8 @@ class GPTBlock(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
         mixed = self.attn(self.ln_1(x), dropout_key, documents, cache)
-        x = kernels.add(x, self.attn_dropout(mixed, dropout_key))
-        return kernels.add(x, self.mlp_dropout(self.mlp(self.ln_2(x)), dropout_key))
+        x, normal = self.ln_2(self.attn_dropout(mixed, dropout_key), x)
+        return kernels.add(x, self.mlp_dropout(self.mlp(normal), dropout_key))
 
 
 class GPTAttention(nn.Module):
