@@ -92,7 +92,9 @@ report = Report(speaks=True)
 config = replace(recipe("llama-tiny"), steps=3, log_every=2)
 with report.steps(config) as shown:
     for step in (1, 2, 3):
-        metrics = Metrics(step=step, loss=3.25, grad_norm=1.5, lr=0.1, tokens_per_second=3036.0, memory_bytes=420 * 2**20)
+        metrics = Metrics(
+            step=step, loss=3.25, grad_norm=1.5, lr=0.1, tokens_per_second=3036.0, memory_bytes=420 * 2**20, data_share=0.0
+        )
         shown.show(metrics)
         if step == 1:
             report.line("check")

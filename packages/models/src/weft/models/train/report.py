@@ -28,7 +28,7 @@ BESIDE_BAR = 87  # columns of what stands beside the bar: without as many and mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One step: what metrics.jsonl holds and the terminal shows."""
+    """One step: what metrics.jsonl holds and the terminal shows. data_share: of the time, waited for the batch to be read."""
 
     step: int
     loss: float
@@ -36,6 +36,7 @@ class Metrics:
     lr: float
     tokens_per_second: float
     memory_bytes: int
+    data_share: float
 
     def __str__(self) -> str:
         return (
@@ -153,7 +154,8 @@ def describe(run: Run, *, gpus: int) -> str:
 
 def next_steps(run: Run, first: float, last: float, seconds: float, *, on_cpu: bool) -> str:
     """The closing lines. first, last: the loss on the text that is held out, before the first step and after the last."""
-    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a byte"
+    unit = "byte" if run.corpus.tokenizer.is_bytes else "token"
+    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a {unit}"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
