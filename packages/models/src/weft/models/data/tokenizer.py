@@ -139,7 +139,12 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
 
 def config_file(end: str) -> bytes:
     """What transformers asks beside tokenizer.json."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
