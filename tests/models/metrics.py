@@ -18,6 +18,7 @@ _STEP: dict[str, Any] = {
     "memory_bytes": 420 * 2**20,
     "memory_share": 0.02,
     "communication_share": 0.31,
+    "data_share": 0.001,
     "seconds_left": 83.0,
 }
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, Run
-from weft.models.train.data import find_corpus
 from weft.models.train.loop import _Trainer
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import Metrics

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import train as train_command
+from weft.models.data.text import Corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import Corpus
 from weft.models.train.recipes import recipe
 from weft.models.train.suggestions import suggestions
 

@@ -13,11 +13,12 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import LlamaConfig
 from weft.models.communication import Communication
+from weft.models.data.batches import Batches
+from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import _Trainer
 from weft.models.train.report import ROUNDING, Report
 from weft.models.train.results import Results
@@ -75,11 +76,10 @@ def alone(text: str, dtype: torch.dtype) -> float:
     """The first step's loss on one process."""
     model = make_model(CONFIG.model)
     initialize(model, CONFIG.seed)
-    tokens, target = Batches(find_corpus(Path(text)), sequence_length=16, batch_size=4, seed=CONFIG.seed).batch(
-        0, slice(None)
-    )
+    batches = Batches(find_corpus(Path(text)), sequence_length=16, batch_size=4, seed=CONFIG.seed)
+    rows = batches.batch(0, slice(None))
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        return cross_entropy(model(tokens), target).item()
+        return cross_entropy(model(rows.tokens), rows.targets).item()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from weft.models import LlamaConfig, PipelinePlan
+from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.data import find_corpus
 from weft.models.train.loop import _Trainer
 from weft.models.train.results import Results
 

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft import kernels
 from weft.kernels import cross_entropy
 from weft.models import Communication, Llama, LlamaConfig, initialize
+from weft.models.data.batches import Batches
+from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
 from weft.models.train.results import Results
@@ -103,7 +104,8 @@ def test_a_step_reads_nothing_on_the_host(each_way: list[Ran]) -> None:
 def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(each_way: list[Ran], text: str) -> None:
     """Of 5 sequences in batches of 4: one data-parallel rank has none of the last. Without dropout."""
     batches = Batches(find_corpus(Path(text)), sequence_length=8, batch_size=4, seed=CONFIG.seed)
-    tokens, target = batches.held_out(slice(None))
+    held_out = batches.held_out(slice(None))
+    tokens, target = held_out.tokens, held_out.targets
     assert tokens.shape == (5, 8)
     model = Llama(MODEL).eval()
     initialize(model, seed=CONFIG.seed)

@@ -21,6 +21,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import one_mesh, wrap
 
+from ..data.tokenizer import Tokenizer
 from ..families import FAMILIES, family_of, make_model
 from ..initialization import local_slices
 from ..layers import LowRank
@@ -75,11 +76,14 @@ def from_pretrained(
     return model
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(
+    model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, tokenizer: Tokenizer | None = None
+) -> None:
     """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and `from_pretrained` read.
 
     Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
     shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
+    tokenizer: its files are put into the folder, where `weft generate` and transformers' AutoTokenizer find them.
     Communication: each parallel parameter is brought whole to every rank of its mesh, and from its stage to the others; with such parameters, one
         broadcast of rank 0's outcome before and one after. Every rank calls it.
     Raises ValueError where the folder exists or the model is of an unknown kind, OSError where it cannot be written;
@@ -108,6 +112,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
             error = attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
+    if writer and error is None and tokenizer is not None:
+        error = attempt(tokenizer.save, temporary)
     if writer and error is None:
         config = weights.write_config(model)
         error = attempt(

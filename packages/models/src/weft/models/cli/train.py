@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checks import check_tensor_parallel
+from ..data.sources import check_enough, check_vocabulary, find_data
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
-from ..train.data import check_enough, check_vocabulary, find_corpus
 from ..train.folder import check_new
 from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
 from ..train.launchers import adopt_launcher
@@ -88,8 +88,8 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             f"blocks that are recomputed selectively do not compile on a mesh of {processes} processes; leave --compile out, or "
             f"take --plan.recompute full"
         )
-    check_vocabulary(config.model.vocab_size)
-    corpus = find_corpus(config.data.path)
+    corpus = find_data(config.data.path, config.data.mixture)
+    check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
     folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if speaks():  # of several at once, the others would meet what it makes

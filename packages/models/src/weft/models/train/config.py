@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..config import ModelConfig, shown
+from ..data.sources import Data
 from ..degrees import check_head_degrees
 from ..schedules.bubble import Name as Schedule
 from ..schedules.plan import PipelinePlan, Split
-from .data import Corpus
 
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
@@ -78,10 +78,14 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The text and its parts; a token is a byte. One sequence in 20, at most 128, is held out and never trained on."""
+    """What is trained on. One sequence in 20, at most 128, is held out and never trained on, by whole documents where it can be."""
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
-    """A text file in UTF-8, or a folder of them, whose other files are skipped."""
+    """A folder of `weft data prepare`; or a text file in UTF-8, whose bytes are the tokens, or a folder of them."""
+    mixture: Annotated[tuple[str, ...], shown("FOLDER=WEIGHT ...", "data.path alone")] = ()
+    """Several such folders or files, of which sequences are taken by weight, as in books=0.7 code=0.3."""
+    pack: bool = True
+    """Of prepared data: tokens see their own document alone."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
     sequence_length: int = 128
@@ -180,7 +184,7 @@ class Run:
 
     recipe: str
     config: TrainConfig
-    corpus: Corpus
+    corpus: Data
     pp: int = 1
     dp: int
     cp: int = 1

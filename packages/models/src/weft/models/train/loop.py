@@ -8,6 +8,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,18 @@ from weft.reshard.running.units import drop_gathered
 from weft.reshard.running.waits import Waits, measured_by
 
 from ..communication import Communication, Phase
+from ..data.batches import Batches, Rows
+from ..data.prefetch import Prefetch
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
 from ..microbatches import divide, microbatch_key
-from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
+from ..parallel import ParallelPlan, lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..recording import record
 from ..terminal import printable
 from .config import Run
-from .data import Batches, decode, encode
 from .folder import CHECKPOINT
 from .learning_rate import learning_rate
 from .memory import peak_memory, total_memory
@@ -67,7 +69,7 @@ def train(run: Run, device: torch.device) -> None:
         report.line(f"schedule of the pipeline\n{trainer.pipeline.schedule}")
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
-    results = Results(run.folder, writes=trainer.rank == 0)
+    results = Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer)
     results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts)
     first = trainer.held_out_loss()
     start = time.perf_counter()
@@ -135,13 +137,18 @@ class _Trainer:
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
         self._optimizer = make_optimizer(self.model, run.config.optimizer)
-        self._prompt = run.corpus.prompt
+        self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer
         data = run.config.data
         self._batches = Batches(
-            run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
+            run.corpus,
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size,
+            seed=run.config.seed,
+            packed=data.pack and run.corpus.is_prepared,
         )
         self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
+        self._rows = Prefetch(self._read_rows)
         self.issued: dict[Phase, list[Collective]] = {}
         self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
         self._peak_flops = peak_flops(device, run.config.dtype)
@@ -196,6 +203,7 @@ class _Trainer:
         losses = torch.stack([each.found.loss for each in taken]).tolist()
         norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
         seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
+        waited_for_data, self._rows.waited = self._rows.waited, 0.0
         self.begin_reading()
         for each, loss in zip(taken, losses, strict=True):
             if not math.isfinite(loss):
@@ -216,6 +224,7 @@ class _Trainer:
                 memory_bytes=used,
                 memory_share=used / total_memory(self._device),
                 communication_share=waited / seconds,
+                data_share=waited_for_data / seconds,
                 seconds_left=(self._config.steps - each.step) * seconds / len(taken),
             )
             for each, loss, norm in zip(taken, losses, norms, strict=True)
@@ -248,9 +257,7 @@ class _Trainer:
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
                 batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
-                laid = self._laid_out(batch, shape)
-                assert laid.targets is not None, "they were given"
-                microbatch = Microbatch(args=(laid.tokens,), kwargs={"positions": laid.positions}, targets=laid.targets)
+                microbatch = self._microbatch(batch, shape)
                 total += find_loss(self.model, partial(cross_entropy, denominator=float(count * T)), [microbatch])
         self.model.train()
         return total.item()
@@ -258,10 +265,10 @@ class _Trainer:
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
-        prompt = torch.tensor([encode(self._prompt)], device=self._device)
+        prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
         with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
-        return decode(tokens[0].tolist())
+        return self._tokenizer.decode(tokens[0].tolist())
 
     def _recorded(self, model: nn.Module) -> Communication:
         """What this rank communicates in a step of `model`, which has no data."""
@@ -281,28 +288,34 @@ class _Trainer:
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
         (rows, T), parts = self._shape, []
-        size = rows // self._count
-        for number in range(self._count):
-            own = self._layout.local_slices((size, T), self.rank)[0]
-            first = number * size
-            laid = self._laid_out(self._batches.batch(step, slice(first + own.start, first + own.stop)), (size, T))
+        for number, batch in enumerate(self._rows(step)):
             key = microbatch_key(self._dropout_key(step), number, self._count)
-            inputs = {"dropout_key": key, "positions": laid.positions}
-            parts.append(Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets))
+            parts.append(self._microbatch(batch, (rows // self._count, T), dropout_key=key))
         return parts
 
-    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
-        """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
-        tokens, targets = (part.to(self._device) for part in batch)
-        return lay_out_batch(self._stage_mesh, self.plan, tokens, targets, rows=shape[0])
+    def _read_rows(self, step: int) -> list[Rows]:
+        """This rank's rows of each microbatch, and no others."""
+        (rows, T), count = self._shape, self._count
+        own = self._layout.local_slices((rows // count, T), self.rank)[0]
+        firsts = range(0, rows, rows // count)
+        return [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+
+    def _microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
+        """What the model is called with for this rank's rows, of those of the global `shape`."""
+        given = {name: each.to(self._device) for name, each in rows.named().items()}
+        laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
+        assert laid.targets is not None, "they were given"
+        inputs |= {"positions": laid.positions, "documents": laid.documents}
+        return Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets)
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
         with torch.device("meta"):
             model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
-        tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
-        parts = divide(model, tokens, target, self._count, {"dropout_key": self._dropout_key(0)})
+        given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
+        tokens, target = given.pop("tokens"), given.pop("targets")
+        parts = divide(model, tokens, target, self._count, {"dropout_key": self._dropout_key(0), **given})
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _dropout_key(self, step: int) -> Tensor:

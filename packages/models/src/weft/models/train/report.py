@@ -33,7 +33,8 @@ class Metrics:
     done: the share of the run that is behind. tokens_per_second: of all processes. tflops: 10^12 operations a second, of a
     process. mfu: their share of the chip's peak; None where that is not known. memory_bytes: at the most so far, of this
     process, and memory_share of what its device has. communication_share: of the step's time, in which its work stood still
-    for communication. seconds_left: to the last step. held_out_loss: None in steps that do not take it.
+    for communication; data_share: in which the batch was still being read. seconds_left: to the last step. held_out_loss: None
+    in steps that do not take it.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Metrics:
     memory_bytes: int
     memory_share: float
     communication_share: float
+    data_share: float
     seconds_left: float
     held_out_loss: float | None = None
 
@@ -185,7 +187,8 @@ def describe(run: Run, *, gpus: int) -> str:
 
 def next_steps(run: Run, first: float, last: float, seconds: float, *, on_cpu: bool) -> str:
     """The closing lines. first, last: the loss on the text that is held out, before the first step and after the last."""
-    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a byte"
+    unit = "byte" if run.corpus.tokenizer.is_bytes else "token"
+    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a {unit}"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"

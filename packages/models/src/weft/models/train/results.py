@@ -11,6 +11,7 @@ from torch import nn
 from weft.mesh import Layout, ProcessMesh
 
 from ..checkpoint import save_pretrained
+from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
@@ -23,8 +24,8 @@ from .trackers import Trackers
 class Results:
     """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, a picture and checkpoints; one rank writes."""
 
-    def __init__(self, folder: Path, *, writes: bool) -> None:
-        self._folder, self._writes = folder, writes
+    def __init__(self, folder: Path, *, writes: bool, tokenizer: Tokenizer | None = None) -> None:
+        self._folder, self._writes, self._tokenizer = folder, writes, tokenizer
         self._trackers: Trackers | None = None
         self.last_checkpoint: Path | None = None
 
@@ -65,8 +66,8 @@ class Results:
         return self._folder / "metrics.jsonl"
 
     def save(self, model: nn.Module, name: str) -> None:
-        """A checkpoint that transformers loads. Communication: as of `save_pretrained`; every rank calls it."""
-        save_pretrained(model, self._folder / name)
+        """A checkpoint that transformers loads, with the tokenizer. Communication: as of `save_pretrained`; every rank calls it."""
+        save_pretrained(model, self._folder / name, tokenizer=self._tokenizer)
         self.last_checkpoint = self._folder / name
 
     def _write(self, name: str, text: str) -> None:
