@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
 
-from ..checkpoint import save_pretrained
+from ..checkpoint.huggingface import save_pretrained
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
