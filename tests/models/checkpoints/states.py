@@ -47,7 +47,9 @@ CASES = {
 }
 
 
-def make(case: Case, *, adapters: bool = False, seed: int = 0, **config: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(
+    case: Case, *, adapters: bool = False, seed: int = 0, **config: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model laid out, and an optimizer before its first step; the parameters are those of `seed`."""
     model: nn.Module = Llama(replace(CONFIG, **config))
     if adapters:

@@ -58,7 +58,11 @@ def test_every_plan_reads_what_every_other_saved(dst: str, saved: Any, portion: 
     chosen = [src for src, _, _ in portion.of([(src, dst, str(options)) for src in CASES], every=6)]
     folders = [folder_of(src) for src in chosen]
     if folders:
-        assert not [each for rank in pool.run(differences, CASES[dst], folders, options, ranks=CASES[dst].ranks) for each in rank]
+        assert not [
+            each
+            for rank in pool.run(differences, CASES[dst], folders, options, ranks=CASES[dst].ranks)
+            for each in rank
+        ]
 
 
 def test_what_several_ranks_hold_is_written_once(tmp_path: Path, pool: Pool) -> None:

@@ -32,7 +32,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20  # elements that are added up at once: their words take 8 MiB
 
 
-def write_shard(path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]) -> StoredFile:
+def write_shard(
+    path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
+) -> StoredFile:
     """Writes a safetensors file, and returns when the disk has it.
 
     tensors: those of `shapes`, in its order, on any device; each is asked for when the one before is written.

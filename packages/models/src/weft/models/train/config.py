@@ -122,7 +122,15 @@ class TrainConfig:
     output: Annotated[Path | None, shown("PATH", "outputs/RECIPE-TIME")] = None
     """Folder to make for the results."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves at the end alone."""
+    """Steps between checkpoints, which are written while the run goes on; 0 saves at the end alone."""
+    keep: int = 3
+    """Checkpoints that are kept, the last ones; 0 keeps all."""
+    keep_every: int = 0
+    """Those at multiples of so many steps are kept as well; 0 keeps none beside the last."""
+    resume: Annotated[str | None, shown("[PATH]", "begins anew")] = None
+    """Go on with the newest checkpoint of --output, or begin where it has none; or with that at PATH."""
+    timeout: float = 600.0
+    """Seconds after which the run ends where a process does not answer the others."""
     log_every: int = 10
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
@@ -142,7 +150,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("train", self, 1, "steps", "log_every")
-        _at_least("train", self, 0, "save_every")
+        _at_least("train", self, 0, "save_every", "keep", "keep_every", "timeout")
         if self.data.sequence_length > self.model.max_seq_len:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
@@ -162,6 +170,8 @@ class Run:
     cp: int = 1
     tp: int
     folder: Path
+    resume: Path | None = None  # the checkpoint to go on with
+    notes: tuple[str, ...] = ()  # what is to be said of it
 
     @property
     def axes(self) -> dict[str, int]:

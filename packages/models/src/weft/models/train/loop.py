@@ -9,6 +9,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,9 @@ from .observe import CollectiveCount
 from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report, next_steps
 from .results import Results
+from .saving import NotSaved, Saver
 from .step import Found, find_gradients, find_loss, local_value
+from .stopping import StopVote
 
 SAMPLE_TOKENS = 60
 
@@ -46,14 +49,29 @@ class TrainingError(RuntimeError):
     """The run cannot go on; the message says where and why, and names the last checkpoint."""
 
 
-def train(run: Run, device: torch.device) -> None:
+def train(run: Run, device: torch.device) -> int:
     """Trains on this process's part of the mesh pp x dp x cp x tp, which is the whole world; rank 0 prints and writes.
 
-    Communication: that of `find_gradients`, in every step.
-    Raises TrainingError, on every rank, where the loss is not finite.
+    Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
+    Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
+    and resumed as in `Saver`.
+    Raises TrainingError, on every rank, where the loss is not finite, and where a checkpoint cannot be read or written. Other
+    errors have a note that says which step they were in.
     """
     trainer = _Trainer(run, device)
+    try:
+        return _run(run, device, trainer)
+    except (NotSaved, ValueError) as error:
+        raise TrainingError(str(error)) from error
+    except RuntimeError as error:
+        error.add_note(trainer.doing)
+        raise
+
+
+def _run(run: Run, device: torch.device, trainer: _Trainer) -> int:
     report, config = trainer.report, run.config
+    saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
+    begins = saver.resume()
     layouts = {
         name: layout_of(parameter) if isinstance(parameter, DTensor) else None
         for name, parameter in trainer.model.named_parameters()
@@ -64,25 +82,39 @@ def train(run: Run, device: torch.device) -> None:
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
     results = Results(run.folder, writes=trainer.rank == 0)
-    results.begin(config, trainer.plan, trainer.mesh, layouts)
-    first = trainer.held_out_loss()
-    start = time.perf_counter()
-    with report.steps(config) as shown:
-        for step in range(config.steps):
+    results.begin(config, trainer.plan, trainer.mesh, layouts, step=begins)
+    if not begins:
+        saver.held_out_loss = trainer.held_out_loss()
+    start, stop = time.perf_counter(), 0
+    with report.steps(config) as shown, vote.heeding():
+        for step in range(begins, config.steps):
+            vote.begin()
             trainer.first_step() if step == 0 else trainer.step(step)
             shown.begun(step + 1)
-            saves = config.save_every and (step + 1) % config.save_every == 0
+            stop = vote.end()
+            saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
             if saves or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                for metrics in trainer.read(results):
+                for metrics in trainer.read(saver.last):
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
-                results.save(trainer.model, f"{CHECKPOINT}-{step + 1}")
+                results.sync()
+                saver.save(step + 1)
+            if stop:
+                break
+        saver.wait()
+    if stop:
+        report.line(f"saved {saver.last}; --resume goes on from there")
+        return stop
     seconds = time.perf_counter() - start
+    if saver.count:
+        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
     results.save(trainer.model, CHECKPOINT)
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    report.line(next_steps(run, first, trainer.held_out_loss(), seconds, on_cpu=device.type == "cpu"))
+    last = trainer.held_out_loss()
+    report.line(next_steps(run, saver.held_out_loss, last, seconds, on_cpu=device.type == "cpu"))
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +148,8 @@ class _Trainer:
             for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
-        self._optimizer = make_optimizer(self.model, run.config.optimizer)
+        self.optimizer = make_optimizer(self.model, run.config.optimizer)
+        self.doing = "before the first step"
         self._prompt = run.corpus.prompt
         data = run.config.data
         self._batches = Batches(
@@ -140,8 +173,11 @@ class _Trainer:
         """
 
         def ended(phase: Phase) -> None:
+            self.doing = f"step {step + 1}, after {phase}"
             if count is not None:
                 self.issued[phase] = count.take_each()
+
+        self.doing = f"step {step + 1}, forward"
 
         clip_norm = self._config.optimizer.clip_norm
         found = find_gradients(
@@ -154,15 +190,16 @@ class _Trainer:
             computing=self._computing,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
 
-    def read(self, results: Results) -> list[Metrics]:
+    def read(self, last: Path | None) -> list[Metrics]:
         """The metrics of the steps since it was last called, in order. The host waits for the device once.
 
+        last: the checkpoint that an error names.
         Communication: none; where a loss is not finite, a gather of that step's parts.
         Raises TrainingError for the first step whose loss is not finite, on every rank.
         """
@@ -172,7 +209,7 @@ class _Trainer:
         seconds, self._read_at = time.perf_counter() - self._read_at, time.perf_counter()
         for each, loss in zip(taken, losses, strict=True):
             if not math.isfinite(loss):
-                raise TrainingError(self._explain(each, loss, results))
+                raise TrainingError(self._explain(each, loss, last))
         return [
             Metrics(
                 step=each.step,
@@ -197,7 +234,7 @@ class _Trainer:
         if alone is not None:
             self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
         if self.pipeline is not None:
-            self.report.line(_held(self.pipeline, self.model, self._optimizer))
+            self.report.line(_held(self.pipeline, self.model, self.optimizer))
 
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
@@ -275,12 +312,12 @@ class _Trainer:
     def _dropout_key(self, step: int) -> Tensor:
         return torch.tensor(derive_key(self._config.seed, "dropout", step), dtype=torch.uint64)
 
-    def _explain(self, taken: _Taken, loss: float, results: Results) -> str:
+    def _explain(self, taken: _Taken, loss: float, saved: Path | None) -> str:
         """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
         parts: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(parts, float(taken.found.local_loss))
         ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
-        last = results.last_checkpoint or "none; set --save-every to keep some"
+        last = saved or "none; set --save-every to keep some"
         return (
             f"the loss is {loss} at step {taken.step}, on rank{'s' if len(ranks) > 1 else ''} "
             f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "

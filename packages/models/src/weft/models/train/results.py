@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from ..checkpoint.huggingface import save_pretrained
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
+from .folder import CONFIG, lock, remove, tidy
 from .report import Metrics
+from .saved import as_json
+
+METRICS = "metrics.jsonl"
 
 
 class Results:
@@ -22,16 +27,29 @@ class Results:
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
         self._folder, self._writes = folder, writes
-        self.last_checkpoint: Path | None = None
+        self._metrics = folder / METRICS
 
     def begin(
-        self, config: TrainConfig, plan: ParallelPlan, mesh: ProcessMesh, layouts: Mapping[str, Layout | None]
+        self,
+        config: TrainConfig,
+        plan: ParallelPlan,
+        mesh: ProcessMesh,
+        layouts: Mapping[str, Layout | None],
+        *,
+        step: int = 0,
     ) -> None:
-        """Makes the folder, with all that is known before the first step."""
+        """Makes the folder, with all that is known before the first step; or takes it up again at `step`.
+
+        Its metrics are then those up to that step: the lines of steps that are taken once more are cut off.
+        Raises ValueError where another run is in the folder.
+        """
         if not self._writes:
             return
-        self._folder.mkdir(parents=True)
-        self._write("config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str))
+        self._folder.mkdir(parents=True, exist_ok=config.resume is not None)
+        lock(self._folder)  # until this process ends
+        tidy(self._folder)
+        self._cut(step)
+        self._write(CONFIG, json.dumps(as_json(config), indent=2))
         kinds = {f"{general_name(name)}: {layout or 'whole'}": None for name, layout in layouts.items()}
         self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds]))
         self._write("versions.json", json.dumps(versions(), indent=2))
@@ -39,13 +57,30 @@ class Results:
     def add(self, metrics: Metrics) -> None:
         """A line of metrics.jsonl, there at once."""
         if self._writes:
-            with (self._folder / "metrics.jsonl").open("a") as file:
+            with self._metrics.open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
 
+    def sync(self) -> None:
+        """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before."""
+        if self._writes and self._metrics.exists():
+            with self._metrics.open("a") as file:
+                os.fsync(file.fileno())
+
     def save(self, model: nn.Module, name: str) -> None:
-        """A checkpoint that transformers loads. Communication: as of `save_pretrained`; every rank calls it."""
-        save_pretrained(model, self._folder / name)
-        self.last_checkpoint = self._folder / name
+        """A folder that transformers loads, in the place of one that is there. Communication: as of `save_pretrained`."""
+        folder = self._folder / name
+        if self._writes and folder.exists():
+            remove(folder)
+        save_pretrained(model, folder)
+
+    def _cut(self, step: int) -> None:
+        if not self._metrics.exists():
+            return
+        lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        new = self._metrics.with_name(f".{METRICS}")
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(self._metrics)
 
     def _write(self, name: str, text: str) -> None:
         (self._folder / name).write_text(text + "\n", encoding="utf-8")
