@@ -146,7 +146,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"{MODEL}{name}"] = parameter
-        for key, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
+        for key, value in sorted(({} if optimizer is None else optimizer.state.get(parameter, {})).items()):
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"the optimizer keeps {key} of {name} as a {type(value).__name__}; a checkpoint holds tensors alone"

@@ -92,6 +92,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     import torch.distributed as dist
 
     from .loop import TrainingError, train
+    from .rollcall import Unanswered
 
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
@@ -104,6 +105,13 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
             print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
         dist.barrier()  # said before any process ends
         sys.exit(STOPPED)
+    except Unanswered as error:
+        if error.is_told:
+            print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(ECHO_SECONDS)
+        sys.stdout.flush()
+        os._exit(STOPPED)  # without a word to the others, which would wait for an answer
     except RuntimeError as error:
         if "onnection" in str(error):  # an echo of another rank's end, which is to be heard first
             time.sleep(ECHO_SECONDS)

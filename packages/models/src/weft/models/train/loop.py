@@ -38,6 +38,7 @@ from .observe import CollectiveCount
 from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report, next_steps
 from .results import Results
+from .rollcall import RollCall, is_silence
 from .saving import NotSaved, Saver
 from .step import Found, find_gradients, find_loss, local_value
 from .stopping import StopVote
@@ -55,23 +56,24 @@ def train(run: Run, device: torch.device) -> int:
     Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
     Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
     and resumed as in `Saver`.
-    Raises TrainingError, on every rank, where the loss is not finite, and where a checkpoint cannot be read or written. Other
-    errors have a note that says which step they were in.
+    Raises TrainingError, on every rank, where the loss is not finite, and where a checkpoint cannot be read or written;
+    Unanswered where a rank does not answer in the time that the run gives it.
     """
     trainer = _Trainer(run, device)
-    try:
-        return _run(run, device, trainer)
-    except (NotSaved, ValueError) as error:
-        raise TrainingError(str(error)) from error
-    except RuntimeError as error:
-        error.add_note(trainer.doing)
-        raise
+    with RollCall(lambda: trainer.doing) as roll, Results(run.folder, writes=trainer.rank == 0) as results:
+        try:
+            return _run(run, device, trainer, results)
+        except NotSaved as error:
+            raise TrainingError(str(error)) from error
+        except RuntimeError as error:
+            if is_silence(error):
+                raise roll.call(run.config.timeout) from error
+            raise
 
 
-def _run(run: Run, device: torch.device, trainer: _Trainer) -> int:
+def _run(run: Run, device: torch.device, trainer: _Trainer, results: Results) -> int:
     report, config = trainer.report, run.config
     saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
-    begins = saver.resume()
     layouts = {
         name: layout_of(parameter) if isinstance(parameter, DTensor) else None
         for name, parameter in trainer.model.named_parameters()
@@ -81,8 +83,11 @@ def _run(run: Run, device: torch.device, trainer: _Trainer) -> int:
         report.line(f"schedule of the pipeline\n{trainer.pipeline.schedule}")
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
-    results = Results(run.folder, writes=trainer.rank == 0)
-    results.begin(config, trainer.plan, trainer.mesh, layouts, step=begins)
+    try:
+        begins = saver.resume()
+        results.begin(config, trainer.plan, trainer.mesh, layouts, step=begins)
+    except (OSError, ValueError) as error:
+        raise TrainingError(str(error)) from error
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, stop = time.perf_counter(), 0

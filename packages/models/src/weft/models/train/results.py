@@ -8,10 +8,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
 
-from ..checkpoint.huggingface import save_pretrained
+from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
@@ -23,11 +24,22 @@ METRICS = "metrics.jsonl"
 
 
 class Results:
-    """The folder of a run: config.json, plan.txt, versions.json, metrics.jsonl and checkpoints; one rank writes."""
+    """The folder of a run: config.json, plan.txt, versions.json, metrics.jsonl and checkpoints; one rank writes.
+
+    From `begin` until it is left, or its process ends, no other run writes there.
+    """
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
         self._folder, self._writes = folder, writes
         self._metrics = folder / METRICS
+        self._lock: int | None = None
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
 
     def begin(
         self,
@@ -41,12 +53,22 @@ class Results:
         """Makes the folder, with all that is known before the first step; or takes it up again at `step`.
 
         Its metrics are then those up to that step: the lines of steps that are taken once more are cut off.
-        Raises ValueError where another run is in the folder.
+        Communication: where there are several ranks, a broadcast of how it went on the one that writes.
+        Raises ValueError where another run is in the folder, OSError where it cannot be written; on every rank.
         """
-        if not self._writes:
-            return
+        error = attempt(self._begin, config, plan, mesh, layouts, step) if self._writes else None
+        raise_on_all(error, dist.is_initialized())
+
+    def _begin(
+        self,
+        config: TrainConfig,
+        plan: ParallelPlan,
+        mesh: ProcessMesh,
+        layouts: Mapping[str, Layout | None],
+        step: int,
+    ) -> None:
         self._folder.mkdir(parents=True, exist_ok=config.resume is not None)
-        lock(self._folder)  # until this process ends
+        self._lock = lock(self._folder)
         tidy(self._folder)
         self._cut(step)
         self._write(CONFIG, json.dumps(as_json(config), indent=2))

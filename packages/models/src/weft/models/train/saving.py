@@ -25,12 +25,13 @@ class NotSaved(RuntimeError):
 class Saver:
     """Writes checkpoints in a thread of each rank; one at a time, so that the next waits for it.
 
-    blocked, writing: seconds that training waited for checkpoints, and that were spent on writing them.
+    blocked, writing: seconds that steps waited for checkpoints, and that were spent on writing them.
     """
 
     def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Communication: a process group of all ranks, over which they agree on who writes what."""
         self._run, self._model, self._optimizer = run, model, optimizer
-        self._group: dist.ProcessGroup | None = None
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.config.timeout))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.held_out_loss = float("nan")  # before the first step
@@ -61,13 +62,10 @@ class Saver:
     def save(self, step: int) -> None:
         """Copies all that is to be saved, and begins to write it; what is changed from now on does not show in the file.
 
-        Communication: once a process group of all ranks, over which they then agree on who writes what.
         Raises NotSaved, on every rank, where the checkpoint before could not be written.
         """
         start = time.perf_counter()
-        self._join()
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._run.config.timeout))
+        self.wait()
         document = describe_run(self._run, step, self.held_out_loss)
         copy = snapshot(self._model, self._optimizer, run=document).copied()
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
@@ -76,17 +74,16 @@ class Saver:
         self.blocked += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Returns when what was begun is written. Raises NotSaved, on every rank, where it could not be."""
-        start = time.perf_counter()
-        self._join()
-        self.blocked += time.perf_counter() - start
-
-    def _join(self) -> None:
+        """Returns when what was begun is written. Raises NotSaved, on every rank, where it could not be; what a collective does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if isinstance(self._error, OSError | ValueError):
+            raise NotSaved(
+                f"a checkpoint could not be written: {self._error}; last checkpoint: {self.last or 'none'}"
+            ) from self._error
         if self._error is not None:
-            raise NotSaved(f"{self._error}; last checkpoint: {self.last or 'none'}") from self._error
+            raise self._error
 
     def _write(self, copy: Snapshot, folder: Path) -> None:
         start = time.perf_counter()
