@@ -60,7 +60,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
     if made.predicted is not None:
         assert Communication.of(made.issued) == made.predicted
     assert made._taken[0].found.loss.dtype == torch.float32
-    kept = {each.dtype for state in made._optimizer.state.values() for each in state.values() if each.ndim}
+    kept = {each.dtype for state in made.optimizer.state.values() for each in state.values() if each.ndim}
     after = [parameter.to_local() for parameter in made.model.parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return {

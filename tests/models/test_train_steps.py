@@ -20,7 +20,6 @@ from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
-from weft.models.train.results import Results
 
 from tests.kernels.reads import NoReads
 from tests.support.pool import Pool
@@ -79,7 +78,7 @@ def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str
         stack.enter_context(NoReads())
         for step in range(1, 4):
             made.step(step)
-    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read(Results(Path(text), writes=False))])
+    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read(None)])
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +121,7 @@ def broken_at_step_three(text: str) -> str:
     made.step(2)
     made.step(3)
     with pytest.raises(TrainingError) as caught:
-        made.read(Results(Path(text), writes=False))
+        made.read(None)
     return str(caught.value)
 
 

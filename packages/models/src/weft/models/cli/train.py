@@ -7,20 +7,23 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.manifest import RUN, Manifest
 from ..checks import check_tensor_parallel
 from ..data.sources import check_enough, check_vocabulary, find_data
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
-from ..train.folder import check_new
+from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
 from ..train.launchers import adopt_launcher
 from ..train.recipes import RECIPES, recipe, size_in_words
 from ..train.report import describe
+from ..train.saved import check_same_run
 from ..train.toml import as_toml, read_toml
 from ..train.trackers import check_trackers
 from .arguments import parse, refusing, speaks
 
 DEFAULT_RECIPE = "llama-tiny"
+NEWEST = "newest"  # what --resume without a path stands for
 ABOUT = f"""\
   Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
 
@@ -33,6 +36,7 @@ Examples
   {PROGRAM} train llama-tiny-tied --steps 500
   {PROGRAM} train --print-config > run.toml
   {PROGRAM} train --config run.toml --steps 500
+  {PROGRAM} train --output run --save-every 50 --resume
 
 Recipes
 {{recipes}}
@@ -46,7 +50,7 @@ Prints
   the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside that of one process; the steps; a sample; the loss on held-out text, before and after.
 
 Saves
-  metrics.jsonl, config.toml, which --config takes, curves.svg, plan.txt, versions.json, and checkpoint/, which transformers loads.
+  metrics.jsonl, config.toml, which --config takes, curves.svg, plan.txt, versions.json, and checkpoint/, which transformers loads; on the way checkpoint-STEP/, with which --resume goes on, on any mesh. SIGTERM and Ctrl-C save one more.
 
 Exit status
   0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted; 143: ended by SIGTERM.
@@ -62,7 +66,7 @@ def run(arguments: list[str]) -> int:
         print(as_toml(settled.recipe, settled.resolved), end="")
         return 0
     if speaks():
-        print(describe(settled, gpus=gpus), flush=True)
+        print("\n".join([describe(settled, gpus=gpus), *settled.notes]), flush=True)
     return launch(settled, gpus=gpus)
 
 
@@ -91,10 +95,54 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
-    folder = config.output or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, resume, notes = _where(config, name)
+    settled = Run(
+        recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
+    )
+    if resume is not None:
+        saved = Manifest.read(resume).document(resume, RUN)
+        notes = [*notes, f"goes on from {resume}", *check_same_run(saved, settled)]
+    return replace(settled, notes=tuple(notes)), gpus
+
+
+def _with_resume(arguments: list[str]) -> list[str]:
+    """The arguments, where `--resume` without a path has one that stands for it."""
+    ended = [*arguments, "--"]
+    return [
+        f"{each}={NEWEST}" if each == "--resume" and ended[i + 1].startswith("-") else each
+        for i, each in enumerate(arguments)
+    ]
+
+
+def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:
+    """The run's folder, the checkpoint that it goes on with, and what is to be said of others. Raises ValueError."""
+    folder = config.output
+    if config.resume is None:
+        folder = folder or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    elif config.resume == NEWEST:
+        if folder is None:
+            raise ValueError("--resume goes on with the run in --output, which is not given; give it, or --resume PATH")
+        if folder.exists():
+            if speaks():
+                check_again(folder)
+            return (folder, *newest_complete(folder))
+    else:
+        found = find_to_resume(Path(config.resume))
+        if folder is None or folder.resolve() == found.parent.resolve():
+            newest = next(reversed(checkpoints(found.parent).values()), found)
+            if not newest.samefile(found):
+                raise ValueError(
+                    f"{newest} is newer than {found}, and would be written anew; give another --output, or remove it"
+                )
+            if speaks():
+                check_again(found.parent)
+            return found.parent, found, []
+        if speaks():
+            check_new(folder)
+        return folder, found, []
     if speaks():  # of several at once, the others would meet what it makes
         check_new(folder)
-    return Run(recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder), gpus
+    return folder, None, []
 
 
 def _parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
@@ -106,7 +154,7 @@ def _parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
     name = asked or of_file or DEFAULT_RECIPE
     recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
     config = recipe(name)
-    for given in (options, arguments) if options else (arguments,):
+    for given in (options, _with_resume(arguments)) if options else (_with_resume(arguments),):
         config = parse(
             TrainConfig,
             given,

@@ -139,7 +139,15 @@ class TrainConfig:
     output: Annotated[Path | None, shown("PATH", "outputs/RECIPE-TIME")] = None
     """Folder to make for the results."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves at the end alone."""
+    """Steps between checkpoints, which are written while the run goes on; 0 saves at the end alone."""
+    keep: int = 3
+    """Checkpoints that are kept, the last ones; 0 keeps all."""
+    keep_every: int = 0
+    """Those at multiples of so many steps are kept as well; 0 keeps none beside the last."""
+    resume: Annotated[str | None, shown("[PATH]", "begins anew")] = None
+    """Go on with the newest checkpoint of --output, or begin where it has none; or with that at PATH."""
+    timeout: float = 600.0
+    """Seconds after which the run ends where a process does not answer the others."""
     eval_every: int = 0
     """Steps between losses on the held-out text; 0 takes them before the first step and after the last alone."""
     log_every: int = 10
@@ -165,7 +173,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("train", self, 1, "steps", "log_every")
-        _at_least("train", self, 0, "save_every", "eval_every")
+        _at_least("train", self, 0, "save_every", "keep", "keep_every", "timeout", "eval_every")
         if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
             raise ValueError(
                 f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
@@ -190,6 +198,8 @@ class Run:
     cp: int = 1
     tp: int
     folder: Path
+    resume: Path | None = None  # the checkpoint to go on with
+    notes: tuple[str, ...] = ()  # what is to be said of it
 
     @property
     def axes(self) -> dict[str, int]:

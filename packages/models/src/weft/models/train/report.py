@@ -131,6 +131,13 @@ class Report:
             f"one: {within} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference {difference:.1e}"
         )
 
+    def saved(self, count: int, *, blocked: float, writing: float) -> None:
+        """What checkpoints have cost. blocked, writing: seconds that training waited, and in which they were written."""
+        self.line(
+            f"checkpoints  {count} written in {writing:.2f} s, while the run went on; it waited {blocked:.3f} s for them, "
+            f"{blocked / writing:.1%} of that"
+        )
+
     @contextlib.contextmanager
     def steps(self, config: TrainConfig) -> Iterator[_Steps]:
         """Where metrics are shown: a bar on a terminal, lines otherwise."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from .config import TrainConfig
 
-_OF_ONE_RUN = ("output",)  # where a run's results go is not taken over by another
+_OF_ONE_RUN = ("output", "resume")  # where its results go, and what it goes on with, is not taken over by another
 
 
 def as_toml(recipe: str, config: TrainConfig) -> str:
