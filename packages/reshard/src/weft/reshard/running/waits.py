@@ -24,7 +24,7 @@ class Waits:
     def wait(self, work: dist.Work) -> None:
         """Waits for the work, and adds the time that it took."""
         if self._on_gpu:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()
             work.wait()
             after.record()
