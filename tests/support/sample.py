@@ -68,7 +68,7 @@ PORTIONS = [
 ]
 
 
-def together(first: Iterable[Any], *others: Iterable[Any]) -> Iterator[Any]:
+def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
     """All combinations of what `pytest.param` makes, for `parametrize`: a value of `first`, and a list of what goes with it.
 
     The list has the values of `others`, as one tuple for each combination. Both may have to be named: ("axes, plan, cases").
@@ -76,6 +76,7 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> Iterator[Any]:
     values, combined = list(first), list(itertools.product(*others))
     rows = [(value, rest, [value.id, *(each.id for each in rest)]) for value in values for rest in combined]
     taken = sample([("-".join(ids), frozenset(enumerate(ids))) for *_, ids in rows])
+    found = []
     for portion, value in itertools.product(PORTIONS, values):
         cases = [
             tuple(itertools.chain(*(each.values for each in rest)))
@@ -83,7 +84,8 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> Iterator[Any]:
             if its is value and ("-".join(ids) in taken) == portion.values[0].is_sample
         ]
         if cases:
-            yield pytest.param(*value.values, cases, id=f"{value.id}-{portion.id}", marks=portion.marks)
+            found.append(pytest.param(*value.values, cases, id=f"{value.id}-{portion.id}", marks=portion.marks))
+    return found
 
 
 def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
