@@ -20,7 +20,7 @@ from .collectives import Pending, all_gather_single
 from .dtensor import layout_of, memory_of
 from .executor import started
 from .groups import group_along, process_mesh, this_rank
-from .order import announce
+from .order import Words, announce
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,10 @@ class _Bundle:
         first, step = items[0]
         self._group, positions = group_along(first.shard.device_mesh, axes_of(step))
         self._shards = [each.shard for each, _ in items]
-        self._said = (axes_of(step), tuple(dict.fromkeys(process_mesh(each.device_mesh) for each in self._shards)))
+        self._axes, self._meshes = (
+            axes_of(step),
+            tuple(dict.fromkeys(process_mesh(e.device_mesh) for e in self._shards)),
+        )
         parts = [_part(each, its) for each, its in items]
         sizes = [math.prod(part) for part in parts]
         self._buffer = first.into.new_empty((len(positions), sum(sizes)))
@@ -113,8 +116,7 @@ class _Bundle:
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        axes, meshes = self._said
-        announce(_Said(self._shards, axes), meshes=meshes)
+        announce(Words(self._words), meshes=self._meshes)
         self._storage.resize_(self._nbytes)
         torch._foreach_copy_(self._places, [memory_of(shard) for shard in self._shards])
         # In place, as NCCL documents it: a rank's input is its row of the output. gloo copies nothing then either.
@@ -129,22 +131,14 @@ class _Bundle:
         self._wait()
         self._storage.resize_(0)
 
+    def _words(self) -> str:
+        shapes = [tuple(shard.shape) for shard in self._shards]
+        return f"parameters of shapes {shapes}, {self._shards[0].dtype}, gathered over {self._axes}"
+
     def _wait(self) -> None:
         assert self._work is not None, "it was started"
         self._work.wait()
         self._work = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What `check_order` prints of a gather, made where it is on."""
-
-    shards: Sequence[DTensor]
-    axes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        shapes = [tuple(shard.shape) for shard in self.shards]
-        return f"parameters of shapes {shapes}, {self.shards[0].dtype}, gathered over {self.axes}"
 
 
 def _step(gather: Gather) -> AllGather | None:
