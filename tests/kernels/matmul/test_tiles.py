@@ -13,6 +13,7 @@ import torch
 from weft.kernels.matmul import configurations
 from weft.kernels.matmul.configurations import (
     BY_POINTERS,
+    EIGHT_BITS,
     FLAT,
     LARGE,
     MIDDLE,
@@ -133,7 +134,7 @@ def test_a_chip_gets_what_it_can_run() -> None:
     assert by_rule("sm_80", bf16, True, 8192, 8192, 4096, 108) is BY_POINTERS
     assert by_rule("gfx942", bf16, True, 8192, 8192, 4096, 304) is ON_AMD
     assert by_rule("sm_90", 4, True, 8192, 8192, 4096, 132) is SINGLE
-    assert by_rule("sm_90", 1, True, 8192, 8192, 4096, 132) == replace(LARGE, tile_k=128)
+    assert by_rule("sm_90", 1, True, 8192, 8192, 4096, 132) is EIGHT_BITS
     assert by_rule("sm_90", bf16, True, 16, 4096, 512, 132) is FLAT
 
 

@@ -114,6 +114,7 @@ def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> 
 LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
+EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
 GROUPED = Configuration(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3, descriptors=False)
@@ -142,8 +143,6 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
         chosen = FLAT
     else:
         chosen = LARGE if _tiles(LARGE, M, N) >= processors else MIDDLE
-    if itemsize == 1:
-        chosen = _replaced(chosen, tile_k=2 * chosen.tile_k)  # as many bytes
     idle = processors // max(1, WAVES * _tiles(chosen, M, N))
     splits = min(idle, MOST_SPLITS, K // SPLIT_K)
     return _replaced(chosen, splits=splits) if splits > 1 else chosen
