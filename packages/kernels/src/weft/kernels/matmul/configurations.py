@@ -20,8 +20,8 @@ class Configuration:
 
     group_m: rows of tiles that are gone down before the next column. parts: in which a tile goes through its epilogue.
     splits: of K, whose products are added up by a second kernel. descriptors: whether tiles are loaded by TMA, where memory is
-    aligned for it. specialized: whether warps that load and warps that multiply are told apart; only with 4 warps
-    (triton 3.6 and 3.7 silently leave it with 8).
+    aligned for it. specialized: whether warps that load and warps that multiply are told apart; only with 4 warps, for triton 3.6
+    and 3.7 silently leave it with 8, and in one part, for triton 3.6 cannot cut a tile there.
     """
 
     tile_m: int
@@ -42,8 +42,8 @@ class Configuration:
                 raise ValueError(f"{name} is {size}; give a power of two")
         if min(self.group_m, self.splits, self.stages) < 1:
             raise ValueError(f"{self}: group_m, splits and stages are 1 at least")
-        if self.specialized and not (self.warps == 4 and self.descriptors):
-            raise ValueError(f"{self}: warps are specialized with 4 warps and descriptors alone; give warps=4")
+        if self.specialized and not (self.warps == 4 and self.parts == 1 and self.descriptors):
+            raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
 
 
 class Class(NamedTuple):
@@ -139,6 +139,8 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
         chosen = ON_AMD
     elif int(chip.removeprefix("sm_")) < 90:
         chosen = BY_POINTERS
+    elif itemsize == 1:
+        chosen = EIGHT_BITS
     elif FLAT.tile_m >= M:
         chosen = FLAT
     else:

@@ -11,7 +11,7 @@ from .configurations import BY_POINTERS, EIGHT_BITS, LARGE, MIDDLE, NOT_ALIGNED,
 from .launch import COMBINED
 
 ALIGNED = "i32:16"
-SPECIALIZED = replace(MIDDLE, stages=3, parts=2, specialized=True)
+SPECIALIZED = replace(MIDDLE, stages=3, parts=1, specialized=True)
 EIGHT, EIGHT_BITS_OF = "fp8e4nv", {"sm_80": "fp8e5", "gfx": "fp8e4b8"}  # what each chip has
 
 
