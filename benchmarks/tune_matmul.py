@@ -35,7 +35,7 @@ CANDIDATES = (
     replace(LARGE, stages=4, tile_k=32),
     MIDDLE,
     replace(MIDDLE, warps=8),
-    replace(MIDDLE, stages=3, specialized=True),
+    replace(MIDDLE, stages=3, parts=1, specialized=True),
     replace(MIDDLE, splits=2),
     replace(MIDDLE, splits=4),
     FLAT,

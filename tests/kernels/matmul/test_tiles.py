@@ -13,6 +13,7 @@ import torch
 from weft.kernels.matmul import configurations
 from weft.kernels.matmul.configurations import (
     BY_POINTERS,
+    EIGHT_BITS,
     FLAT,
     LARGE,
     MIDDLE,
@@ -120,9 +121,9 @@ def test_grouped_tiles_share_panels_in_the_l2(interpreted: None) -> None:
     """8192 x 8192 in tiles of 128 x 256 by the 132 multiprocessors of an H100: 16 waves."""
     rows, grouped = (panels_of_waves(order_of(64, 32, group_m), 132) for group_m in (1, LARGE.group_m))
     least = 16 * 2 * 132**0.5  # of squares of tiles
-    assert rows == 592
-    assert grouped == 413
-    assert grouped <= 1.13 * least
+    assert rows == 590
+    assert grouped == 448
+    assert grouped <= 1.25 * least
 
 
 def test_a_chip_gets_what_it_can_run() -> None:
@@ -133,7 +134,7 @@ def test_a_chip_gets_what_it_can_run() -> None:
     assert by_rule("sm_80", bf16, True, 8192, 8192, 4096, 108) is BY_POINTERS
     assert by_rule("gfx942", bf16, True, 8192, 8192, 4096, 304) is ON_AMD
     assert by_rule("sm_90", 4, True, 8192, 8192, 4096, 132) is SINGLE
-    assert by_rule("sm_90", 1, True, 8192, 8192, 4096, 132) == replace(LARGE, tile_k=128)
+    assert by_rule("sm_90", 1, True, 8192, 8192, 4096, 132) is EIGHT_BITS
     assert by_rule("sm_90", bf16, True, 16, 4096, 512, 132) is FLAT
 
 
@@ -144,7 +145,7 @@ def test_k_is_split_where_tiles_are_too_few() -> None:
 
 
 def test_warps_are_specialized_with_four_of_them_alone() -> None:
-    with pytest.raises(ValueError, match="give warps=4"):
+    with pytest.raises(ValueError, match="give warps=4, parts=1"):
         replace(LARGE, specialized=True)
     with pytest.raises(ValueError, match="tile_m is 48; give a power of two"):
         replace(LARGE, tile_m=48)

@@ -20,8 +20,8 @@ class Configuration:
 
     group_m: rows of tiles that are gone down before the next column. parts: in which a tile goes through its epilogue.
     splits: of K, whose products are added up by a second kernel. descriptors: whether tiles are loaded by TMA, where memory is
-    aligned for it. specialized: whether warps that load and warps that multiply are told apart; only with 4 warps
-    (triton 3.6 and 3.7 silently leave it with 8).
+    aligned for it. specialized: whether warps that load and warps that multiply are told apart; only with 4 warps, for triton 3.6
+    and 3.7 silently leave it with 8, and in one part, for triton 3.6 cannot cut a tile there.
     """
 
     tile_m: int
@@ -42,8 +42,8 @@ class Configuration:
                 raise ValueError(f"{name} is {size}; give a power of two")
         if min(self.group_m, self.splits, self.stages) < 1:
             raise ValueError(f"{self}: group_m, splits and stages are 1 at least")
-        if self.specialized and not (self.warps == 4 and self.descriptors):
-            raise ValueError(f"{self}: warps are specialized with 4 warps and descriptors alone; give warps=4")
+        if self.specialized and not (self.warps == 4 and self.parts == 1 and self.descriptors):
+            raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
 
 
 class Class(NamedTuple):
@@ -114,6 +114,7 @@ def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> 
 LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
+EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
 GROUPED = Configuration(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3, descriptors=False)
@@ -138,12 +139,12 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
         chosen = ON_AMD
     elif int(chip.removeprefix("sm_")) < 90:
         chosen = BY_POINTERS
+    elif itemsize == 1:
+        chosen = EIGHT_BITS
     elif FLAT.tile_m >= M:
         chosen = FLAT
     else:
         chosen = LARGE if _tiles(LARGE, M, N) >= processors else MIDDLE
-    if itemsize == 1:
-        chosen = _replaced(chosen, tile_k=2 * chosen.tile_k)  # as many bytes
     idle = processors // max(1, WAVES * _tiles(chosen, M, N))
     splits = min(idle, MOST_SPLITS, K // SPLIT_K)
     return _replaced(chosen, splits=splits) if splits > 1 else chosen

@@ -7,6 +7,15 @@ from .epilogue import finish, finish_gated, tile_of
 
 
 @triton.jit
+def multiplied(left, right, total, PRECISION: tl.constexpr):
+    """total + left @ right. Hopper sums products of 8 bits in fewer bits than a float32 has: no longer than over a tile."""
+    if left.dtype.primitive_bitwidth == 8:
+        return tl.dot(left, right, total, input_precision=PRECISION, max_num_imprecise_acc=left.shape[1])
+    else:
+        return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@triton.jit
 def product(
     a_ptr, b_ptr, up_ptr, bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr, z_up_ptr,
     M, N, K, K_SPLIT,
@@ -62,13 +71,13 @@ def product(
                     right = b.load([k, tile_n * TILE_N])
                 else:
                     right = b.load([tile_n * TILE_N, k]).T
-                total = tl.dot(left, right, total, input_precision=PRECISION)
+                total = multiplied(left, right, total, PRECISION)
                 if up_ptr is not None:
                     if B_BY_ROWS:
                         right = up.load([k, tile_n * TILE_N])
                     else:
                         right = up.load([tile_n * TILE_N, k]).T
-                    total_up = tl.dot(left, right, total_up, input_precision=PRECISION)
+                    total_up = multiplied(left, right, total_up, PRECISION)
         else:
             rows = tile_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
             cols = tile_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
@@ -80,10 +89,10 @@ def product(
                 in_k = k + tl.arange(0, TILE_K) < last
                 left = tl.load(a_tile, mask=in_rows & in_k, other=0.0)
                 right = tl.load(b_ptr + to_b, mask=in_k[:, None] & in_cols, other=0.0)
-                total = tl.dot(left, right, total, input_precision=PRECISION)
+                total = multiplied(left, right, total, PRECISION)
                 if up_ptr is not None:
                     right = tl.load(up_ptr + to_b, mask=in_k[:, None] & in_cols, other=0.0)
-                    total_up = tl.dot(left, right, total_up, input_precision=PRECISION)
+                    total_up = multiplied(left, right, total_up, PRECISION)
                 a_tile += tl.cast(TILE_K, tl.int64) * stride_ak
                 to_b += tl.cast(TILE_K, tl.int64) * stride_bk
         row, col = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N

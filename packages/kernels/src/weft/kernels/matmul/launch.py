@@ -98,7 +98,7 @@ def gated(
     """
     (M, K), N = x.shape, gate.shape[-1]
     out = x.new_empty((M, N))
-    products = tuple(torch.empty_like(out) if keep else None for _ in range(2))
+    products = (torch.empty_like(out), torch.empty_like(out)) if keep else (None, None)
     if out.numel() == 0:
         return out, *products
     aligned = all(map(has_descriptor, (x, gate, up)))

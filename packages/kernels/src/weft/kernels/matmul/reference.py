@@ -88,19 +88,22 @@ def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
 
     Of relu z may be the output: it is above 0 where z is.
     """
+    if activation is None:
+        return grad
+    if activation == "relu2":
+        return F.relu(z).mul_(grad).mul_(2)
+    found: Tensor
     match activation:
-        case None:
-            return grad
         case "gelu":
-            return torch.ops.aten.gelu_backward(grad, z)
+            found = torch.ops.aten.gelu_backward(grad, z)
         case "gelu_tanh":
-            return torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
+            found = torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
         case "silu":
-            return torch.ops.aten.silu_backward(grad, z)
-        case "relu":
-            return torch.ops.aten.threshold_backward(grad, z, 0)
-    assert activation == "relu2", "checked where it came in"
-    return F.relu(z).mul_(grad).mul_(2)
+            found = torch.ops.aten.silu_backward(grad, z)
+        case _:
+            assert activation == "relu", "checked where it came in"
+            found = torch.ops.aten.threshold_backward(grad, z, 0)
+    return found
 
 
 def rows_of(x: Tensor) -> Tensor:

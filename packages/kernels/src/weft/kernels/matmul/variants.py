@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from ..aot import Variant
 from . import kernel
-from .configurations import BY_POINTERS, LARGE, MIDDLE, NOT_ALIGNED, ON_AMD, SINGLE, Configuration, halved
+from .configurations import BY_POINTERS, EIGHT_BITS, LARGE, MIDDLE, NOT_ALIGNED, ON_AMD, SINGLE, Configuration, halved
 from .launch import COMBINED
 
 ALIGNED = "i32:16"
-SPECIALIZED = replace(MIDDLE, stages=3, parts=2, specialized=True)
+SPECIALIZED = replace(MIDDLE, stages=3, parts=1, specialized=True)
 EIGHT, EIGHT_BITS_OF = "fp8e4nv", {"sm_80": "fp8e5", "gfx": "fp8e4b8"}  # what each chip has
-EIGHT_BITS = replace(LARGE, tile_k=2 * LARGE.tile_k)
 
 
 def _arguments(
