@@ -11,7 +11,6 @@ from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD
 from ..rows import Tile, programs_of, rows_of
 from . import kernel
 
-
 MOST_ELEMENTS = {2: 16, 4: 8}  # a thread, by their bytes, for which both sums are in registers beside what makes dx
 
 
