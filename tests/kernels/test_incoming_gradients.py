@@ -66,6 +66,11 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         (normal(6, 5, 8),) * 3,
     ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), None, (normal(6, 5, 8),)),
+    "dropout-residual": (
+        lambda _, x, y: kernels.dropout(x, 0.5, KEY, residual=y),
+        None,
+        (normal(6, 5, 8), normal(6, 5, 8)),
+    ),
     "dropout-in-order": (
         lambda _, x: kernels.dropout(x, 0.5, KEY, order=((3, 5), (0, 3))),
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,23 +124,26 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name = p, name
 
-    def forward(self, input: Tensor, key: int | Tensor | None, order: Runs | None = None) -> Tensor:
-        """[...] -> [...]; the input itself where p is 0, and in eval mode.
+    def forward(
+        self, input: Tensor, key: int | Tensor | None, order: Runs | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """[...] -> [...]; the input itself where p is 0, and in eval mode; with a residual, what that and this make together.
 
-        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order: as of `kernels.dropout`.
+        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order, residual: as of `kernels.dropout`.
         Raises RuntimeError where elements are to be dropped and the key is None.
         """
         options = self.options(key)
         if not options:
-            return input
-        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name, order=order)
+            return input if residual is None else kernels.add(input, residual)
+        p, key = options["dropout"], options["dropout_key"]
+        return kernels.dropout(input, p, key, self.name, order=order, residual=residual)
 
     def options(self, key: int | Tensor | None) -> dict[str, Any]:
         """What `kernels.attention` is given, which drops its weights itself; nothing where p is 0, and in eval mode.
 
         Raises RuntimeError where elements are to be dropped and the key is None.
         """
-        if self.p == 0 or not self.training:
+        if not self.drops:
             return {}
         if key is None:
             raise RuntimeError(
@@ -148,6 +151,11 @@ class Dropout(nn.Module):
                 f'model(tokens, dropout_key=derive_key(seed, "dropout", step)), or model.eval() first'
             )
         return {"dropout": self.p, "dropout_key": key, "dropout_name": self.name}
+
+    @property
+    def drops(self) -> bool:
+        """Whether any element may be zeroed."""
+        return self.p > 0 and self.training
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -275,6 +283,17 @@ class GatedMLP(nn.Module):
         return output
 
 
+def join(
+    dropout: Dropout, norm: nn.Module, output: Tensor, residual: Tensor, key: int | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A layer's output joins the residual stream: the stream, and its norm; in one pass, in two where elements are dropped."""
+    if dropout.drops:
+        stream = dropout(output, key, residual=residual)
+        return stream, norm(stream)
+    stream, normal = norm(output, residual)
+    return stream, normal
+
+
 class Block(nn.Module):
     """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); with dropout on what is added, as in GPT-2.
 
@@ -302,5 +321,5 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `Attention`."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
-        x, normal = self.post_attention_layernorm(self.self_attn_dropout(mixed, dropout_key), x)
-        return kernels.add(x, self.mlp_dropout(self.mlp(normal), dropout_key))
+        x, normal = join(self.self_attn_dropout, self.post_attention_layernorm, mixed, x, dropout_key)
+        return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
