@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import Counter
 from fractions import Fraction
@@ -75,6 +76,12 @@ def test_of_any_number_of_samples_each_source_has_its_share_rounded(weights: lis
 def test_weights_that_never_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="repeat after 1000000 samples, above 100000; give weights of fewer digits"):
         Turns([Fraction("0.123457"), Fraction("0.876543")])
+
+
+@pytest.fixture(autouse=True)
+def disk_that_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync of this disk may take longer than all else here."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture

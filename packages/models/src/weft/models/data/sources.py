@@ -73,10 +73,11 @@ class Prepared:
         """The tokens, memory-mapped."""
         from .streams import ShardStream
 
-        shards = self.manifest.shards
-        files = [tuple(self.folder / name for name in shard.names) for shard in shards]
-        counts = [(shard.tokens, shard.documents) for shard in shards]
-        return ShardStream([(*names, *each) for names, each in zip(files, counts, strict=True)], self.manifest.dtype)
+        shards = []
+        for shard in self.manifest.shards:
+            tokens, documents = (self.folder / name for name in shard.names)
+            shards.append((tokens, documents, shard.tokens, shard.documents))
+        return ShardStream(shards, self.manifest.dtype)
 
 
 @dataclass(frozen=True, slots=True)
