@@ -372,5 +372,5 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     )
     last = re.search(r"last checkpoint: (run/checkpoint-\d+)\.", done.stderr)
     assert last
-    assert (tmp_path / last[1] / "model.safetensors").exists()
+    assert (tmp_path / last[1] / "manifest.json").exists()
     assert "Traceback" not in done.stderr

@@ -27,6 +27,8 @@ from ..initialization import local_slices
 from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import pipeline_of
+from .manifest import CONFIG, MANIFEST, MODEL, Manifest
+from .states import load_checkpoint
 from .stored import grouped, joined
 
 SINGLE_FILE = "model.safetensors"
@@ -45,15 +47,18 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model of a Hugging Face folder, on one device, or laid out on `mesh` by `plan` (its own where None).
+    """The model of a Hugging Face folder or of a checkpoint of a run, on one device, or laid out on `mesh` by `plan` (its own
+    where None).
 
-    Each rank reads the slices that it holds, no more.
+    Each rank reads the slices that it holds, no more. Communication: none; of a checkpoint that of `load_checkpoint`.
     device_mesh: torch's name for the mesh; give one of the two.
     dtype: of the parameters; as stored where None.
     Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model.
     """
     mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
+    if (folder / MANIFEST).is_file():
+        return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)
     config = _read_config(folder)
     weights = _weights_of(folder, config)
     with torch.device("meta"):
@@ -130,6 +135,25 @@ def save_pretrained(
 
 
 # Reading
+
+
+def _from_checkpoint(
+    folder: Path, mesh: ProcessMesh | None, plan: ParallelPlan | None, device: torch.device, dtype: torch.dtype | None
+) -> nn.Module:
+    manifest = Manifest.read(folder)
+    if CONFIG not in manifest.files:
+        raise ValueError(
+            f"{folder} is of a model of no family, so its config is not known; make the model, and load_checkpoint(model, folder)"
+        )
+    config = manifest.document(folder, CONFIG)
+    first = next(each for name, each in manifest.tensors.items() if name.startswith(MODEL))
+    with torch.device("meta"):
+        model = make_model(_weights_of(folder, config).read_config(config)).to(dtype or _DTYPES[first.dtype])
+    if mesh is not None:
+        model = parallelize(model, mesh, plan)
+    model.to_empty(device=device)
+    load_checkpoint(model, folder)
+    return model
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -144,8 +144,8 @@ class TrainConfig:
     """Checkpoints that are kept, the last ones; 0 keeps all."""
     keep_every: int = 0
     """Those at multiples of so many steps are kept as well; 0 keeps none beside the last."""
-    resume: Annotated[str | None, shown("[PATH]", "begins anew")] = None
-    """Go on with the newest checkpoint of --output, or begin where it has none; or with that at PATH."""
+    resume: Annotated[str | None, shown("PATH", "begins anew")] = None
+    """Go on with the checkpoint at PATH; without PATH with the newest of the output folder, or begin where it has none."""
     timeout: float = 600.0
     """Seconds after which the run ends where a process does not answer the others."""
     eval_every: int = 0

@@ -20,7 +20,7 @@ def check_new(folder: Path) -> None:
     try:
         if folder.exists():
             raise ValueError(
-                f"the output folder {folder} exists; give another with --output, remove it, or go on with its run by --resume"
+                f"the output folder {folder} exists; give another with --output, or remove it; with --resume its run goes on"
             )
         for path in [*reversed(folder.parents), folder]:
             if not path.exists():
