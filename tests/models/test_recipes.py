@@ -15,7 +15,6 @@ from weft.models.train.config import DataConfig, Run
 from weft.models.train.loop import _Trainer
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import Metrics
-from weft.models.train.results import Results
 
 from tests.support.pool import Pool
 

@@ -19,7 +19,6 @@ from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
 from weft.models.train.loop import _Trainer
-from weft.models.train.results import Results
 
 from tests.support.pool import Pool
 
