@@ -1,4 +1,6 @@
-"""A Llama on torch's own stack: `parallelize_module`, `fully_shard` and the schedules of `torch.distributed.pipelining`."""
+"""A Llama on torch's own stack: `parallelize_module`, `fully_shard` or DistributedDataParallel, and the schedules of
+`torch.distributed.pipelining`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from weft.models import Llama
 from weft.models.rope import rotary_tables
 
@@ -47,11 +50,18 @@ class Stage(nn.Module):
 
 
 def torch_step(
-    source: Llama, mesh: DeviceMesh, tokens: Tensor, targets: Tensor, *, reshard_after_forward: bool, microbatches: int
+    source: Llama,
+    mesh: DeviceMesh,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    reshard_after_forward: bool | None,
+    microbatches: int,
 ) -> tuple[Callable[[], float], nn.Module]:
     """A training step that returns the mean loss, on every rank, and the module of this rank's stage.
 
     mesh: with axes of "pp", "dp" and "tp", the last two in that order. tokens, targets: [B, T], the whole batch.
+    reshard_after_forward: as of `fully_shard`; None for DistributedDataParallel, beside no "tp".
     """
     axes = mesh.mesh_dim_names
     assert axes is not None, "it was made with names"
@@ -60,10 +70,13 @@ def torch_step(
     if "tp" in axes:
         own = {name for name, _ in stage.named_children()}
         stage = parallelize_module(stage, mesh["tp"], {k: v for k, v in PLAN.items() if k.partition(".")[0] in own})
-    outside = [child for name, child in stage.named_children() if name != "layers"]
-    for unit in (*stage.layers, *outside):
-        fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
-    fully_shard(stage, mesh=mesh["dp"])
+    if reshard_after_forward is None:
+        stage = DistributedDataParallel(stage, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
+    else:
+        outside = [child for name, child in stage.named_children() if name != "layers"]
+        for unit in (*stage.layers, *outside):
+            fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+        fully_shard(stage, mesh=mesh["dp"])
     optimizer = adamw(stage)
     ranks, part = mesh["dp"].size(), mesh["dp"].get_local_rank()
     tokens, targets = tokens.chunk(ranks)[part], targets.chunk(ranks)[part]

@@ -1,6 +1,7 @@
-"""A training step of Weft beside torch's own stack, `parallelize_module` + `fully_shard` + `torch.distributed.pipelining`, as a ratio.
+"""A training step of Weft beside torch's own stack, as a ratio: DistributedDataParallel for the model of the default recipe, and
+`parallelize_module` + `fully_shard` + `torch.distributed.pipelining` for a smaller one.
 
-Eight gloo processes on a CPU, a small Llama, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
+Four gloo processes on a CPU, and eight, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
 step by step in turn. These are CPU times: they say what the host spends, and nothing of a GPU's speed.
 
 FSDP2 has no level between its two: zero=1 and 2 stand beside it with parameters that stay whole from forward to backward, and
@@ -26,6 +27,7 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, PipelinePlan, forward_backward, initialize, parallelize
 from weft.models.train.observe import CollectiveCount
+from weft.models.train.recipes import recipe
 
 from benchmarks.conftest import Tell
 from benchmarks.stages import adamw, torch_step
@@ -37,7 +39,9 @@ BATCH, TOKENS, MICROBATCHES = 16, 32, 4
 MODEL = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=4, num_heads=4, num_kv_heads=4, max_seq_len=64
 )
+RECIPE = recipe("llama-tiny")
 CASES = [
+    pytest.param({"dp": 4}, 0, id="dp4-recipe"),
     pytest.param({"dp": 8}, 1, id="dp8-zero1"),
     pytest.param({"dp": 8}, 2, id="dp8-zero2"),
     pytest.param({"dp": 8}, 3, id="dp8-zero3"),
@@ -59,14 +63,19 @@ class Measured:
 
 
 def measure(axes: dict[str, int], zero: int, steps: int) -> dict[str, Measured]:
-    """On every rank: steps of each way in turn, and what one of each communicates."""
-    ids = torch.randint(0, MODEL.vocab_size, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    """On every rank: steps of each way in turn, and what one of each communicates. zero: 0 for the default recipe's model and batch."""
+    data = RECIPE.data
+    B, T = (BATCH, TOKENS) if zero else (data.batch_size, data.sequence_length)
+    config = MODEL if zero else RECIPE.model
+    ids = torch.randint(0, config.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     ways = {
-        "Weft": _weft(axes, zero, tokens, targets),
+        "Weft": _weft(config, axes, zero, tokens, targets),
         "torch": torch_step(
-            _model(), mesh, tokens, targets, reshard_after_forward=zero == 3, microbatches=MICROBATCHES
+            *(_model(config), mesh, tokens, targets),
+            reshard_after_forward=zero == 3 if zero else None,
+            microbatches=MICROBATCHES,
         ),
     }
     losses: dict[str, list[float]] = {name: [] for name in ways}
@@ -88,9 +97,9 @@ def measure(axes: dict[str, int], zero: int, steps: int) -> dict[str, Measured]:
 
 
 def _weft(
-    axes: dict[str, int], zero: int, tokens: torch.Tensor, targets: torch.Tensor
+    config: LlamaConfig, axes: dict[str, int], zero: int, tokens: torch.Tensor, targets: torch.Tensor
 ) -> tuple[Callable[[], float], nn.Module]:
-    model = _model()
+    model = _model(config)
     pipeline = PipelinePlan(schedule="1f1b", microbatches=MICROBATCHES) if "pp" in axes else None
     parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), zero=zero, pipeline=pipeline))
     optimizer = adamw(model)
@@ -104,8 +113,8 @@ def _weft(
     return step, model
 
 
-def _model() -> Llama:
-    model = Llama(MODEL)
+def _model(config: LlamaConfig) -> Llama:
+    model = Llama(config)
     initialize(model, seed=0)
     return model
 
@@ -121,7 +130,8 @@ def _held(model: nn.Module) -> int:
 @pytest.mark.parametrize(("axes", "zero"), CASES)
 def test_a_step_beside_torchs_stack(axes: dict[str, int], zero: int, pool: Pool, tell: Tell) -> None:
     ranks = tell.measuring(pool.run, measure, axes, zero, STEPS, ranks=ProcessMesh.grid(**axes).size, timeout=840)
-    case = f"a step of a small Llama, {' x '.join(f'{axis}={size}' for axis, size in axes.items())}, zero={zero}"
+    model = "a small Llama" if zero else "the default recipe"
+    case = f"a step of {model}, {' x '.join(f'{axis}={size}' for axis, size in axes.items())}, zero={zero}"
     check(ranks)
     # A step lasts until its slowest rank is done.
     seconds = {
