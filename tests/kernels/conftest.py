@@ -11,9 +11,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -44,50 +42,10 @@ def _import_interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in KERNELS:
         importlib.import_module(name)
-    import triton.language as tl
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from tests.kernels.interpreter import correct, quicken  # Triton is imported now
 
-    truncate = InterpreterBuilder.create_fp_trunc
-
-    def round_to_nearest_even(self: Any, source: Any, to: Any) -> Any:
-        """As GPUs and torch cast float32 to bfloat16; the interpreter would cut the low bits off."""
-        if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
-            return truncate(self, source, to)
-        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
-        return TensorHandle(rounded.numpy().view(np.uint16), to.scalar)
-
-    multiply = InterpreterBuilder.create_dot
-
-    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """Products of bfloat16 by their values, in float32; the interpreter would multiply their bits."""
-        return multiply(self, *(widened(x) if x.dtype.scalar.name == "bf16" else x for x in (a, b)), *rest)
-
-    def widened(x: Any) -> Any:
-        values = torch.from_numpy(np.ascontiguousarray(x.data).view(np.int16)).view(torch.bfloat16).float().numpy()
-        return TensorHandle(values, tl.float32)
-
-    patch = interpreter._patch_lang
-
-    def patch_once(function: Any) -> Any:
-        """A function that a kernel calls finds the language patched: to look through it again takes as long as the rest."""
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        patched = languages and not any(tl.core.is_builtin(language.load) for language in languages)
-        return interpreter._LangPatchScope() if patched else patch(function)
-
-    look_up, numpy_dtypes = interpreter._get_np_dtype, {}
-
-    def numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
-        """What holds a Triton dtype; it is asked for each value, and a tenth of the time goes by if all are listed anew."""
-        name = dtype.scalar.name
-        if name not in numpy_dtypes:
-            numpy_dtypes[name] = look_up(dtype.scalar)
-        return numpy_dtypes[name]
-
-    interpreter._get_np_dtype = numpy_dtype
-    InterpreterBuilder.create_fp_trunc = round_to_nearest_even
-    InterpreterBuilder.create_dot = multiply_bfloat16
-    interpreter._patch_lang = patch_once
+    correct()
+    quicken()
 
 
 if not HAS_GPU:

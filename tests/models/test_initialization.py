@@ -7,7 +7,7 @@ from weft.models.llama.model import Llama
 from weft.reshard import to_global
 
 from tests.models.cases import SMALL
-from tests.models.test_huggingface import MESH, lay_out
+from tests.models.test_huggingface_parts import MESH, lay_out
 
 
 def initialize_in_parallel():
