@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,11 @@ class Unit:
                 Place(module=module, name=place.name, layout=place.layout, stays=place.stays, sums=place.sums)
             )
         return copied
+
+    @property
+    def gathered_by(self) -> Wholes:
+        """What it shares with the other units of its model."""
+        return self._wholes
 
     def wholes(self) -> dict[DTensor, Whole]:
         """By shard, between calls of the module."""
@@ -215,7 +221,7 @@ class Unit:
         for place, shard in self._swapped:
             place.module._parameters[place.name] = shard  # type: ignore[assignment]  # a DTensor that is a Parameter
         self._swapped.clear()
-        if self._kept:
+        if self._kept or self._wholes.keeps:
             return
         for whole in self._held:
             whole.users -= 1
@@ -295,6 +301,25 @@ def gather_when_called(
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of those within it."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
+
+
+@contextmanager
+def keeping_gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, what the units of `model` gather stays until the end, for several passes that are under way at once.
+
+    Values are not to change meanwhile. Communication: none of its own.
+    """
+    units = units_of(model)
+    wholes = {unit.gathered_by for unit in units}
+    for each in wholes:
+        each.keeps += 1
+    try:
+        yield
+    finally:
+        for each in wholes:
+            each.keeps -= 1
+        for unit in units:
+            unit.rest()
 
 
 def layout_in_call(module: nn.Module, name: str) -> Layout:

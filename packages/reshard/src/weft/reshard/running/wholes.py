@@ -111,11 +111,15 @@ def _accumulated(whole: Whole | None) -> None:
 
 
 class Wholes:
-    """The sharded parameters of a model, and the order in which its units come."""
+    """The sharded parameters of a model, and the order in which its units come.
+
+    keeps: above 0 what is gathered is not given back.
+    """
 
     def __init__(self) -> None:
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
+        self.keeps = 0
         self._order: list[Gathering] = []  # in which the last forward opened them first
         self._opened: list[Gathering] = []  # in which this one does
         for hook in (
