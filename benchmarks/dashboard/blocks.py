@@ -51,6 +51,17 @@ KNOWN = {
         "Host time of a training step over gloo",
         f"Four processes, checked to compute the same losses, then timed in turn. {HOST}",
     ),
+    ("parallel_stacks", "host_time"): (
+        "models",
+        "Host time of a step beside torch's whole stack, over gloo",
+        "Eight processes; parallelize_module, fully_shard and torch.distributed.pipelining compute the same losses, and are timed in "
+        f"turn. {HOST}",
+    ),
+    ("sharded_optimizers", "host_time"): (
+        "models",
+        "Host time of a step with sharded optimizers, over gloo",
+        f"Four processes, beside FSDP2 that keeps as much whole. {HOST}",
+    ),
     ("loss_curves", "count"): (
         "models",
         "Losses of one model on several meshes",

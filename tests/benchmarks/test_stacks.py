@@ -29,7 +29,7 @@ def test_both_stacks_take_the_same_steps(axes: dict[str, int], zero: int, pool: 
 
 
 def test_losses_apart_are_no_comparison() -> None:
-    way = stacks.Measured((2.0, 1.0), (0.1,), 1, 0, 0)
+    way = stacks.Measured((2.0, 1.0), (0.1,), (0.1,), 1, 0, 0)
     apart = replace(way, losses=(2.0, 1.001))
     with pytest.raises(AssertionError):
         stacks.check([{"torch": way, "Weft": apart}])

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.mesh import ProcessMesh
-from weft.models import lora, merge_lora, parallelize
+from weft.mesh import Layout, ProcessMesh
+from weft.models import lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
 from weft.reshard.running import units
 from weft.reshard.running.gathering import Gathers
+from weft.reshard.running.wholes import stretch_in
 
 from tests.models.cases import whole
-from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, make, three_steps
+from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, three_steps
 
 SMALL = replace(CONFIG, num_layers=3)
 
@@ -82,6 +83,52 @@ def test_the_next_blocks_gather_is_under_way_while_a_block_computes(pool: Any) -
     back = ["gather 2", "gather 1", "backward 2", "gather 0", "backward 1", "backward 0"]
     for found in pool.run(events, 3, ranks=2):
         assert found[2] == ahead + back  # from the second step on the order is known
+
+
+def changed_under_way(zero: int) -> None:
+    """A block's shards change while they are gathered ahead: the block computes with what they are, and they stay so."""
+    trained = Trained({"dp": 2}, SMALL, {"zero": zero})
+    tokens = lay_out_batch(trained.mesh, trained.plan, *batch(0)).tokens
+    layers = list(trained.model.layers)
+    before = [whole(parameter) for parameter in layers[1].parameters()]
+
+    def halve(*_: object) -> None:
+        for parameter in layers[1].parameters():
+            parameter.to_local().mul_(0.5)
+
+    with torch.no_grad():
+        for _ in range(2):
+            trained.model(tokens)  # the order is known
+        drop_gathered(trained.model)
+        handle = layers[0].register_forward_pre_hook(halve)
+        changed = whole(trained.model(tokens))
+        handle.remove()
+        for parameter, old in zip(layers[1].parameters(), before, strict=True):
+            assert torch.equal(whole(parameter), 0.5 * old)
+        drop_gathered(trained.model)
+        assert torch.equal(whole(trained.model(tokens)), changed)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_changes_while_it_is_gathered_is_gathered_again(zero: int, pool: Any) -> None:
+    pool.run(changed_under_way, zero, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard", "found"),
+    [
+        pytest.param((8, 6), "dp: S(0)", (slice(2, 4), slice(0, 6)), id="rows"),
+        pytest.param((7, 6), "dp: S(0)", (slice(2, 4), slice(0, 6)), id="uneven-rows"),
+        pytest.param((1, 8), "dp: S(1)", (slice(0, 1), slice(2, 4)), id="of-one-row"),
+        pytest.param((8, 8), "dp: S(1)", None, id="columns"),
+        pytest.param((3, 6), "dp: S(0)", (slice(1, 2), slice(0, 6)), id="fewer-rows-than-ranks"),
+    ],
+)
+def test_which_shards_are_stretches_of_memory(
+    shape: tuple[int, ...], shard: str, found: tuple[slice, ...] | None
+) -> None:
+    mesh = ProcessMesh.grid(dp=4)
+    assert stretch_in(Layout(mesh, shard), Layout(mesh, {}), shape, rank=1) == found
 
 
 def compiled_steps() -> tuple[dict[str, Tensor], list[float]]:

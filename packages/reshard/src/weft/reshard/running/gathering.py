@@ -21,6 +21,7 @@ from .dtensor import layout_of, memory_of
 from .executor import started
 from .groups import group_along, process_mesh, this_rank
 from .order import Words, announce
+from .waits import wait_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +137,7 @@ class _Bundle:
         return f"parameters of shapes {shapes}, {self._shards[0].dtype}, gathered over {self._axes}"
 
     def _wait(self) -> None:
-        assert self._work is not None, "it was started"
-        self._work.wait()
+        wait_for(self._work)
         self._work = None
 
 
