@@ -15,6 +15,7 @@ from weft.mesh.refinement import parts_of_axes
 
 from .dtensor import as_process_mesh, layout_of
 from .groups import device_mesh, device_type, group_of, group_over, this_rank
+from .waits import wait_for
 
 
 def clip_grad_norm_(
@@ -60,7 +61,8 @@ def clip_grad_norm_(
         device = torch.device(device_type())  # of a rank whose stage has nothing that learns
     total = _powers([each for each in counted if each.numel()], norm_type, gradients, device)
     if group is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        wait_for(dist.all_reduce(total, op, group=group, async_op=True))
     norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
     if gradients:

@@ -17,6 +17,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import group_for, of_this_world
+from weft.reshard.running.waits import wait_for
 from weft.reshard.running.worlds import world
 
 from ..styles import PIPELINE_AXIS
@@ -88,7 +89,7 @@ class Channel:
         form = self._forms[kind]
         parts, works = self._ahead or self._receives(form)
         for work in works:
-            work.wait()
+            wait_for(work)
         self._ahead = self._receives(form) if more else None
         arrived = iter(parts)
         return tree_map(lambda leaf: self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf, form)
@@ -96,7 +97,7 @@ class Channel:
     def finish(self) -> None:
         """Waits until all that was sent has been received."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            wait_for(self._sent.popleft()[0])
 
     def _start(self, part: Tensor) -> None:
         if part.numel():

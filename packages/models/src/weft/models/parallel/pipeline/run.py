@@ -17,6 +17,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
 from weft.reshard.running.units import keeping_gathered
+from weft.reshard.running.waits import wait_for
 
 from ...communication import Phase
 from ...schedules.plan import PipelinePlan
@@ -135,7 +136,7 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            dist.all_reduce(local, group=self._group("shared parameters", coordinates))
+            wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
 
     def whole_parameter(self, model: nn.Module, name: str) -> Tensor:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
@@ -155,7 +156,8 @@ class Pipeline:
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
         """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
-        dist.all_reduce(number, group=self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))))
+        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
+        wait_for(dist.all_reduce(number, group=group, async_op=True))
         return number
 
     def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
