@@ -110,15 +110,17 @@ SCHEDULES = [
 MESHES = [
     pytest.param({"pp": 2}, {}, id="pp2"),
     pytest.param({"pp": 3}, {"recompute": "full"}, id="pp3-recompute"),
-    pytest.param({"pp": 4}, {}, id="pp4"),
     pytest.param({"pp": 2, "dp": 2}, {"zero": 1}, id="pp2-dp2-zero1"),
     pytest.param({"dp": 2, "pp": 2}, {}, id="dp2-pp2"),
     pytest.param({"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
     pytest.param({"pp": 2, "tp": 2}, {"sequence": True, "recompute": "selective"}, id="pp2-tp2-selective"),
     pytest.param({"pp": 2, "cp": 2}, {"context": "all_gather", "zero": 3}, id="pp2-cp2-zero3"),
-    pytest.param({"pp": 2, "dp": 2, "tp": 2}, {"sequence": True, "zero": 3}, id="pp2-dp2-tp2-zero3"),
-    pytest.param({"pp": 2, "cp": 2, "tp": 2}, {"sequence": True, "context": "ulysses"}, id="pp2-cp2-tp2"),
-    pytest.param({"pp": 2, "dp": 2, "cp": 2}, {"context": "all_gather", "zero": 2}, id="pp2-dp2-cp2-zero2"),
+    pytest.param(
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"sequence": True, "zero": 3},
+        id="pp2-dp2-tp2-zero3",
+        marks=pytest.mark.exhaustive,
+    ),
 ]
 
 
@@ -151,6 +153,41 @@ truth_of = functools.cache(expected)
 def test_loss_and_gradients_are_those_of_one_process(
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool
 ) -> None:
+    check(axes, plan, cases, pool)
+
+
+@pytest.mark.parametrize(
+    ("axes", "plan", "schedule", "name"),
+    [
+        pytest.param({"pp": 4}, {}, "zero_bubble", "tied", id="pp4-zero-bubble"),
+        pytest.param({"pp": 4}, {}, "interleaved", "gpt", id="pp4-interleaved", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"pp": 4, "dp": 2}, {"zero": 3}, "1f1b", "llama", id="pp4-dp2-zero3", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            {"pp": 2, "cp": 2, "tp": 2},
+            {"sequence": True, "context": "ulysses"},
+            "interleaved",
+            "qwen",
+            id="pp2-cp2-tp2",
+        ),
+        pytest.param(
+            {"pp": 2, "dp": 2, "cp": 2},
+            {"context": "all_gather", "zero": 2},
+            "zero_bubble",
+            "dropout",
+            id="pp2-dp2-cp2-zero2",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_four_stages_and_meshes_of_8_processes(
+    axes: dict[str, int], plan: dict[str, Any], schedule: str, name: str, pool
+) -> None:
+    check(axes, plan, [({"schedule": schedule}, name)], pool)
+
+
+def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -> None:
     truths = [truth_of(name, MICROBATCHES, layers_for(axes)) for _, name in cases]
     ranks = torch.Size(axes.values()).numel()
     found = pool.run(each_case, axes, plan, cases, truths, ranks=ranks)

@@ -9,28 +9,33 @@ from typing import Any
 import pytest
 import torch
 from weft.models import LlamaConfig, PipelinePlan
+from weft.models.cli import main
 from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.loop import _Trainer
+from weft.models.train.loop import _Trainer, train
 
 MODEL = LlamaConfig(
     vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=4, dropout=0.1, tie_embeddings=True
 )
 
 
-def config(mesh: dict[str, int], plan: dict[str, Any]) -> TrainConfig:
+def config(mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> TrainConfig:
+    settled: dict[str, Any] = {"model": MODEL, "steps": 4, "check": False, **options}
     data = DataConfig(batch_size=8, sequence_length=8)
-    whole = TrainConfig(model=MODEL, steps=4, check=False, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
+    whole = TrainConfig(**settled, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
     dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
     return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 
-def trained(text: str, mesh: dict[str, int], plan: dict[str, Any]) -> list[float]:
+def made_run(text: str, mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> Run:
+    folder, sizes = Path(text).parent / "run", {"dp": 1, "tp": 1, **mesh}
+    settled = config(mesh, plan, **options)
+    return Run(recipe="llama-tiny-tied", config=settled, corpus=find_corpus(Path(text)), folder=folder, **sizes)
+
+
+def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], dtype: str = "float32") -> list[float]:
     """The held-out loss, those of four steps, and the held-out loss again."""
-    settled = config(mesh, plan)
-    sizes = {"dp": 1, "tp": 1, **mesh}
-    run = Run(recipe="small", config=settled, corpus=find_corpus(Path(text)), folder=Path(text).parent, **sizes)
-    made = _Trainer(run, torch.device("cpu"))
+    made = _Trainer(made_run(text, mesh, plan, dtype=dtype), torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()
@@ -39,6 +44,9 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any]) -> list[float
         made.step(step)
     if made.pipeline is not None:
         assert "microbatches in flight" in lines[-1]
+    if made.rank == 0:
+        assert [line.split()[-2:] for line in lines if line.endswith("as predicted")] == [["as", "predicted"]] * 3
+        assert not any("NOT as predicted" in line for line in lines)
     losses = [metrics.loss for metrics in made.read(None)]
     return [first, *losses, made.held_out_loss()]
 
@@ -51,6 +59,27 @@ def test_one_loss_with_stages_and_without(pool, tmp_path: Path) -> None:
         mesh, plan = {"pp": 2, "dp": dp, "tp": 1}, {"microbatches": 4, **plan}
         for found in pool.run(trained, text, mesh, plan, ranks=2 * dp):
             assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
+    """Within what bfloat16 keeps, 8 bits, of numbers that tokens' errors average out in."""
+    (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
+    text, plan = str(tmp_path / "text.txt"), {"microbatches": 4}
+    (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, plan, "bfloat16", ranks=1)
+    for found in pool.run(trained, text, {"pp": 2, "dp": 1, "tp": 1}, plan, "bfloat16", ranks=2):
+        assert found == pytest.approx(alone, rel=1e-3)
+
+
+def ran(text: str) -> int:
+    return train(made_run(text, {"pp": 2, "dp": 1, "tp": 1}, {"zero": 0}, steps=2), torch.device("cpu"))
+
+
+def test_what_is_saved_on_stages_is_read_by_generate(pool, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
+    assert pool.run(ran, str(tmp_path / "text.txt"), ranks=2) == [0, 0]
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", str(tmp_path / "run"), "--prompt", "a stage", "--tokens", "3"])
+    assert capsys.readouterr().out.startswith("a stage")
 
 
 @pytest.mark.parametrize(

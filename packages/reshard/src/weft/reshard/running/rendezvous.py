@@ -81,7 +81,7 @@ def hear(what: str) -> bytes:
     try:
         return bytes.fromhex(PrefixStore("weft", store).get(f"told/{what}").decode())
     except dist.DistError as error:
-        seconds = store.timeout.total_seconds()
+        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
         raise RuntimeError(
             f"rank {dist.get_rank()} waited {seconds:g} s to be told {what}; the other rank has failed, or runs another program"
         ) from error
