@@ -132,7 +132,7 @@ def test_a_block_keeps_its_products_or_its_input_alone() -> None:
     )  # q, k and v, the attention's output, gate and up; not down's, which nothing needs
     assert full == 0
     assert selective == tokens * widths * 4 + 4  # and the scalar that stands for down's
-    assert none > 1.5 * selective
+    assert none > 1.15 * selective  # the streams, and a few numbers a row
 
 
 def laid_out_block(sequence: bool) -> list[int]:

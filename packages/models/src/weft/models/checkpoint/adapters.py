@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
-from .huggingface import attempt, raise_on_all, read_json, start_folder, weights_of_model, whole_tensor
+from .huggingface import attempt, is_parallel, raise_on_all, read_json, start_folder, weights_of_model, whole_parameter
 from .stored import Stored
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -50,14 +50,14 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     """
     folder, adapters = Path(folder), lora_of(model)
     stored = {layer: _stored_layer(model, layer) for layer in adapters.layers}
-    parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    parallel = is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error = attempt(start_folder, folder, temporary) if writer else None
     raise_on_all(error, parallel)
     parts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for layer, where in stored.items():
-        a, b = (whole_tensor(model.get_parameter(f"{layer}.lora.{leaf}"), keep=writer) for leaf in ("A", "B"))
+        a, b = (whole_parameter(model, f"{layer}.lora.{leaf}", keep=writer) for leaf in ("A", "B"))
         parts.setdefault(where.name, {})[where.part] = a, b
     several = {name: len(own) for name, own in parts.items() if len(own) > 1}
     if writer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 
 from ..decoder import CausalModel
-from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear
+from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, join
 from ..parallel.plan import ParallelPlan
 from .config import Activation, GPTConfig
 from .plan import PLAN
@@ -101,8 +101,8 @@ class GPTBlock(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
         mixed = self.attn(self.ln_1(x), dropout_key, documents, cache)
-        x = kernels.add(x, self.attn_dropout(mixed, dropout_key))
-        return kernels.add(x, self.mlp_dropout(self.mlp(self.ln_2(x)), dropout_key))
+        x, normal = join(self.attn_dropout, self.ln_2, mixed, x, dropout_key)
+        return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
 
 
 class GPTAttention(nn.Module):
