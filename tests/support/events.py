@@ -28,8 +28,8 @@ class Events(Collectives):
             events.append("waited")
             return wait(work, *args, **kwargs)
 
-        dist.Work.wait = recorded  # type: ignore[method-assign]
-        return super().__enter__()
+        dist.Work.wait = recorded  # type: ignore[assignment,method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
         dist.Work.wait = self._wait  # type: ignore[method-assign]
