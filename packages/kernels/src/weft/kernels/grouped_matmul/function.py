@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
-from ..backend import use_triton
+from ..backend import is_traced, use_triton
 from ..op import Tensors
 
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
     """See `reference.forward`; backward needs the operands."""
-    out: Tensor = _product(a, b, offsets, first)
-    return out, (a, b, offsets)
+    return _product(a, b, offsets, first), (a, b, offsets)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int = 0) -> Tensors:
@@ -26,8 +25,11 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int
     return da, db, None
 
 
-@library.custom_op("weft::grouped_matmul", mutates_args=())
 def _product(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
+    return (_traced_product if is_traced(a) else _product_of_data)(a, b, offsets, first)
+
+
+def _product_of_data(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
     if use_triton(a):
         from . import launch  # imports triton, which a CPU run may not have
 
@@ -37,13 +39,19 @@ def _product(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
     return reference.forward(a, b, offsets, first)
 
 
-@_product.register_fake
+_traced_product = library.custom_op("weft::grouped_matmul", mutates_args=())(_product_of_data)
+
+
+@_traced_product.register_fake
 def _(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
     return torch.empty((a.shape[0], b.shape[-1]), dtype=a.dtype, device=a.device)
 
 
-@library.custom_op("weft::grouped_matmul_weights", mutates_args=())
 def _weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
+    return (_traced_weights if is_traced(a) else _weights_of_data)(a, grad, offsets, first, count)
+
+
+def _weights_of_data(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
     if use_triton(a):
         from . import launch
 
@@ -53,6 +61,9 @@ def _weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -
     return reference.weights(a, grad, offsets, first, count)
 
 
-@_weights.register_fake
+_traced_weights = library.custom_op("weft::grouped_matmul_weights", mutates_args=())(_weights_of_data)
+
+
+@_traced_weights.register_fake
 def _(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
     return torch.empty((count, a.shape[-1], grad.shape[-1]), dtype=a.dtype, device=a.device)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, library
 
 
-@library.custom_op("weft::matmul", mutates_args=())
-def product(
+def launched(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -30,6 +29,9 @@ def product(
     return [out] if z is None else [out, z]
 
 
+product = library.custom_op("weft::matmul", mutates_args=())(launched)
+
+
 @product.register_fake
 def _(
     a: Tensor,
@@ -48,9 +50,11 @@ def _(
     return made[: 1 + keep_z]
 
 
-@library.custom_op("weft::matmul_accumulate", mutates_args=("into",))
-def accumulate(a: Tensor, b: Tensor, into: Tensor) -> None:
+def launched_into(a: Tensor, b: Tensor, into: Tensor) -> None:
     """into += a @ b."""
     from . import launch
 
     launch.product(a, b, into=into)
+
+
+accumulate = library.custom_op("weft::matmul_accumulate", mutates_args=("into",))(launched_into)

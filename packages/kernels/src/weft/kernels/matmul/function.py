@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import is_traced, use_triton
 from ..op import Tensors
 from . import reference
 from .configurations import MEASURED, Class, by_measurement
@@ -153,7 +153,8 @@ def product(
     if use_triton(a) and (fused or _is_faster(a, b)):
         from . import custom_ops
 
-        out, *z = custom_ops.product(a, b, bias, residual, a_scale, b_scale, activation, alpha, beta, out_dtype, keep_z)
+        run = custom_ops.product if is_traced(a) else custom_ops.launched
+        out, *z = run(a, b, bias, residual, a_scale, b_scale, activation, alpha, beta, out_dtype, keep_z)
         return out, z[0] if z else None
     return reference.product(
         a, b, bias, residual, a_scale, b_scale,
@@ -172,7 +173,7 @@ def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     if use_triton(a) and _is_faster(rows, b):
         from . import custom_ops
 
-        custom_ops.accumulate(rows, b, total)
+        (custom_ops.accumulate if is_traced(a) else custom_ops.launched_into)(rows, b, total)
     else:
         reference.accumulate(rows, b, total)
     return into, ()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
-from ..backend import use_triton
+from ..backend import is_traced, use_triton
 from ..matmul.function import plain
 from ..matmul.reference import rows_of, shaped
 from ..op import Tensors
@@ -22,7 +22,7 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
     """
     rows = rows_of(input)
     if use_triton(input):
-        out, *products = _by_kernel(rows, gate_weight, up_weight, keep)
+        out, *products = (_traced if is_traced(rows) else _by_kernel)(rows, gate_weight, up_weight, keep)
     else:
         gate, up = F.linear(rows, gate_weight), F.linear(rows, up_weight)
         out, products = (F.silu(gate) if keep else F.silu(gate, inplace=True)).mul_(up), [gate, up]
@@ -46,9 +46,8 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
     )
 
 
-@library.custom_op("weft::swiglu_linear", mutates_args=())
 def _by_kernel(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, keep: bool) -> list[Tensor]:
-    """The output, and both products where `keep`: a node of a graph that is traced."""
+    """The output, and both products where `keep`."""
     from ..matmul import launch  # imports triton, which a CPU run may not have
 
     gate, up = gate_weight.mT, up_weight.mT
@@ -57,7 +56,10 @@ def _by_kernel(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, keep: bool)
     return [each for each in launch.gated(rows, gate, up, keep=keep) if each is not None]
 
 
-@_by_kernel.register_fake
+_traced = library.custom_op("weft::swiglu_linear", mutates_args=())(_by_kernel)
+
+
+@_traced.register_fake
 def _(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, keep: bool) -> list[Tensor]:
     made = 3 if keep else 1
     return [torch.empty((len(rows), len(gate_weight)), dtype=rows.dtype, device=rows.device) for _ in range(made)]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
 from weft.reshard.running.groups import name_of
 
+from ...backend import is_traced
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding, apply, autocasts
 from ..checks import check_matmul
@@ -165,7 +166,7 @@ def gather_forward(
     """The rows of all members times b; without a group this rank's alone."""
     if group is None:
         return _product(a, b), (a, b)
-    return _all_gather_matmul(a, b, group, sizes, dim), (a, b)
+    return (_all_gather_matmul_traced if is_traced(a) else _all_gather_matmul)(a, b, group, sizes, dim), (a, b)
 
 
 def gather_backward(
@@ -181,7 +182,9 @@ def gather_backward(
     a, b = saved
     if group is None:
         return matmul_backward((a, b, None, None), grad, (*needed, False, False))[:2]
-    da, db = _all_gather_matmul_backward(a, b, grad, needed[0], needed[1], group, sizes, dim)
+    da, db = (_all_gather_matmul_backward_traced if is_traced(a) else _all_gather_matmul_backward)(
+        a, b, grad, needed[0], needed[1], group, sizes, dim
+    )
     return da if needed[0] else None, db if needed[1] else None
 
 
@@ -191,7 +194,7 @@ def scatter_forward(
     """This member's rows of the sum of all members' products; without a group the product."""
     if group is None:
         return _product(a, b), (a, b)
-    return _matmul_reduce_scatter(a, b, group, sizes, dim), (a, b)
+    return (_matmul_reduce_scatter_traced if is_traced(a) else _matmul_reduce_scatter)(a, b, group, sizes, dim), (a, b)
 
 
 def scatter_backward(
@@ -207,7 +210,9 @@ def scatter_backward(
     a, b = saved
     if group is None:
         return matmul_backward((a, b, None, None), grad, (*needed, False, False))[:2]
-    da, db = _matmul_reduce_scatter_backward(a, b, grad, needed[0], needed[1], group, sizes, dim)
+    da, db = (_matmul_reduce_scatter_backward_traced if is_traced(a) else _matmul_reduce_scatter_backward)(
+        a, b, grad, needed[0], needed[1], group, sizes, dim
+    )
     return da if needed[0] else None, db if needed[1] else None
 
 
@@ -229,7 +234,6 @@ def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
     return x.new_empty(shape)
 
 
-@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
 def _all_gather_matmul(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
     steps = Steps.named(group, sizes, dim)
     out = _with_size(a, dim, sum(sizes), b.shape[-1])
@@ -238,12 +242,14 @@ def _all_gather_matmul(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], d
     return out
 
 
-@_all_gather_matmul.register_fake
+_all_gather_matmul_traced = torch.library.custom_op("weft::all_gather_matmul", mutates_args=())(_all_gather_matmul)
+
+
+@_all_gather_matmul_traced.register_fake
 def _(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
     return _with_size(a, dim, sum(sizes), b.shape[-1])
 
 
-@torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())
 def _all_gather_matmul_backward(
     a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, Tensor]:
@@ -260,27 +266,35 @@ def _all_gather_matmul_backward(
     return da, total.to(b.dtype)
 
 
-@_all_gather_matmul_backward.register_fake
+_all_gather_matmul_backward_traced = torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())(
+    _all_gather_matmul_backward
+)
+
+
+@_all_gather_matmul_backward_traced.register_fake
 def _(
     a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape if of_a else 0), b.new_empty(b.shape if of_b else 0)
 
 
-@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
 def _matmul_reduce_scatter(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
     steps = Steps.named(group, sizes, dim)
     return steps.reduced(lambda member: _product(steps.part(a, member), b))
 
 
-@_matmul_reduce_scatter.register_fake
+_matmul_reduce_scatter_traced = torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())(
+    _matmul_reduce_scatter
+)
+
+
+@_matmul_reduce_scatter_traced.register_fake
 def _(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
     return _with_size(
         a, dim, Steps.named(group, sizes, dim).sizes[Steps.named(group, sizes, dim).position], b.shape[-1]
     )
 
 
-@torch.library.custom_op("weft::matmul_reduce_scatter_backward", mutates_args=())
 def _matmul_reduce_scatter_backward(
     a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, Tensor]:
@@ -296,7 +310,12 @@ def _matmul_reduce_scatter_backward(
     return da, total.to(b.dtype)
 
 
-@_matmul_reduce_scatter_backward.register_fake
+_matmul_reduce_scatter_backward_traced = torch.library.custom_op(
+    "weft::matmul_reduce_scatter_backward", mutates_args=()
+)(_matmul_reduce_scatter_backward)
+
+
+@_matmul_reduce_scatter_backward_traced.register_fake
 def _(
     a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, Tensor]:
