@@ -24,6 +24,10 @@ KERNELS = (
     "weft.kernels.dropout.launch",
     "weft.kernels.matmul.launch",
     "weft.kernels.grouped_matmul.launch",
+    "weft.kernels.rms_norm.launch",
+    "weft.kernels.layer_norm.launch",
+    "weft.kernels.swiglu.launch",
+    "weft.kernels.rope.launch",
     "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",
 )
