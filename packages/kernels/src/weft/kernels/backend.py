@@ -38,13 +38,6 @@ def has_data(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """Whether an op is to be a custom op of torch: torch traces, or looks at shapes alone. Otherwise its function is called as it is,
-    which costs the host less, and does not load what traces.
-    """
-    return torch.compiler.is_compiling() or tensor.is_meta or not has_data(tensor)
-
-
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """In it kernels are launched on the tensor's GPU, which need not be the current one. Of a CPU's tensor nothing."""
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]  # torch has no types for it

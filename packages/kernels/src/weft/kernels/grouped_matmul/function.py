@@ -1,14 +1,16 @@
-"""grouped_matmul of local tensors, forward and backward. Custom ops of torch, for where the groups end is not known while tracing."""
+"""grouped_matmul of local tensors, forward and backward. Ops of torch, for where groups end is not known while tracing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
-from ..backend import is_traced, use_triton
+from ..backend import use_triton
+from ..launched import launched
 from ..op import Tensors
+from . import reference
 
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
@@ -26,44 +28,32 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int
 
 
 def _product(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
-    return (_traced_product if is_traced(a) else _product_of_data)(a, b, offsets, first)
-
-
-def _product_of_data(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
-    if use_triton(a):
-        from . import launch  # imports triton, which a CPU run may not have
-
-        return launch.forward(a, b, offsets, first)
-    from . import reference
-
-    return reference.forward(a, b, offsets, first)
-
-
-_traced_product = library.custom_op("weft::grouped_matmul", mutates_args=())(_product_of_data)
-
-
-@_traced_product.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
-    return torch.empty((a.shape[0], b.shape[-1]), dtype=a.dtype, device=a.device)
+    out = torch.zeros((a.shape[0], b.shape[-1]), dtype=a.dtype, device=a.device)
+    _by_rows(a, b, offsets, out, first)
+    return out
 
 
 def _weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
-    return (_traced_weights if is_traced(a) else _weights_of_data)(a, grad, offsets, first, count)
+    out = torch.empty((count, a.shape[-1], grad.shape[-1]), dtype=a.dtype, device=a.device)
+    _by_groups(a, grad, offsets, out, first)
+    return out
 
 
-def _weights_of_data(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
+@launched("grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, int first)")
+def _by_rows(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, first: int) -> None:
+    if use_triton(a):
+        from . import launch  # imports triton, which a CPU run may not have
+
+        launch.forward(a, b, offsets, out, first)
+    else:
+        reference.forward(a, b, offsets, out, first)
+
+
+@launched("grouped_matmul_weights(Tensor a, Tensor grad, Tensor offsets, Tensor(a!) out, int first)")
+def _by_groups(a: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, first: int) -> None:
     if use_triton(a):
         from . import launch
 
-        return launch.weights(a, grad, offsets, first, count)
-    from . import reference
-
-    return reference.weights(a, grad, offsets, first, count)
-
-
-_traced_weights = library.custom_op("weft::grouped_matmul_weights", mutates_args=())(_weights_of_data)
-
-
-@_traced_weights.register_fake
-def _(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
-    return torch.empty((count, a.shape[-1], grad.shape[-1]), dtype=a.dtype, device=a.device)
+        launch.weights(a, grad, offsets, out, first)
+    else:
+        reference.weights(a, grad, offsets, out, first)
