@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from weft.kernels import swiglu_linear
+from weft.kernels import linear, swiglu_linear
 from weft.kernels.traffic import counted_traffic
 
 from .cases import assert_as_good_as_eager, normal
@@ -44,6 +44,14 @@ def test_both_products_are_kept_and_nothing_else(device: str) -> None:
         normal(*shape, dtype=torch.float32).to(device).requires_grad_() for shape in ((6, 8), (10, 8), (10, 8))
     )
     assert kept(swiglu_linear, x, gate, up) == 2 * 60
+
+
+def test_what_keeps_the_output_keeps_the_products_instead() -> None:
+    """Which are kept already: a feed-forward layer keeps its input and both, and makes the gate's output again."""
+    x, gate, up, down = (normal(*shape).requires_grad_() for shape in ((6, 8), (10, 8), (10, 8), (8, 10)))
+    assert kept(lambda *t: linear(swiglu_linear(*t[:3]), t[3]), x, gate, up, down) == 2 * 60
+    found = gradients(lambda *t: linear(swiglu_linear(*t[:3]), t[3]), x, gate, up, down)
+    torch.testing.assert_close(found, gradients(lambda *t: eager(*t[:3]) @ t[3].mT, x, gate, up, down))
 
 
 def test_the_input_is_read_once_for_both_products(interpreted: None) -> None:

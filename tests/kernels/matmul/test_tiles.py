@@ -55,10 +55,10 @@ def test_each_way_to_cut_a_product(interpreted: None, M: int, N: int, K: int, tr
     a = normal(K, M, dtype=torch.bfloat16).mT if "a" in transposed else normal(M, K, dtype=torch.bfloat16)
     b = normal(N, K, dtype=torch.bfloat16).mT if "b" in transposed else normal(K, N, dtype=torch.bfloat16)
     bias = normal(N, dtype=torch.bfloat16)
-    found, z = launch.product(a, b, bias, activation="silu", keep_z=True, configuration=WAYS[way])
+    found, z = (torch.empty(M, N, dtype=torch.bfloat16) for _ in range(2))
+    launch.product(a, b, bias, None, None, None, found, z, "silu", configuration=WAYS[way])
     given = (a, b, bias)
     wide = [each.double() for each in given]
-    assert z is not None
     assert_as_good_as_eager(found, expected(*given, "silu"), expected(*wide, "silu"))
     assert_as_good_as_eager(z, expected(*given), expected(*wide))
 
@@ -70,8 +70,8 @@ def test_a_sum_is_added_to_in_float32(interpreted: None, splits: int) -> None:
     a, b, total = normal(20, 48, dtype=torch.bfloat16), normal(48, 24, dtype=torch.bfloat16), normal(20, 24).float()
     truth = total.double() + a.double() @ b.double()
     eager = total + a.float() @ b.float()
-    found, _ = launch.product(a, b, into=total, configuration=replace(SMALL, splits=splits))
-    assert found is total
+    configuration = replace(SMALL, splits=splits)
+    launch.product(a, b, None, None, None, None, total, None, accumulate=True, configuration=configuration)
     assert_as_good_as_eager(total, eager, truth)
 
 
@@ -82,8 +82,9 @@ def test_a_tile_reads_its_rows_and_columns_once(interpreted: None, way: str, spl
 
     M, N, K = 40, 72, 48  # three rows and three columns of tiles, the last ones cut
     a, b = normal(M, K, dtype=torch.float16), normal(K, N, dtype=torch.float16)
+    out = torch.empty(M, N, dtype=torch.float16)
     with counted_traffic() as traffic:
-        launch.product(a, b, configuration=WAYS[way])
+        launch.product(a, b, None, None, None, None, out, None, configuration=WAYS[way])
     panels = (3 * M * K + 3 * K * N) * 2  # of the floor (M K + K N) * 2
     partial = 0 if splits == 1 else splits * M * N * 4
     assert traffic.loaded == panels + partial

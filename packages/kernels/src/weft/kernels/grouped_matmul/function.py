@@ -1,20 +1,21 @@
-"""grouped_matmul of local tensors, forward and backward. Custom ops of torch, for where the groups end is not known while tracing."""
+"""grouped_matmul of local tensors, forward and backward. Ops of torch, for where groups end is not known while tracing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from ..backend import use_triton
+from ..launched import launched
 from ..op import Tensors
+from . import reference
 
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
     """See `reference.forward`; backward needs the operands."""
-    out: Tensor = _product(a, b, offsets, first)
-    return out, (a, b, offsets)
+    return _product(a, b, offsets, first), (a, b, offsets)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int = 0) -> Tensors:
@@ -26,33 +27,33 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int
     return da, db, None
 
 
-@library.custom_op("weft::grouped_matmul", mutates_args=())
 def _product(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
+    out = torch.zeros((a.shape[0], b.shape[-1]), dtype=a.dtype, device=a.device)
+    _by_rows(a, b, offsets, out, first)
+    return out
+
+
+def _weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
+    out = torch.empty((count, a.shape[-1], grad.shape[-1]), dtype=a.dtype, device=a.device)
+    _by_groups(a, grad, offsets, out, first)
+    return out
+
+
+@launched("grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, int first)")
+def _by_rows(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, first: int) -> None:
     if use_triton(a):
         from . import launch  # imports triton, which a CPU run may not have
 
-        return launch.forward(a, b, offsets, first)
-    from . import reference
-
-    return reference.forward(a, b, offsets, first)
-
-
-@_product.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor, first: int) -> Tensor:
-    return torch.empty((a.shape[0], b.shape[-1]), dtype=a.dtype, device=a.device)
+        launch.forward(a, b, offsets, out, first)
+    else:
+        reference.forward(a, b, offsets, out, first)
 
 
-@library.custom_op("weft::grouped_matmul_weights", mutates_args=())
-def _weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
+@launched("grouped_matmul_weights(Tensor a, Tensor grad, Tensor offsets, Tensor(a!) out, int first)")
+def _by_groups(a: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, first: int) -> None:
     if use_triton(a):
         from . import launch
 
-        return launch.weights(a, grad, offsets, first, count)
-    from . import reference
-
-    return reference.weights(a, grad, offsets, first, count)
-
-
-@_weights.register_fake
-def _(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
-    return torch.empty((count, a.shape[-1], grad.shape[-1]), dtype=a.dtype, device=a.device)
+        launch.weights(a, grad, offsets, out, first)
+    else:
+        reference.weights(a, grad, offsets, out, first)

@@ -11,12 +11,11 @@ from ..matmul.launch import INTERPRETED_PROGRAMS, chip_of, precision
 from . import kernel
 
 
-def forward(a: Tensor, b: Tensor, offsets: Tensor, first: int = 0) -> Tensor:
+def forward(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, first: int = 0) -> None:
     """See `reference.forward`."""
     (N, K), (count, _, M) = a.shape, b.shape
-    out = a.new_zeros(N, M)
     if out.numel() == 0 or count == 0:
-        return out
+        return
     chosen, processors = _chosen(a)
     tiles = (-(-N // chosen.tile_m) + count) * -(
         -M // chosen.tile_n
@@ -29,15 +28,13 @@ def forward(a: Tensor, b: Tensor, offsets: Tensor, first: int = 0) -> Tensor:
             TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
-    return out
 
 
-def weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
+def weights(a: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, first: int = 0) -> None:
     """See `reference.weights`."""
-    K, M = a.shape[-1], grad.shape[-1]
-    out = a.new_empty(count, K, M)
+    count, K, M = out.shape
     if out.numel() == 0:
-        return out
+        return
     chosen, _ = _chosen(a)
     tiles = -(-K // chosen.tile_m) * -(-M // chosen.tile_n)
     with device_of(a):
@@ -48,7 +45,6 @@ def weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) ->
             TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
-    return out
 
 
 def _chosen(a: Tensor) -> tuple[Configuration, int]:

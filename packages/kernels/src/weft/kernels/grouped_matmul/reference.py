@@ -8,23 +8,19 @@ import torch
 from torch import Tensor
 
 
-def forward(a: Tensor, b: Tensor, offsets: Tensor, first: int = 0) -> Tensor:
-    """a [N, K], b [G, K, M] -> [N, M]: the rows of group first + g times b[g], zeros for rows of other groups.
+def forward(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, first: int = 0) -> None:
+    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g]; rows of other groups are not touched.
 
     offsets: int32, where each of all groups ends; b has those from `first` on.
     """
-    out = a.new_zeros(len(a), b.shape[-1])
     for g, rows in enumerate(_groups(offsets, first, len(b))):
         torch.mm(a[rows], b[g], out=out[rows])
-    return out
 
 
-def weights(a: Tensor, grad: Tensor, offsets: Tensor, first: int, count: int) -> Tensor:
-    """a [N, K], grad [N, M] -> [count, K, M]: of each group from `first` on, its rows of a, transposed, times those of grad."""
-    out = a.new_empty(count, a.shape[-1], grad.shape[-1])
-    for g, rows in enumerate(_groups(offsets, first, count)):
+def weights(a: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, first: int = 0) -> None:
+    """a [N, K], grad [N, M] -> out [G, K, M]: of each group from `first` on, its rows of a, transposed, times those of grad."""
+    for g, rows in enumerate(_groups(offsets, first, len(out))):
         torch.mm(a[rows].mT, grad[rows], out=out[g])
-    return out
 
 
 def _groups(offsets: Tensor, first: int, count: int) -> Iterator[slice]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backend import use_triton
+from ..launched import launched
 from ..op import Tensors
 from . import reference
 from .configurations import MEASURED, Class, by_measurement
@@ -151,14 +153,24 @@ def product(
     given = any(each is not None for each in (activation, residual, a_scale, b_scale))
     fused = given or alpha != 1 or a.dtype.itemsize == 1
     if use_triton(a) and (fused or _is_faster(a, b)):
-        from . import custom_ops
-
-        out, *z = custom_ops.product(a, b, bias, residual, a_scale, b_scale, activation, alpha, beta, out_dtype, keep_z)
-        return out, z[0] if z else None
+        out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
+        z = torch.empty_like(out) if keep_z else None
+        _launch(a, b, bias, residual, a_scale, b_scale, out, z, activation, alpha, beta, False)
+        return out, z
     return reference.product(
         a, b, bias, residual, a_scale, b_scale,
         activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype, keep_z=keep_z,
     )  # fmt: skip
+
+
+@launched(
+    "matmul(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, Tensor(a!) out, Tensor(b!)? z, "
+    "str? activation, float alpha, float beta, bool accumulate)"
+)
+def _launch(*arguments: Any) -> None:
+    from . import launch  # imports triton, which a CPU run may not have
+
+    launch.product(*arguments)
 
 
 def plain(a: Tensor, b: Tensor) -> Tensor:
@@ -170,9 +182,7 @@ def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]."""
     rows, total = rows_of(a), into.view(-1, into.shape[-1]) if into.ndim != 2 else into
     if use_triton(a) and _is_faster(rows, b):
-        from . import custom_ops
-
-        custom_ops.accumulate(rows, b, total)
+        _launch(rows, b, None, None, None, None, total, None, None, 1.0, 1.0, True)
     else:
         reference.accumulate(rows, b, total)
     return into, ()

@@ -20,31 +20,28 @@ COMBINED = 32, 128  # of a tile that the splits' products are added up in
 def product(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
     activation: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    keep_z: bool = False,
-    into: Tensor | None = None,
+    accumulate: bool = False,
     configuration: Configuration | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """act(alpha * a @ b * scales + bias) + beta * residual, and what the activation is of where `keep_z`.
+) -> None:
+    """out = act(alpha * a @ b * scales + bias) + beta * residual, and z = what the activation is of; or out += a @ b.
 
-    a: [M, K] or [B, M, K], b: as many dims, any strides. bias: [N]. residual: expands to the output. a_scale: one number or
-    [M]; b_scale: one or [N]; float32. into: float32, to which the product is added instead.
+    a: [M, K] or [B, M, K], b: as many dims, any strides. bias: [N]. residual: expands to out. a_scale: one number or
+    [M]; b_scale: one or [N]; float32. out and z lie alike. accumulate: nothing follows the product.
     """
     M, K = a.shape[-2:]
     N = b.shape[-1]
     batches = a.shape[0] if a.ndim == 3 else 1
-    out = a.new_empty((*a.shape[:-1], N), dtype=out_dtype or a.dtype) if into is None else into
-    z = torch.empty_like(out) if keep_z else None
     if out.numel() == 0:
-        return out, z
+        return
     aligned = has_descriptor(a) and has_descriptor(b)
     chosen = configuration or _chosen(a, b, aligned)
     splits = max(1, min(chosen.splits, -(-K // chosen.tile_k)))
@@ -72,7 +69,7 @@ def product(
             *of_vectors, _batch(first), 0 if partial is None else partial.stride(0), *first.stride()[-2:],
             *(scalars if partial is None else (None, None)),
             DESCRIPTORS=by_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a),
-            ACTIVATION=activation if partial is None else None, ACCUMULATE=into is not None and partial is None,
+            ACTIVATION=activation if partial is None else None, ACCUMULATE=accumulate and partial is None,
             SPECIALIZED=chosen.specialized and by_descriptors,
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
@@ -84,23 +81,26 @@ def product(
                 M, N, splits,
                 *partial.stride()[:3], *of_vectors, _batch(out), *out.stride()[-2:],
                 *scalars,
-                ACTIVATION=activation, ACCUMULATE=into is not None, ROWS=rows, COLS=cols,
+                ACTIVATION=activation, ACCUMULATE=accumulate, ROWS=rows, COLS=cols,
             )  # fmt: skip
-    return out, z
 
 
 def gated(
-    x: Tensor, gate: Tensor, up: Tensor, *, keep: bool = False, configuration: Configuration | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """silu(x @ gate) * (x @ up), and the two products where `keep`; x is read once for both.
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor,
+    z: Tensor | None,
+    z_up: Tensor | None,
+    configuration: Configuration | None = None,
+) -> None:
+    """out = silu(x @ gate) * (x @ up), and z and z_up the two products; x is read once for both.
 
-    x: [M, K]. gate, up: [K, N], which lie alike.
+    x: [M, K]. gate, up: [K, N], which lie alike. out, z and z_up lie alike.
     """
     (M, K), N = x.shape, gate.shape[-1]
-    out = x.new_empty((M, N))
-    products = (torch.empty_like(out), torch.empty_like(out)) if keep else (None, None)
     if out.numel() == 0:
-        return out, *products
+        return
     aligned = all(map(has_descriptor, (x, gate, up)))
     chosen = configuration or halved(_chosen(x, gate, aligned))
     by_descriptors = chosen.descriptors and aligned
@@ -109,7 +109,7 @@ def gated(
         if by_descriptors and x.is_cuda:
             triton.set_allocator(_scratch)
         kernel.product[(min(tiles, _programs(x, 1)), 1, 1)](
-            x, gate, up, None, None, None, None, out, *products,
+            x, gate, up, None, None, None, None, out, z, z_up,
             M, N, K, K,
             0, *x.stride(), 0, *gate.stride(), 0, 0, 0, 0, 0, 0, 0, 0, *out.stride(),
             None, None,
@@ -118,7 +118,6 @@ def gated(
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
-    return out, *products
 
 
 def _chosen(a: Tensor, b: Tensor, aligned: bool) -> Configuration:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..backend import use_triton
+from ..launched import launched
 from ..matmul.function import plain
 from ..matmul.reference import rows_of, shaped
 from ..op import Tensors
-from ..swiglu import reference as swiglu
+from ..swiglu import function as swiglu
 
 
 def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensors]:
@@ -21,12 +23,22 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
     keep: whether there is a backward. It needs the operands, and both products: the activation's derivative is computed again.
     """
     rows = rows_of(input)
+    products: list[Tensor | None]
     if use_triton(input):
-        out, *products = _by_kernel(rows, gate_weight, up_weight, keep)
+        out = torch.empty((len(rows), len(gate_weight)), dtype=rows.dtype, device=rows.device)
+        products = [torch.empty_like(out) if keep else None for _ in range(2)]
+        _launch(rows, *_alike(gate_weight.mT, up_weight.mT), out, *products)
     else:
         gate, up = F.linear(rows, gate_weight), F.linear(rows, up_weight)
         out, products = (F.silu(gate) if keep else F.silu(gate, inplace=True)).mul_(up), [gate, up]
     return shaped(out, input), (input, gate_weight, up_weight, *products)
+
+
+def again(saved: Tensors) -> Tensor:
+    """The output, from the two products."""
+    input, _, _, *products = saved
+    assert input is not None, "forward saves it"
+    return shaped(swiglu.again(tuple(products)), input)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
@@ -46,18 +58,13 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
     )
 
 
-@library.custom_op("weft::swiglu_linear", mutates_args=())
-def _by_kernel(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, keep: bool) -> list[Tensor]:
-    """The output, and both products where `keep`: a node of a graph that is traced."""
+def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """With the strides of one another, as parameters have them."""
+    return (gate, up) if gate.stride() == up.stride() else (gate.contiguous(), up.contiguous())
+
+
+@launched("swiglu_linear(Tensor x, Tensor gate, Tensor up, Tensor(a!) out, Tensor(b!)? z, Tensor(c!)? z_up)")
+def _launch(*arguments: Any) -> None:
     from ..matmul import launch  # imports triton, which a CPU run may not have
 
-    gate, up = gate_weight.mT, up_weight.mT
-    if gate.stride() != up.stride():
-        gate, up = gate.contiguous(), up.contiguous()
-    return [each for each in launch.gated(rows, gate, up, keep=keep) if each is not None]
-
-
-@_by_kernel.register_fake
-def _(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, keep: bool) -> list[Tensor]:
-    made = 3 if keep else 1
-    return [torch.empty((len(rows), len(gate_weight)), dtype=rows.dtype, device=rows.device) for _ in range(made)]
+    launch.gated(*arguments)

@@ -55,4 +55,12 @@ def _inferred(*tensors: Tensor) -> Tensor:
     return function.forward(*tensors, keep=False)[0]
 
 
-SWIGLU_LINEAR = Op("swiglu_linear", function.forward, function.backward, _rule, inference=_inferred, weights=(1, 2))
+SWIGLU_LINEAR = Op(
+    "swiglu_linear",
+    function.forward,
+    function.backward,
+    _rule,
+    inference=_inferred,
+    weights=(1, 2),
+    again=function.again,
+)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
 from weft.reshard.running.groups import name_of
 
+from ...launched import launched
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding, apply, autocasts
 from ..checks import check_matmul
@@ -81,12 +82,13 @@ class Scattered(NamedTuple):
         return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
 
     def local(self, shape: Sequence[int], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        """The group over the axis, and the sizes of its members' parts."""
+        """The group over the axis, and the sizes of its members' parts, and of this rank's own."""
         layout = self.layout
         at = layout.mesh.coordinate(rank) or {}
         members = [layout.mesh.rank_at(**at | {self.axis: i}) for i in range(layout.mesh.axis_size(self.axis))]
         sizes = tuple(layout.local_shape(shape, member)[self.dim] for member in members)
-        return {"group": name_of(mesh.get_group(self.axis)), "sizes": sizes, "dim": self.dim}
+        own = layout.local_shape(shape, rank)[self.dim]
+        return {"group": name_of(mesh.get_group(self.axis)), "sizes": sizes, "own": own, "dim": self.dim}
 
 
 def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -160,12 +162,14 @@ def _check_sum(summed: Layout, axis: str) -> None:
 
 
 def gather_forward(
-    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), dim: int = 0
+    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
     """The rows of all members times b; without a group this rank's alone."""
     if group is None:
         return _product(a, b), (a, b)
-    return _all_gather_matmul(a, b, group, sizes, dim), (a, b)
+    out = _with_size(a, dim, sum(sizes), b.shape[-1])
+    _all_gather_matmul(a, b, out, group, sizes, dim)
+    return out, (a, b)
 
 
 def gather_backward(
@@ -175,23 +179,26 @@ def gather_backward(
     *,
     group: str | None = None,
     sizes: tuple[int, ...] = (),
+    own: int = 0,
     dim: int = 0,
 ) -> Tensors:
     """da is the sum of the members' addends of this rank's rows; db of all rows, which are gathered again."""
-    a, b = saved
     if group is None:
-        return matmul_backward((a, b, None, None), grad, (*needed, False, False))[:2]
-    da, db = _all_gather_matmul_backward(a, b, grad, needed[0], needed[1], group, sizes, dim)
-    return da if needed[0] else None, db if needed[1] else None
+        return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
+    da, db = _empty(saved, needed)
+    _all_gather_matmul_backward(*saved, grad, da, db, group, sizes, dim)
+    return da, db
 
 
 def scatter_forward(
-    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), dim: int = 0
+    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
     """This member's rows of the sum of all members' products; without a group the product."""
     if group is None:
         return _product(a, b), (a, b)
-    return _matmul_reduce_scatter(a, b, group, sizes, dim), (a, b)
+    out = _with_size(a, dim, own, b.shape[-1])
+    _matmul_reduce_scatter(a, b, out, group, sizes, dim)
+    return out, (a, b)
 
 
 def scatter_backward(
@@ -201,26 +208,23 @@ def scatter_backward(
     *,
     group: str | None = None,
     sizes: tuple[int, ...] = (),
+    own: int = 0,
     dim: int = 0,
 ) -> Tensors:
     """Both gradients are of all members' parts of the output's gradient, each used when it arrives."""
-    a, b = saved
     if group is None:
-        return matmul_backward((a, b, None, None), grad, (*needed, False, False))[:2]
-    da, db = _matmul_reduce_scatter_backward(a, b, grad, needed[0], needed[1], group, sizes, dim)
-    return da if needed[0] else None, db if needed[1] else None
+        return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
+    da, db = _empty(saved, needed)
+    _matmul_reduce_scatter_backward(*saved, grad, da, db, group, sizes, dim)
+    return da, db
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return shaped(plain(rows_of(a), b), a)
-
-
-def _add(total: Tensor, a: Tensor, grad: Tensor) -> None:
-    accumulate(rows_of(a).mT, rows_of(grad), total)
-
-
-def _sum_like(b: Tensor) -> Tensor:
-    return torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32))
+def _empty(saved: Tensors, needed: Sequence[bool]) -> Tensors:
+    """Memory for the gradients that are needed."""
+    made = zip(saved, needed, strict=True)
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in made
+    )
 
 
 def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
@@ -229,78 +233,67 @@ def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
     return x.new_empty(shape)
 
 
-@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
-def _all_gather_matmul(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return shaped(plain(rows_of(a), b), a)
+
+
+class _Sum:
+    """The gradient of b, added up in float32 at least over the parts that arrive."""
+
+    def __init__(self, b: Tensor) -> None:
+        self.total = torch.zeros(b.shape, dtype=torch.promote_types(b.dtype, torch.float32), device=b.device)
+
+    def add(self, a: Tensor, grad: Tensor) -> None:
+        accumulate(rows_of(a).mT, rows_of(grad), self.total)
+
+
+@launched("all_gather_matmul(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
+def _all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Sequence[int], dim: int) -> None:
     steps = Steps.named(group, sizes, dim)
-    out = _with_size(a, dim, sum(sizes), b.shape[-1])
     for member, part in steps.gathered(a):
         steps.part(out, member).copy_(_product(part, b))
-    return out
 
 
-@_all_gather_matmul.register_fake
-def _(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
-    return _with_size(a, dim, sum(sizes), b.shape[-1])
-
-
-@torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())
+@launched(
+    "all_gather_matmul_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] sizes, int dim)"
+)
 def _all_gather_matmul_backward(
-    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of this member's rows and of b; empty where they are not asked for."""
+    a: Tensor, b: Tensor, grad: Tensor, da: Tensor | None, db: Tensor | None, group: str, sizes: Sequence[int], dim: int
+) -> None:
     steps = Steps.named(group, sizes, dim)
-    arriving = steps.gathered(a) if of_b else iter(())
-    own = next(arriving, None)  # the transfers have begun
-    da = steps.reduced(lambda member: _product(steps.part(grad, member), b.mT)) if of_a else a.new_empty(0)
-    if own is None:
-        return da, b.new_empty(0)
-    total = _sum_like(b)
-    for member, part in (own, *arriving):
-        _add(total, part, steps.part(grad, member))
-    return da, total.to(b.dtype)
+    arriving = steps.gathered(a) if db is not None else iter(())
+    first = next(arriving, None)  # the transfers have begun
+    if da is not None:
+        da.copy_(steps.reduced(lambda member: _product(steps.part(grad, member), b.mT)))
+    if db is not None and first is not None:
+        total = _Sum(b)
+        for member, part in (first, *arriving):
+            total.add(part, steps.part(grad, member))
+        db.copy_(total.total)
 
 
-@_all_gather_matmul_backward.register_fake
-def _(
-    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
-) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape if of_a else 0), b.new_empty(b.shape if of_b else 0)
-
-
-@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
-def _matmul_reduce_scatter(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
+@launched("matmul_reduce_scatter(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
+def _matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Sequence[int], dim: int) -> None:
     steps = Steps.named(group, sizes, dim)
-    return steps.reduced(lambda member: _product(steps.part(a, member), b))
+    out.copy_(steps.reduced(lambda member: _product(steps.part(a, member), b)))
 
 
-@_matmul_reduce_scatter.register_fake
-def _(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
-    return _with_size(
-        a, dim, Steps.named(group, sizes, dim).sizes[Steps.named(group, sizes, dim).position], b.shape[-1]
-    )
-
-
-@torch.library.custom_op("weft::matmul_reduce_scatter_backward", mutates_args=())
+@launched(
+    "matmul_reduce_scatter_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] sizes, "
+    "int dim)"
+)
 def _matmul_reduce_scatter_backward(
-    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of a and b, from all members' parts of the output's gradient as they arrive."""
+    a: Tensor, b: Tensor, grad: Tensor, da: Tensor | None, db: Tensor | None, group: str, sizes: Sequence[int], dim: int
+) -> None:
     steps = Steps.named(group, sizes, dim)
-    da = torch.empty_like(a) if of_a else a.new_empty(0)
-    total = _sum_like(b) if of_b else b.new_empty(0)
+    total = None if db is None else _Sum(b)
     for member, part in steps.gathered(grad):
-        if of_a:
+        if da is not None:
             steps.part(da, member).copy_(_product(part, b.mT))
-        if of_b:
-            _add(total, steps.part(a, member), part)
-    return da, total.to(b.dtype)
-
-
-@_matmul_reduce_scatter_backward.register_fake
-def _(
-    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
-) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape if of_a else 0), b.new_empty(b.shape if of_b else 0)
+        if total is not None:
+            total.add(steps.part(a, member), part)
+    if db is not None and total is not None:
+        db.copy_(total.total)
 
 
 ALL_GATHER_MATMUL = Op("all_gather_matmul", gather_forward, gather_backward, _rule_of_gather)
