@@ -93,10 +93,15 @@ def restored(tensors: Sequence[Tensor | None], makes: Sequence[tuple[Again, int]
 
 
 def _source(tensor: Tensor) -> Source | None:
-    """Where the tensor is what an op gave, unchanged, and not a part of it or another view."""
+    """Where the tensor is what an op gave, unchanged, not a part of it or another view, and what makes it has its memory."""
     source: Source | None = getattr(tensor.untyped_storage(), SOURCE, None)
     same = source is not None and source.version == tensor._version and source.lies == _lies(tensor)
-    return source if same else None
+    return source if same and source is not None and all(map(_has_memory, source.saved)) else None
+
+
+def _has_memory(tensor: Tensor | None) -> bool:
+    """Not so for a parameter that was gathered for another module, and given back: backward comes to this one before."""
+    return tensor is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:

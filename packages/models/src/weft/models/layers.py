@@ -161,9 +161,22 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
+class KeysAndValues(nn.Module):
+    """Keys and values on their way to the queries, as they are.
+
+    A layer gives them here as soon as they are there, computes its queries, and hands what comes back on to its attention,
+    unread: where they are brought from elsewhere, it is done meanwhile.
+    """
+
+    def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key and value [B, T, kv_heads * D]"""
+        return key, value
+
+
 class DotProductAttention(nn.Module):
     """Causal attention of queries to keys, between a layer's projections; it has no parameters.
 
+    Keys and values may go through its `keys_and_values` before the queries are computed.
     window: how many of the last keys a query sees; all where None. scale: of the scores; 1 / sqrt(head_dim) where None.
     name: its own in the model.
     """
@@ -180,6 +193,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.head_dim, self.window, self.scale = head_dim, window, scale
         self.dropout = Dropout(dropout, f"{name}.dropout")
+        self.keys_and_values = KeysAndValues()
 
     def forward(
         self,
@@ -240,14 +254,18 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
-        query, key = self.q_proj(x), self.k_proj(x)  # [B, T, heads * D], [B, T, kv_heads * D]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query, cos, sin), self.k_norm(key, cos, sin)
-        else:
-            query, key = kernels.rope(query, cos, sin), kernels.rope(key, cos, sin)
-        mixed = self.attend(query, key, self.v_proj(x), dropout_key, documents, cache)  # [B, T, heads * D]
+        key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
+        key, value = self.attend.keys_and_values(key, self.v_proj(x))
+        query = _rotated(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
+        mixed = self.attend(query, key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
+
+
+def _rotated(heads: Tensor, norm: HeadNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys at their positions, normalised before where the model does so."""
+    turned: Tensor = kernels.rope(heads, cos, sin) if norm is None else norm(heads, cos, sin)
+    return turned
 
 
 class GatedMLP(nn.Module):
