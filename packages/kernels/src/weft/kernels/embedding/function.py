@@ -21,13 +21,16 @@ def forward(
     vocab_size: int | None = None,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`. Elsewhere than on a CPU a token that is in no table gives NaN: a kernel cannot raise."""
-    if not use_triton(weight):
-        y = reference.forward(tokens, weight, vocab_start=vocab_start, vocab_size=vocab_size)
-        return y, (tokens, weight)
+    """See `reference.forward`. padding_idx changes backward alone.
+
+    Raises ValueError for a token outside 0 <= token < vocab_size, on the CPU alone: elsewhere it would wait for the device. A
+    kernel then gives NaN.
+    """
     size = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
     if can_read(tokens):
         reference.check_tokens(tokens, size)
+    if not use_triton(weight):
+        return reference.forward(tokens, weight, vocab_start=vocab_start, vocab_size=size), (tokens, weight)
     y = torch.empty(*tokens.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
     _forward(tokens, weight, y, vocab_start, size)
     return y, (tokens, weight)

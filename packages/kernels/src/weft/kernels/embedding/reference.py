@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import can_read
-
 
 def forward(
     tokens: Tensor,
@@ -20,13 +18,9 @@ def forward(
 
     weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows (all of them where None). A token
         of another rank's rows gives a row of zeros, so the sum over the ranks is the whole table's.
-    Raises ValueError for a token outside 0 <= token < vocab_size, on the CPU alone: elsewhere it would wait for the
-    device.
     """
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
-    if can_read(tokens):
-        check_tokens(tokens, size)
     if rows == size:
         return F.embedding(tokens, weight)
     if rows == 0:
@@ -67,7 +61,7 @@ def backward(
 
 
 def check_tokens(tokens: Tensor, size: int) -> None:
-    """Raises as `forward` does."""
+    """Raises ValueError for a token outside 0 <= token < size."""
     if tokens.numel() == 0:
         return
     low, high = tokens.aminmax()
