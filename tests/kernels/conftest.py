@@ -26,6 +26,7 @@ KERNELS = (
     "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
+    "weft.kernels.embedding.launch",
     "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",
 )

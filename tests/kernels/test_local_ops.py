@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import kernels
 from weft.kernels.attention import reference as attention
 from weft.kernels.elementwise import reference as elementwise
-from weft.kernels.embedding import reference as embedding
-from weft.kernels.gelu import reference as gelu
+from weft.kernels.embedding import function as embedding
+from weft.kernels.gelu import function as gelu
 from weft.kernels.layer_norm import reference as layer_norm
 from weft.kernels.matmul import function as products
 from weft.kernels.op import Op
 from weft.kernels.rms_norm import reference as norm
-from weft.kernels.rope import reference as rope
+from weft.kernels.rope import function as rope
 from weft.kernels.sharded import apply
-from weft.kernels.swiglu import reference as swiglu
+from weft.kernels.swiglu import function as swiglu
 
 matmul = SimpleNamespace(__name__=products.__name__, forward=products.linear, backward=products.linear_backward)
 

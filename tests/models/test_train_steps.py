@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
 )
 CHECKING = [
     f"weft.kernels.{module}.can_read"
-    for module in ("embedding.reference", "cross_entropy.options", "cross_entropy.reference")
+    for module in ("embedding.function", "cross_entropy.options", "cross_entropy.reference")
 ]
 
 

@@ -35,6 +35,7 @@ ROOMS = (
     "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
+    "weft.kernels.embedding.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from ..backend import can_read
-from ..op import Tensors
 
 
 def forward(
@@ -18,46 +13,37 @@ def forward(
     *,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    padding_idx: int | None = None,
-) -> tuple[Tensor, Tensors]:
-    """tokens [...] of ints, weight [V_local, H] -> [..., H]. padding_idx changes backward alone.
+) -> Tensor:
+    """tokens [...] of ints, weight [V_local, H] -> [..., H].
 
     weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows (all of them where None). A token
         of another rank's rows gives a row of zeros, so the sum over the ranks is the whole table's.
-    Raises ValueError for a token outside 0 <= token < vocab_size, on the CPU alone: elsewhere it would wait for the
-    device.
     """
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
-    if can_read(tokens):
-        _check_tokens(tokens, size)
     if rows == size:
-        return F.embedding(tokens, weight), (tokens, weight)
+        return F.embedding(tokens, weight)
     if rows == 0:
-        return weight.new_zeros(*tokens.shape, weight.shape[1]), (tokens, weight)
+        return weight.new_zeros(*tokens.shape, weight.shape[1])
     index = tokens - vocab_start
     outside = (index < 0) | (index >= rows)
     output = F.embedding(index.masked_fill(outside, 0), weight)
-    return output.masked_fill_(outside.unsqueeze(-1), 0), (tokens, weight)
+    return output.masked_fill_(outside.unsqueeze(-1), 0)
 
 
 def backward(
-    saved: Tensors,
     grad: Tensor,
-    needed: Sequence[bool],
+    tokens: Tensor,
+    weight: Tensor,
     *,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     padding_idx: int | None = None,
-) -> Tensors:
+) -> Tensor:
     """dweight[v] = the sum of grad over the places of token v, summed in float32 at least and in one fixed order.
 
     That of row padding_idx is 0.
     """
-    if not needed[1]:
-        return None, None
-    tokens, weight = saved
-    assert tokens is not None and weight is not None, "forward saves both"
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
@@ -71,10 +57,11 @@ def backward(
             index = index.masked_fill(tokens == padding_idx, rows)
         index = index.masked_fill((index < 0) | (index >= rows), rows)  # other ranks' tokens: one more row, skipped
         dweight = torch.ops.aten.embedding_dense_backward(wide, index, rows + 1, rows, False)[:rows]
-    return None, dweight.to(weight.dtype)
+    return dweight.to(weight.dtype)
 
 
-def _check_tokens(tokens: Tensor, size: int) -> None:
+def check_tokens(tokens: Tensor, size: int) -> None:
+    """Raises ValueError for a token outside 0 <= token < size."""
     if tokens.numel() == 0:
         return
     low, high = tokens.aminmax()

@@ -11,7 +11,7 @@ from weft.mesh import Layout, Shard, infer
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
-from . import reference
+from . import function
 
 
 @autocasts("embedding")
@@ -22,7 +22,8 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
     padding_idx: a row without a gradient, negative counted from the end, as of torch.nn.functional.embedding.
     Layouts: as of a one-hot matrix times the table: a table sharded on V gives Partial(sum), sharded on H it shards the
     output's last dim; sharded tokens shard the output, and need a table that is replicated on that axis.
-    Communication: none. Raises LayoutError for any other layouts, ValueError on the CPU for a token outside 0..V-1.
+    Communication: none. Raises LayoutError for any other layouts, ValueError on the CPU for a token outside 0..V-1,
+    which elsewhere gives NaN.
     """
     if weight.ndim != 2:
         raise ValueError(f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}")
@@ -55,4 +56,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, (*tokens_shape, weight_shape[1]), gradients, local)
 
 
-EMBEDDING = Op("embedding", reference.forward, reference.backward, _rule)
+EMBEDDING = Op("embedding", function.forward, function.backward, _rule)

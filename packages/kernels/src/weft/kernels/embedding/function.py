@@ -1,0 +1,74 @@
+"""embedding of local tensors, forward and backward, by the kernels or in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backend import can_read, use_triton
+from ..launched import launched
+from ..op import Tensors
+from . import reference
+
+
+def forward(
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensors]:
+    """See `reference.forward`. padding_idx changes backward alone.
+
+    Raises ValueError for a token outside 0 <= token < vocab_size, on the CPU alone: elsewhere it would wait for the device. A
+    kernel then gives NaN.
+    """
+    size = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
+    if can_read(tokens):
+        reference.check_tokens(tokens, size)
+    if not use_triton(weight):
+        return reference.forward(tokens, weight, vocab_start=vocab_start, vocab_size=size), (tokens, weight)
+    y = torch.empty(*tokens.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    _forward(tokens, weight, y, vocab_start, size)
+    return y, (tokens, weight)
+
+
+def backward(
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    padding_idx: int | None = None,
+) -> Tensors:
+    """See `reference.backward`."""
+    if not needed[1]:
+        return None, None
+    tokens, weight = saved
+    assert tokens is not None and weight is not None, "forward saves both"
+    if not use_triton(weight):
+        dweight = reference.backward(
+            grad, tokens, weight, vocab_start=vocab_start, vocab_size=vocab_size, padding_idx=padding_idx
+        )
+        return None, dweight
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    _backward(grad, tokens, dweight, vocab_start, -1 if padding_idx is None else padding_idx - vocab_start)
+    return None, dweight
+
+
+@launched("embedding(Tensor tokens, Tensor weight, Tensor(a!) y, SymInt vocab_start, SymInt vocab_size)")
+def _forward(*arguments: Tensor) -> None:
+    from . import launch  # imports triton, which a CPU run may not have
+
+    launch.forward(*arguments)
+
+
+@launched("embedding_backward(Tensor grad, Tensor tokens, Tensor(a!) dweight, SymInt vocab_start, SymInt padding_row)")
+def _backward(*arguments: Tensor) -> None:
+    from . import launch
+
+    launch.backward(*arguments)

@@ -1,0 +1,78 @@
+"""Launches the kernels, on tokens of any shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..aot import Variant
+from ..backend import device_of
+from ..rows import rows_of
+from . import kernel
+
+# 16 bytes of bf16 a thread; in backward of four tokens at once, so that a token that is often there has four loads in flight.
+# Compiled without spills for sm_80 to sm_100 and gfx942; its speed is not measured yet.
+WARPS, BLOCK_N, MOST_H = 4, 4, 1024
+
+
+def block_of(H: int) -> int:
+    """How many columns a program takes."""
+    return min(MOST_H, max(16, 1 << (H - 1).bit_length()))
+
+
+def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_size: int) -> None:
+    """Writes the rows into y: contiguous. weight: of contiguous rows, those from vocab_start of a table of vocab_size."""
+    if not y.numel():
+        return
+    H = weight.shape[1]
+    weight, block = rows_of(weight, H), block_of(H)
+    with device_of(y):
+        kernel.forward[(tokens.numel() * -(-H // block),)](
+            tokens.contiguous(), weight, y, len(weight), H, weight.stride(0), vocab_start, vocab_size,
+            BLOCK_H=block, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, padding_row: int) -> None:
+    """Writes dweight: contiguous. padding_row: the row without a gradient, -1 for none."""
+    if not dweight.numel():
+        return
+    rows, H = dweight.shape
+    found, order = torch.sort(tokens.reshape(-1), stable=True)
+    ends = torch.searchsorted(
+        found, torch.arange(vocab_start, vocab_start + rows + 1, device=found.device, dtype=found.dtype)
+    )
+    grad, block = rows_of(grad, H), block_of(H)
+    with device_of(grad):
+        kernel.backward[(rows * -(-H // block),)](
+            grad, order, ends,
+            dweight,
+            H, grad.stride(0), padding_row,
+            BLOCK_N=BLOCK_N, BLOCK_H=block, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _variant(of: str, dtype: str) -> Variant:
+    function = getattr(kernel, of)
+    kinds = {
+        "tokens_ptr": "*i64:16",
+        "order_ptr": "*i64:16",
+        "ends_ptr": "*i64:16",
+        "padding_row": "i32",
+        "rows": "i32",
+    }
+    kinds |= dict.fromkeys(("weight_ptr", "y_ptr", "grad_ptr", "dweight_ptr"), f"*{dtype}:16")
+    kinds |= dict.fromkeys(("H", "stride_wv", "stride_gn"), "i32:16") | dict.fromkeys(
+        ("vocab_start", "vocab_size"), "i32"
+    )
+    constexprs = {"BLOCK_N": BLOCK_N, "BLOCK_H": MOST_H}
+    return Variant(
+        f"embedding.{of}/{dtype}",
+        function,
+        {each: kinds[each] for each in function.arg_names if each in kinds},
+        {each: constexprs[each] for each in function.arg_names if each in constexprs},
+        WARPS,
+    )
+
+
+VARIANTS = (_variant("forward", "bf16"), _variant("backward", "bf16"))

@@ -1,0 +1,136 @@
+"""What a product keeps in the place of a norm's or a gate's output, and that it makes the same of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from weft import kernels
+
+from tests.kernels.cases import normal
+
+
+def storages(*tensors: Tensor) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
+
+
+class Saved:
+    """The tensors that are saved within it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda each: each)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.tensors.append(tensor)
+        return tensor
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def test_a_product_keeps_what_makes_its_input() -> None:
+    gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
+    hidden = kernels.swiglu(gate, up)
+    with Saved() as saved:
+        output = kernels.linear(hidden, weight)
+    assert storages(*saved.tensors) == storages(gate, up, weight)
+    found = torch.autograd.grad(output.sum(), [gate, up, weight])
+    plain = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight)
+    for one, other in zip(found, torch.autograd.grad(plain.sum(), [gate, up, weight]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_was_changed_in_place_is_kept_as_it_is() -> None:
+    gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
+    hidden = kernels.swiglu(gate, up)
+    with torch.no_grad():
+        hidden.mul_(2)
+    with Saved() as saved:
+        output = kernels.linear(hidden, weight)
+    assert storages(*saved.tensors) == storages(hidden, weight)
+    (dweight,) = torch.autograd.grad(output.sum(), weight)
+    torch.testing.assert_close(dweight, hidden.detach().sum(0).expand(5, 8))
+
+
+def test_a_part_of_it_is_kept_as_it_is() -> None:
+    gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
+    part = kernels.swiglu(gate, up)[1:]
+    with Saved() as saved:
+        kernels.linear(part, weight)
+    assert storages(*saved.tensors) == storages(part, weight)
+
+
+def test_what_it_is_made_of_may_not_change_before_backward() -> None:
+    gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
+    gate_copy = gate * 1
+    output = kernels.linear(kernels.swiglu(gate_copy, up), weight)
+    with torch.no_grad():
+        gate_copy.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_products_that_share_an_input_make_it_once_in_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.rms_norm import reference
+
+    made = []
+    again = reference.again
+    monkeypatch.setattr(reference, "again", lambda *given, **more: made.append(1) or again(*given, **more))
+    x, scale, *weights = leaves((3, 8), (8,), (5, 8), (5, 8), (5, 8))
+    shared = kernels.rms_norm(x, scale)
+    output = sum(kernels.linear(shared, weight).square().sum() for weight in weights)
+    made.clear()  # forward makes it, too
+    first = torch.autograd.grad(output, [x, *weights], retain_graph=True)
+    assert len(made) == 1
+    (alone,) = torch.autograd.grad(output, weights[0], retain_graph=True)  # one of three comes for it
+    second = torch.autograd.grad(output, [x, *weights])
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(alone, first[1])
+
+
+def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
+    gate, up = normal(3, 8), normal(3, 8, seed=1)
+    (weight,) = leaves((5, 8))
+    hidden = kernels.swiglu(gate, up)
+    with Saved() as saved:
+        kernels.linear(hidden, weight)
+    assert storages(*saved.tensors) == storages(hidden, weight)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda: kernels.add_rms_norm(normal(3, 8), normal(8)), r"residual of one shape, got \(3, 8\) and \(8,\)", id="rms"
+        ),
+        pytest.param(
+            lambda: kernels.add_layer_norm(normal(3, 8), normal(8)), r"got \(3, 8\) and \(8,\); expand one", id="layer"
+        ),
+        pytest.param(lambda: kernels.add_rms_norm(normal(3, 8), normal(3, 8), normal(3)), r"weight \[H\], got", id="weight"),
+        pytest.param(
+            lambda: kernels.rms_norm_rope(normal(3, 8), normal(8), normal(3, 2), normal(3, 2)),
+            r"a weight \[D\] beside tables \[T, D / 2\], got \(8,\) and \(3, 2\)", id="head-weight",
+        ),
+        pytest.param(
+            lambda: kernels.rms_norm_rope(normal(3, 9), normal(4), normal(3, 2), normal(3, 2)),
+            r"rms_norm_rope takes x \[..., T, heads \* D\]", id="heads",
+        ),
+        pytest.param(lambda: kernels.geglu(normal(3, 8), normal(3, 4)), "geglu takes two tensors of one shape", id="gate"),
+        pytest.param(
+            lambda: kernels.geglu(normal(3), normal(3), approximate="erf"), "geglu: approximate is 'erf'; give one", id="form"
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
