@@ -91,6 +91,22 @@ def test_every_document_is_there_once_in_order_with_its_end(
     assert (len(manifest.shards) == 1) == (part_bytes == 10**6)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_read_is_told_until_it_is_all(workers: int, tmp_path: Path) -> None:
+    given = write_jsonl(tmp_path / "in", TEXTS)
+    told: list[tuple[int, int]] = []
+    prepare(
+        *([given], tmp_path / "out"),
+        tokenizer=byte_tokenizer(),
+        part_bytes=300,
+        workers=workers,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    size = given.stat().st_size
+    assert told == sorted(told) and told[0] == (0, size) and told[-1] == (size, size)
+    assert workers > 1 or len(told) > 5
+
+
 def test_a_manifest_says_what_there_is(tmp_path: Path) -> None:
     prepare([write_jsonl(tmp_path / "in", ["one", "", "two"])], tmp_path / "out", tokenizer=byte_tokenizer())
     said = json.loads((tmp_path / "out/manifest.json").read_text())
@@ -222,6 +238,7 @@ class TestTokenizers:
         )
         assert contents(tmp_path / "bpe") == contents(learned)
 
+    @pytest.mark.exhaustive  # it imports transformers
     @pytest.mark.parametrize("name", ["learned", "bytes"])
     def test_transformers_reads_the_files_as_we_do(self, name: str, learned: Path, tmp_path: Path) -> None:
         import transformers

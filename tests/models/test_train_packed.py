@@ -28,11 +28,11 @@ SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, 
 MODELS = {"llama": LlamaConfig(intermediate_size=24, **SIZES), "gpt": GPTConfig(**SIZES)}
 
 WAYS = [
-    pytest.param({"dp": 4, "tp": 1}, {}, id="data"),
+    pytest.param({"dp": 4, "tp": 1}, {}, id="data", marks=pytest.mark.exhaustive),
     pytest.param({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2}, id="sequence-microbatches"),
     pytest.param({"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context"),
-    pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3"),
-    pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="pipeline"),
+    pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive),
+    pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="pipeline", marks=pytest.mark.exhaustive),
     pytest.param({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, {"microbatches": 4, "context": "all_gather"}, id="pipeline-context"),
 ]  # fmt: skip
 
@@ -66,7 +66,9 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     made.first_step()
     made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    return [first, *(metrics.loss for metrics in made.read(Results(Path("nowhere"), writes=False)))]
+    metrics = made.read(Results(Path("nowhere"), writes=False))
+    assert all(0 < each.data_share < 1 for each in metrics)
+    return [first, *(each.loss for each in metrics)]
 
 
 def alone(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -43,11 +43,8 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """Of all files and of the end: two with the same give the same tokens."""
-        digest = hashlib.sha256(str(self.end).encode())
-        for name, content in sorted(self.files):
-            digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-        return digest.hexdigest()
+        """Of tokenizer.json and of the end: two with the same give the same tokens."""
+        return hashlib.sha256(f"{self.end}\n".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. Names of special tokens in it are text as any other."""
@@ -119,11 +116,10 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     found[TOKENIZER_FILE] = file.read_bytes()
     if found[TOKENIZER_FILE] == _byte_file() and end is None:
         return byte_tokenizer()
+    library = open_library()
     try:
-        vocabulary: dict[str, int] = open_library().Tokenizer.from_str(found[TOKENIZER_FILE].decode()).get_vocab()
-    except Exception as error:  # what tokenizers raises for a file that it cannot read
-        if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
-            raise
+        vocabulary: dict[str, int] = library.Tokenizer.from_str(found[TOKENIZER_FILE].decode()).get_vocab()
+    except Exception as error:  # the library raises nothing more precise for a file that it cannot read
         raise ValueError(f"{file} is no tokenizer: {error}; save it again") from None
     token = end or _eos_token(found.get(CONFIG_FILE), folder)
     if token is None:
