@@ -24,7 +24,8 @@ TIME_LIMIT = (
 # A file at a time for each worker, in the order of tests/conftest.py: pytest-xdist would begin with those of the most tests.
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
 DATA_TOOLS = ("tokenizers", "pyarrow")  # of the extra weft-models[data]
-TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", "accelerate", "peft", *DATA_TOOLS, *PICTURE_TOOLS)
+MODEL_TOOLS = ("transformers", "accelerate", "peft", "tensorboard")
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages

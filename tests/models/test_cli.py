@@ -65,7 +65,7 @@ class TestHelp:
         for option in options:
             described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
             assert described, option
-            assert option.startswith("-h,") or "(default: " in option or "(required)" in option
+            assert option.startswith("-h,") or re.search(r"\(default:\s", option) or "(required)" in option
         assert "None" not in out
 
     def test_the_most_used_options_come_first(self, weft: Weft) -> None:

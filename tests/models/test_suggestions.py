@@ -65,7 +65,7 @@ def test_the_options_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     (line,) = [line for line in suggested(OTHER) if "another mesh" in line]
     _, _, *arguments = shlex.split(line.partition("    ")[0])
-    settled, _ = train_command._settle(arguments)
+    settled, _ = train_command._settle(arguments, None)
     assert settled.config == replace(OTHER, output=None, mesh=MeshConfig(dp=4, tp=1))
 
 

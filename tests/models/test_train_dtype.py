@@ -20,9 +20,10 @@ from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.loop import _Trainer
-from weft.models.train.report import ROUNDING, Metrics, Report
+from weft.models.train.report import ROUNDING, Report
 from weft.models.train.results import Results
 
+from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
 
 CONFIG = TrainConfig(
@@ -59,7 +60,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
     if made.predicted is not None:
         assert Communication.of(made.issued) == made.predicted
     assert made._taken[0].found.loss.dtype == torch.float32
-    kept = {each.dtype for state in made._optimizer.state.values() for each in state.values() if each.ndim}
+    kept = {each.dtype for state in made.optimizer.state.values() for each in state.values() if each.ndim}
     after = [parameter.to_local() for parameter in made.model.parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return {
@@ -109,19 +110,9 @@ def test_how_near_two_losses_must_be_follows_the_dtype(dtype: str, words: str) -
 def test_metrics_keep_losses_to_the_last_bit(tmp_path: Path) -> None:
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0)) * 8
     results = Results(tmp_path / "run", writes=True)
-    results.begin(CONFIG, ParallelPlan(), ProcessMesh.grid(dp=1), {})
+    results.begin("llama-tiny", CONFIG, ParallelPlan(), ProcessMesh.grid(dp=1), {})
     for step, loss in enumerate(losses.tolist(), 1):
-        results.add(
-            Metrics(
-                step=step,
-                loss=loss,
-                grad_norm=loss / 3,
-                lr=loss / 7,
-                tokens_per_second=1.0,
-                memory_bytes=1,
-                data_share=0.0,
-            )
-        )
+        results.add(some_metrics(step=step, loss=loss, grad_norm=loss / 3))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     read: Tensor = torch.tensor([line["loss"] for line in lines])
     assert torch.equal(read, losses)

@@ -15,8 +15,9 @@ from weft.models.data.text import Corpus
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig, mesh_sizes
 from weft.models.train.folder import check_new, find_checkpoint
+from weft.models.train.learning_rate import learning_rate
 from weft.models.train.observe import CollectiveCount
-from weft.models.train.optimizer import clip_gradients, learning_rate
+from weft.models.train.optimizer import clip_gradients
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe
 from weft.reshard import distribute, to_global

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from .families import FAMILIES
 
 if TYPE_CHECKING:
-    from .checkpoint import from_pretrained, load_lora, save_lora, save_pretrained
+    from .checkpoint.adapters import load_lora, save_lora
+    from .checkpoint.huggingface import from_pretrained, save_pretrained
+    from .checkpoint.states import load_checkpoint, read_run, save_checkpoint
     from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
@@ -44,10 +46,13 @@ if TYPE_CHECKING:
     from .train.optimizer import clip_gradients
 
 _HOMES = {
-    "from_pretrained": ".checkpoint",
-    "load_lora": ".checkpoint",
-    "save_lora": ".checkpoint",
-    "save_pretrained": ".checkpoint",
+    "load_lora": ".checkpoint.adapters",
+    "save_lora": ".checkpoint.adapters",
+    "from_pretrained": ".checkpoint.huggingface",
+    "save_pretrained": ".checkpoint.huggingface",
+    "load_checkpoint": ".checkpoint.states",
+    "read_run": ".checkpoint.states",
+    "save_checkpoint": ".checkpoint.states",
     "Communication": ".communication",
     "generate": ".generation",
     "stream": ".generation",
@@ -107,13 +112,16 @@ __all__ = [
     "generate",
     "initialize",
     "lay_out_batch",
+    "load_checkpoint",
     "load_lora",
     "lora",
     "merge_lora",
     "parallelize",
     "patch",
     "predict_memory",
+    "read_run",
     "record",
+    "save_checkpoint",
     "save_lora",
     "save_pretrained",
     "stream",

@@ -27,6 +27,8 @@ from ..initialization import local_slices
 from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import pipeline_of
+from .manifest import CONFIG, MANIFEST, MODEL, Manifest
+from .states import load_checkpoint
 from .stored import grouped, joined
 
 SINGLE_FILE = "model.safetensors"
@@ -45,15 +47,18 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model of a Hugging Face folder, on one device, or laid out on `mesh` by `plan` (its own where None).
+    """The model of a Hugging Face folder or of a checkpoint of a run, on one device, or laid out on `mesh` by `plan` (its own
+    where None).
 
-    Each rank reads the slices that it holds, no more.
+    Each rank reads the slices that it holds, no more. Communication: none; of a checkpoint that of `load_checkpoint`.
     device_mesh: torch's name for the mesh; give one of the two.
     dtype: of the parameters; as stored where None.
     Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model.
     """
     mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
+    if (folder / MANIFEST).is_file():
+        return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)
     config = _read_config(folder)
     weights = _weights_of(folder, config)
     with torch.device("meta"):
@@ -95,8 +100,7 @@ def save_pretrained(
         raise ValueError(
             "the model has adapters; merge_lora(model) folds them in, save_lora(model, folder) saves them alone"
         )
-    pipeline = pipeline_of(model)
-    parallel = pipeline is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    pipeline, parallel = pipeline_of(model), is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error: Exception | None = None
@@ -108,7 +112,7 @@ def save_pretrained(
     shards = _shards(parameters, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
-            tensor: joined([(weights.stored(name), _whole(model, name, keep=writer)) for name in names])
+            tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
@@ -131,6 +135,25 @@ def save_pretrained(
 
 
 # Reading
+
+
+def _from_checkpoint(
+    folder: Path, mesh: ProcessMesh | None, plan: ParallelPlan | None, device: torch.device, dtype: torch.dtype | None
+) -> nn.Module:
+    manifest = Manifest.read(folder)
+    if CONFIG not in manifest.files:
+        raise ValueError(
+            f"{folder} is of a model of no family, so its config is not known; make the model, and load_checkpoint(model, folder)"
+        )
+    config = manifest.document(folder, CONFIG)
+    first = next(each for name, each in manifest.tensors.items() if name.startswith(MODEL))
+    with torch.device("meta"):
+        model = make_model(_weights_of(folder, config).read_config(config)).to(dtype or _DTYPES[first.dtype])
+    if mesh is not None:
+        model = parallelize(model, mesh, plan)
+    model.to_empty(device=device)
+    load_checkpoint(model, folder)
+    return model
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -261,14 +284,15 @@ def _shards(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) ->
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
-def _whole(model: nn.Module, name: str, keep: bool) -> Tensor:
-    """The parameter of that name, from whatever stage has it."""
+def is_parallel(model: nn.Module) -> bool:
+    """Whether several ranks hold the model."""
+    return pipeline_of(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
+    """The parameter of that name, from whatever stage has it, on the CPU; without rows where it is not kept."""
     pipeline = pipeline_of(model)
     parameter = model.get_parameter(name) if pipeline is None else pipeline.whole_parameter(model, name)
-    return whole_tensor(parameter, keep)
-
-
-def whole_tensor(parameter: Tensor, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
         return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))

@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
         tokenizer = _find_tokenizer(folder)
         import torch
 
-        from ..checkpoint import from_pretrained
+        from ..checkpoint.huggingface import from_pretrained
         from ..generation import stream
 
         drawn = stream(

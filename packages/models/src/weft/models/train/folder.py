@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import shutil
 from pathlib import Path
 
-CHECKPOINT = "checkpoint"  # the last one; those on the way are checkpoint-STEP
+from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
+
+CHECKPOINT = "checkpoint"  # the last one, for transformers; those on the way are checkpoint-STEP
+CONFIG = "config.toml"  # of the run: what a folder begins with
 
 
 def check_new(folder: Path) -> None:
@@ -13,7 +19,9 @@ def check_new(folder: Path) -> None:
     made: list[Path] = []
     try:
         if folder.exists():
-            raise ValueError(f"the output folder {folder} exists; give another with --output, or remove it")
+            raise ValueError(
+                f"the output folder {folder} exists; give another with --output, or remove it; with --resume its run goes on"
+            )
         for path in [*reversed(folder.parents), folder]:
             if not path.exists():
                 path.mkdir()
@@ -25,9 +33,94 @@ def check_new(folder: Path) -> None:
             path.rmdir()
 
 
+def check_again(folder: Path) -> None:
+    """Raises ValueError where `folder` is of no run that can go on: of none, of one that goes on now, or not to be written."""
+    if not folder.is_dir() or not ((folder / CONFIG).is_file() or not any(folder.iterdir())):
+        raise ValueError(f"{folder} is the folder of no run; give another with --output")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written; give another with --output")
+    if (folder / CHECKPOINT).exists() and not checkpoints(folder):
+        raise ValueError(
+            f"the run in {folder} is done, and has kept no checkpoint to go on with; give another with --output"
+        )
+    os.close(lock(folder))
+
+
+def lock(folder: Path) -> int:
+    """Keeps other runs out of a folder while the descriptor that it returns is open; it ends with this process.
+
+    Raises ValueError where another run is in it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another run writes into {folder}; wait until it ends, or give another with --output"
+        ) from None
+    return descriptor
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run by their steps, ascending."""
+    found = {
+        int(match[1]): path
+        for path in folder.glob("*")
+        if (match := re.fullmatch(rf"{CHECKPOINT}-(\d+)", path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
 def find_checkpoint(folder: Path) -> Path:
     """The last checkpoint of the run whose folder that is; `folder` itself where it is none, as a checkpoint is."""
     if (folder / CHECKPOINT).is_dir():
         return folder / CHECKPOINT
-    steps = [int(match[1]) for path in folder.glob("*") if (match := re.fullmatch(rf"{CHECKPOINT}-(\d+)", path.name))]
-    return folder / f"{CHECKPOINT}-{max(steps)}" if steps else folder
+    return next(reversed(checkpoints(folder).values()), folder)
+
+
+def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint of a run that is whole, as far as its files' sizes tell, and what is wrong with newer ones."""
+    wrong = []
+    for path in reversed(checkpoints(folder).values()):
+        try:
+            Manifest.read(path)
+        except DamagedCheckpoint as error:
+            wrong.append(str(error))
+            continue
+        return path, wrong
+    return None, wrong
+
+
+def find_to_resume(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest of the run whose folder that is. Raises ValueError for none."""
+    if (path / MANIFEST).exists() or not path.is_dir():
+        Manifest.read(path)
+        return path
+    found, wrong = newest_complete(path)
+    if found is None:
+        raise ValueError("; ".join([f"{path} has no checkpoint to go on with", *wrong]))
+    return found
+
+
+def keep(folder: Path, last: int, every: int) -> None:
+    """Removes the checkpoints of a run but for the `last`, all where 0, and those at multiples of `every` steps."""
+    steps = list(checkpoints(folder))
+    for step in steps[:-last] if last else []:
+        if not every or step % every:
+            remove(folder / f"{CHECKPOINT}-{step}")
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, which is gone under its name before any of its files is."""
+    gone = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a run has left that was killed while it wrote or removed a checkpoint."""
+    for pattern in (f".{CHECKPOINT}*.partial*", f".{CHECKPOINT}*.removed"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)

@@ -18,10 +18,11 @@ from .processes import ProcessFailed, run_together
 if TYPE_CHECKING:
     from .config import Run
 
+SIGNALED = 128  # with a signal's number, the exit status of a process that it ended, as a shell gives it
 STOPPED = 3  # exit status of a process that has said why it stops
 CPU_PROCESSES = 4
 ECHO_SECONDS = 1.0
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+STOP_SECONDS = 30.0  # for the processes to save, once the run is told to end
 
 
 def gpu_count() -> int:
@@ -44,9 +45,14 @@ def launched_processes() -> int | None:
 def launch(run: Run, *, gpus: int) -> int:
     """Runs `run` on dp x cp x tp processes of this machine, or as one of those that a launcher has started.
 
-    Returns the exit status: 0, or 1 where the run stopped; SIGTERM ends this process with 143. Raises KeyboardInterrupt.
-    When one process fails the others are ended, and its error is printed first, with its rank. All end with this one.
+    Returns the exit status: 0, or 1 where the run stopped. SIGTERM ends it with 143, when the step under way is saved, and Ctrl-C
+    by KeyboardInterrupt; a second one at once. When one process fails the others are ended, and its error is printed first,
+    with its rank. All end with this one.
     """
+    if run.config.profile is not None:
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "6"
+        )  # above all that torch's profiler logs; read as torch is imported
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes
@@ -60,8 +66,11 @@ def launch(run: Run, *, gpus: int) -> int:
                 processes=processes,
                 folder=Path(folder),
                 preload=["weft.models.train.loop"],  # torch is imported once, not once a process
+                patience=STOP_SECONDS,
             )
     except ProcessFailed as failure:
+        if failure.status - SIGNALED in (signal.SIGINT, signal.SIGTERM):
+            return failure.status
         if failure.status != STOPPED:
             print(f"\n{failure}", file=sys.stderr)
         return 1
@@ -70,7 +79,7 @@ def launch(run: Run, *, gpus: int) -> int:
 
 def _exit(signum: int, frame: object) -> None:
     """Ends this process as by `sys.exit`, so that it ends the others and leaves no folder."""
-    sys.exit(128 + signum)  # as a shell gives it
+    sys.exit(SIGNALED + signum)
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
@@ -87,21 +96,31 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     import torch.distributed as dist
 
     from .loop import TrainingError, train
+    from .rollcall import Unanswered
 
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=COLLECTIVE_TIMEOUT, **world)
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=run.config.timeout), **world)
     try:
-        train(run, device)
+        stop = train(run, device)
     except TrainingError as error:
         if dist.get_rank() == 0:
             print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
         dist.barrier()  # said before any process ends
         sys.exit(STOPPED)
+    except Unanswered as error:
+        if error.is_told:
+            print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(ECHO_SECONDS)
+        sys.stdout.flush()
+        os._exit(STOPPED)  # without a word to the others, which would wait for an answer
     except RuntimeError as error:
         if "onnection" in str(error):  # an echo of another rank's end, which is to be heard first
             time.sleep(ECHO_SECONDS)
         raise
     finally:
         dist.destroy_process_group()
+    if stop:
+        sys.exit(SIGNALED + stop)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.issued import Collective
 from weft.reshard.running.units import drop_gathered
+from weft.reshard.running.waits import Waits, measured_by
 
 from ..communication import Communication, Phase
 from ..data.batches import Batches, Rows
@@ -35,11 +36,18 @@ from ..recording import record
 from ..terminal import printable
 from .config import Run
 from .folder import CHECKPOINT
+from .learning_rate import learning_rate
+from .memory import peak_memory, total_memory
 from .observe import CollectiveCount
-from .optimizer import learning_rate, make_optimizer
+from .optimizer import make_optimizer
+from .profiling import profiled
 from .report import Metrics, Report, next_steps
 from .results import Results
+from .rollcall import RollCall, is_silence
+from .saving import NotSaved, Saver
+from .speed import flops_per_token, peak_flops
 from .step import Found, find_gradients, find_loss, local_value
+from .stopping import StopVote
 
 SAMPLE_TOKENS = 60
 
@@ -48,14 +56,33 @@ class TrainingError(RuntimeError):
     """The run cannot go on; the message says where and why, and names the last checkpoint."""
 
 
-def train(run: Run, device: torch.device) -> None:
+def train(run: Run, device: torch.device) -> int:
     """Trains on this process's part of the mesh pp x dp x cp x tp, which is the whole world; rank 0 prints and writes.
 
-    Communication: that of `find_gradients`, in every step.
-    Raises TrainingError, on every rank, where the loss is not finite.
+    Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
+    Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
+    and resumed as in `Saver`.
+    Raises TrainingError, on every rank, where the loss is not finite, and where a checkpoint cannot be read or written;
+    Unanswered where a rank does not answer in the time that the run gives it.
     """
     trainer = _Trainer(run, device)
+    with (
+        RollCall(lambda: trainer.doing) as roll,
+        Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
+    ):
+        try:
+            return _run(run, device, trainer, results)
+        except NotSaved as error:
+            raise TrainingError(str(error)) from error
+        except RuntimeError as error:
+            if is_silence(error):
+                raise roll.call(run.config.timeout) from error
+            raise
+
+
+def _run(run: Run, device: torch.device, trainer: _Trainer, results: Results) -> int:
     report, config = trainer.report, run.config
+    saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
     layouts = {
         name: layout_of(parameter) if isinstance(parameter, DTensor) else None
         for name, parameter in trainer.model.named_parameters()
@@ -65,26 +92,57 @@ def train(run: Run, device: torch.device) -> None:
         report.line(f"schedule of the pipeline\n{trainer.pipeline.schedule}")
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
-    results = Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer)
-    results.begin(config, trainer.plan, trainer.mesh, layouts)
-    first = trainer.held_out_loss()
-    start = time.perf_counter()
-    with report.steps(config) as shown:
-        for step in range(config.steps):
+    try:
+        begins = saver.resume()
+        results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts, step=begins)
+    except (OSError, ValueError) as error:
+        raise TrainingError(str(error)) from error
+    if not begins:
+        saver.held_out_loss = trainer.held_out_loss()
+    start, stop = time.perf_counter(), 0
+    with (
+        report.steps(config) as shown,
+        profiled(config.profile, trainer.rank) as profiled_step,
+        measured_by(trainer.waits),
+        vote.heeding(),
+    ):
+        trainer.begin_reading()
+        for step in range(begins, config.steps):
+            vote.begin()
             trainer.first_step() if step == 0 else trainer.step(step)
+            profiled_step()
             shown.begun(step + 1)
-            saves = config.save_every and (step + 1) % config.save_every == 0
-            if saves or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                for metrics in trainer.read(results):
+            stop = vote.end()
+            saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
+            evaluates = config.eval_every and (step + 1) % config.eval_every == 0
+            if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
+                taken = trainer.read(saver.last)
+                if evaluates:
+                    taken[-1] = dataclasses.replace(taken[-1], held_out_loss=trainer.held_out_loss())
+                    trainer.begin_reading()
+                for metrics in taken:
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
-                results.save(trainer.model, f"{CHECKPOINT}-{step + 1}")
+                results.sync()
+                saver.save(step + 1)
+            if stop:
+                break
+        saver.wait()
+    if stop:
+        report.line(f"saved {saver.last}; --resume goes on from there")
+        return stop
     seconds = time.perf_counter() - start
+    if saver.count:
+        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
     results.save(trainer.model, CHECKPOINT)
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    report.line(next_steps(run, first, trainer.held_out_loss(), seconds, on_cpu=device.type == "cpu"))
+    last = trainer.held_out_loss()
+    if trainer.rank == 0:
+        report.line(results.picture(report.width))
+    report.line(next_steps(run, saver.held_out_loss, last, seconds, on_cpu=device.type == "cpu"))
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +168,17 @@ class _Trainer:
         self.plan = dataclasses.replace(own, **run.config.plan.options(run.pp))
         self._count = run.config.plan.microbatches or 1
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
-        once = run.pp == 1 and self._count == 1  # a step of several microbatches is not recorded
-        self.predicted = self._recorded(model) if self.rank == 0 and once else None
+        # The mean loss over the global batch.
+        self._criterion = partial(cross_entropy, denominator=float(math.prod(self._shape)))
+        self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
             for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model)
-        self._optimizer = make_optimizer(self.model, run.config.optimizer)
+        self.optimizer = make_optimizer(self.model, run.config.optimizer)
+        self.doing = "before the first step"
         self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer
         data = run.config.data
         self._batches = Batches(
@@ -132,7 +192,10 @@ class _Trainer:
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self._rows = Prefetch(self._read_rows)
         self.issued: dict[Phase, list[Collective]] = {}
+        self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
+        self._peak_flops = peak_flops(device, run.config.dtype)
         self._taken: list[_Taken] = []
+        self.waits = Waits(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -147,8 +210,11 @@ class _Trainer:
         """
 
         def ended(phase: Phase) -> None:
+            self.doing = f"step {step + 1}, after {phase}"
             if count is not None:
-                self.issued[phase] = count.take_each()
+                self.issued.setdefault(phase, []).extend(count.take_each())
+
+        self.doing = f"step {step + 1}, forward"
 
         clip_norm = self._config.optimizer.clip_norm
         found = find_gradients(
@@ -161,35 +227,51 @@ class _Trainer:
             computing=self._computing,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
 
-    def read(self, results: Results) -> list[Metrics]:
+    def begin_reading(self) -> None:
+        """What is read next begins now: nothing before it counts as a step's time."""
+        self.waits.take()
+        self._read_at = time.perf_counter()
+
+    def read(self, last: Path | None) -> list[Metrics]:
         """The metrics of the steps since it was last called, in order. The host waits for the device once.
 
+        last: the checkpoint that an error names.
         Communication: none; where a loss is not finite, a gather of that step's parts.
         Raises TrainingError for the first step whose loss is not finite, on every rank.
         """
         taken, self._taken = self._taken, []
         losses = torch.stack([each.found.loss for each in taken]).tolist()
         norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
-        seconds, self._read_at = time.perf_counter() - self._read_at, time.perf_counter()
-        waited, self._rows.waited = self._rows.waited, 0.0
+        seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
+        waited_for_data, self._rows.waited = self._rows.waited, 0.0
+        self.begin_reading()
         for each, loss in zip(taken, losses, strict=True):
             if not math.isfinite(loss):
-                raise TrainingError(self._explain(each, loss, results))
+                raise TrainingError(self._explain(each, loss, last))
+        per_second = len(taken) * math.prod(self._shape) / seconds
+        flops = per_second * self._flops_per_token / self.mesh.size
+        used = peak_memory(self._device)
         return [
             Metrics(
                 step=each.step,
+                done=each.step / self._config.steps,
                 loss=loss,
                 grad_norm=norm,
                 lr=each.lr,
-                tokens_per_second=len(taken) * math.prod(self._shape) / seconds,
-                memory_bytes=_memory(self._device),
-                data_share=waited / seconds,
+                tokens_per_second=per_second,
+                tflops=flops / 1e12,
+                mfu=None if self._peak_flops is None else flops / self._peak_flops,
+                memory_bytes=used,
+                memory_share=used / total_memory(self._device),
+                communication_share=waited / seconds,
+                data_share=waited_for_data / seconds,
+                seconds_left=(self._config.steps - each.step) * seconds / len(taken),
             )
             for each, loss, norm in zip(taken, losses, norms, strict=True)
         ]
@@ -197,7 +279,7 @@ class _Trainer:
     def first_step(self) -> None:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
-        self._read_at = time.perf_counter()
+        self.begin_reading()
         drop_gathered(self.model)  # as every step it starts from shards
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
@@ -206,7 +288,7 @@ class _Trainer:
         if alone is not None:
             self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
         if self.pipeline is not None:
-            self.report.line(_held(self.pipeline, self.model, self._optimizer))
+            self.report.line(_held(self.pipeline, self.model, self.optimizer))
 
     def held_out_loss(self) -> float:
         """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
@@ -234,10 +316,6 @@ class _Trainer:
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
         return self._tokenizer.decode(tokens[0].tolist())
 
-    def _criterion(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The mean loss over the global batch."""
-        return cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
-
     def _recorded(self, model: nn.Module) -> Communication:
         """What this rank communicates in a step of `model`, which has no data."""
         with self._computing():
@@ -249,6 +327,7 @@ class _Trainer:
                 criterion=self._criterion,
                 rank=self.rank,
                 inputs={"dropout_key": self._dropout_key(0)},
+                microbatches=self._count,
                 clip_norm=self._config.optimizer.clip_norm,
             )
 
@@ -288,12 +367,12 @@ class _Trainer:
     def _dropout_key(self, step: int) -> Tensor:
         return torch.tensor(derive_key(self._config.seed, "dropout", step), dtype=torch.uint64)
 
-    def _explain(self, taken: _Taken, loss: float, results: Results) -> str:
+    def _explain(self, taken: _Taken, loss: float, saved: Path | None) -> str:
         """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
         parts: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(parts, float(taken.found.local_loss))
         ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
-        last = results.last_checkpoint or "none; set --save-every to keep some"
+        last = saved or "none; set --save-every to keep some"
         return (
             f"the loss is {loss} at step {taken.step}, on rank{'s' if len(ranks) > 1 else ''} "
             f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
@@ -319,10 +398,3 @@ def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
-
-
-def _memory(device: torch.device) -> int:
-    """Peak memory of this process: the device's, or the resident set where that is a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -37,13 +37,19 @@ class ProcessFailed(RuntimeError):
 
 
 def run_together(
-    function: Callable[..., None], *arguments: Any, processes: int, folder: Path, preload: Sequence[str] = ()
+    function: Callable[..., None],
+    *arguments: Any,
+    processes: int,
+    folder: Path,
+    preload: Sequence[str] = (),
+    patience: float = GRACE_SECONDS,
 ) -> None:
     """Calls `function(rank, *arguments)` in each of `processes`, and waits until all have ended.
 
     function: of a module's top level; the arguments are pickled.
     folder: where the call and the reports of those that fail are written.
     preload: modules that are imported once, in the process that the others are forked from.
+    patience: seconds that they have to end by themselves, once this one is interrupted and has told them to by SIGTERM.
     However this process ends, by a signal too, the others end with it: each waits for that in a thread of its own.
     Raises ProcessFailed for the first process that fails, with the others ended.
     """
@@ -54,6 +60,7 @@ def run_together(
     # In a file: a pipe might take no more of it before there is a process that reads.
     (folder / "call").write_bytes(pickle.dumps((function, arguments)))
     started: list[ForkServerProcess] = []
+    grace = GRACE_SECONDS
     try:
         for rank in range(processes):
             started.append(context.Process(target=_call, args=(rank, str(folder))))
@@ -61,8 +68,11 @@ def run_together(
         failed = _first_failure(started)
         if failed is not None:
             _wait(started, GRACE_SECONDS)
+    except (KeyboardInterrupt, SystemExit):
+        grace = patience
+        raise
     finally:
-        _end(started)
+        _end(started, grace)
     if failed is not None:
         report = _report(folder, failed)
         trace = report.read_text(encoding="utf-8") if report.exists() else ""
@@ -100,12 +110,12 @@ def _wait(started: list[ForkServerProcess], seconds: float) -> None:
         process.join(max(0.0, end - time.monotonic()))
 
 
-def _end(started: list[ForkServerProcess]) -> None:
-    """Ends those that still run: by SIGTERM, then by SIGKILL."""
+def _end(started: list[ForkServerProcess], grace: float) -> None:
+    """Ends those that still run: by SIGTERM, and after `grace` seconds by SIGKILL."""
     begun = [process for process in started if process.pid is not None]
     for process in begun:
         process.terminate()
-    _wait(begun, GRACE_SECONDS)
+    _wait(begun, grace)
     for process in begun:
         process.kill()
 

@@ -59,7 +59,7 @@ def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
 
 def _arguments(name: str, config: TrainConfig) -> str:
     """Those of `weft train` that make `config`, but for its output."""
-    return shlex.join([name, *_options(dataclasses.replace(config, output=None), recipe(name), "")])
+    return shlex.join([name, *_options(dataclasses.replace(config, output=None, resume=None), recipe(name), "")])
 
 
 def _options(config: object, default: object, prefix: str) -> list[str]:

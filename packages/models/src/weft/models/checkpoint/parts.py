@@ -1,0 +1,114 @@
+"""What each rank holds of the tensors of a run, as torch's distributed checkpoint plans to write and to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from ..initialization import local_slices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What this rank holds of a tensor of `shape`: `values`, which begin at `offsets`.
+
+    It is no DTensor, since its values may be a copy on another device than the mesh's.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
+
+    def copied(self) -> Part:
+        """The same with values of its own, on the CPU: what the tensor becomes later does not show in them."""
+        return Part(self.shape, self.offsets, self.values.to("cpu", copy=True))
+
+
+def part_of(tensor: Tensor) -> Part:
+    """What this rank holds of a DTensor, or of a plain tensor, which counts as equal on all ranks that have it."""
+    local = tensor.detach()
+    return Part(
+        tuple(tensor.shape),
+        tuple(each.start for each in local_slices(tensor)),
+        local.to_local() if isinstance(local, DTensor) else local,
+    )
+
+
+class PartSavePlanner(DefaultSavePlanner):
+    """Plans to write each part once: of ranks that hold the same one, the one that writes least so far writes it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        parts: Mapping[str, Part] = self.state_dict
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    index=MetadataIndex(name, torch.Size(part.offsets)),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=part.chunk(),
+                        properties=TensorProperties(dtype=part.values.dtype),
+                        size=torch.Size(part.shape),
+                    ),
+                )
+                for name, part in parts.items()
+                if part.values.numel()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].values
+
+
+class PartLoadPlanner(DefaultLoadPlanner):
+    """Plans to read, of the parts that were written, what lies in those that this rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "it was set up"
+        items: list[ReadItem] = []
+        for name, part in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata), "a checkpoint holds tensors alone"
+            if part.values.numel():
+                items += create_read_items_for_chunk_list(name, stored, [part.chunk()])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        values: Tensor = self.state_dict[index.fqn].values
+        return values

@@ -1,0 +1,205 @@
+"""Checkpoints of a run: a model and its optimizer, saved under any plan and read under any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, load, save
+
+from ..families import family_of
+from ..parallel.parallelize import pipeline_of
+from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest
+from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
+from .shards import DTYPES
+from .storage import FolderReader, FolderWriter, check_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes."""
+
+    parts: Mapping[str, Part]
+    documents: Mapping[str, Any]
+
+    def copied(self) -> Snapshot:
+        """The same with tensors of its own, on the CPU: training may go on while it is written."""
+        return Snapshot({name: part.copied() for name, part in self.parts.items()}, self.documents)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.values.nbytes for part in self.parts.values())
+
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Writes the checkpoint; see `save_checkpoint`. group: of all ranks; nothing else may use it meanwhile."""
+        try:
+            save(
+                dict(self.parts),
+                storage_writer=FolderWriter(folder, self.documents),
+                planner=PartSavePlanner(),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+        except CheckpointException as error:
+            raise _cause(error) from None
+
+
+def snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, run: Mapping[str, Any] | None = None
+) -> Snapshot:
+    """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written."""
+    family = family_of(model)
+    documents: dict[str, Any] = {RUN: dict(run or {})}
+    if family is not None:
+        documents[CONFIG] = family.weights.write_config(model)
+    return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)
+
+
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the model, and the optimizer's state, so that `load_checkpoint` reads them under any plan.
+
+    Each rank writes what it holds, and of what several hold one writes each part: nothing is gathered. The folder is there
+    whole or not at all.
+    run: what else is to be known, as JSON: it is what `read_run` gives.
+    Communication: what each rank holds is told to rank 0, which tells each what to write, and hears when that is done. Every
+    rank calls it.
+    Raises ValueError where the folder exists, OSError where it cannot be written; on every rank.
+    """
+    snapshot(model, optimizer, run=run).write(Path(folder))
+
+
+def load_checkpoint(
+    model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
+) -> FolderReader:
+    """Fills the parameters, and the optimizer's state, from what `save_checkpoint` wrote, under whatever plan that was.
+
+    Each rank reads what it holds, and no more; all that is read is compared with the sums that were written.
+    optimizer: of this model, and of the kind that was saved, before its first step. Where the checkpoint has no state of it,
+    as one that `weft convert` made, it stays as it is.
+    Returns what was read with, which has counted the bytes.
+    Communication: the plan of what is read, and its sums, by way of rank 0. Every rank calls it.
+    Raises ValueError for a checkpoint of another model or optimizer, DamagedCheckpoint for one that is not whole or not as it
+    was written; on every rank.
+    """
+    with FolderReader(Path(folder)) as reader:
+        check_model(model, reader)
+        tensors = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
+        state = {} if optimizer is None else _state_to_fill(model, optimizer, reader.manifest)
+        tensors |= {
+            f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
+        }
+        parts: dict[str, Any] = {name: part_of(tensor) for name, tensor in tensors.items()}
+        try:
+            with torch.no_grad():
+                load(parts, storage_reader=reader, planner=PartLoadPlanner(), no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            raise _cause(error) from None
+        _check_on_all(reader)
+    if optimizer is not None:
+        for parameter, values in state.values():
+            optimizer.state[parameter] = values
+    return reader
+
+
+def read_run(folder: str | Path) -> dict[str, Any]:
+    """What `save_checkpoint` was told of the run. Raises as `Manifest.read`."""
+    return Manifest.read(Path(folder)).document(Path(folder), RUN)
+
+
+def check_model(model: nn.Module, reader: FolderReader) -> None:
+    """Raises ValueError for a checkpoint that has not the tensors of this model, in their shapes, and no others."""
+    pipeline = pipeline_of(model)
+    parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
+    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    found = {
+        name.removeprefix(MODEL): tensor.shape
+        for name, tensor in reader.manifest.tensors.items()
+        if name.startswith(MODEL)
+    }
+    for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            whose = "this model" if what == "lacks" else "the checkpoint"
+            raise ValueError(
+                f"{reader.folder} is of another model: it {what} {min(names)}{more}, of {whose}; give the model as it was"
+            )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ValueError(
+                f"{reader.folder} is of another model: {name} has shape {found[name]}, and {shape} here; give the model "
+                f"as it was"
+            )
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"{MODEL}{name}"] = parameter
+        for key, value in sorted(({} if optimizer is None else optimizer.state.get(parameter, {})).items()):
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the optimizer keeps {key} of {name} as a {type(value).__name__}; a checkpoint holds tensors alone"
+                )
+            tensors[f"{OPTIMIZER}{name}.{key}"] = value
+    return tensors
+
+
+def _state_to_fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
+) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
+    """By parameter, the state that the checkpoint has of it, unset: laid out as the parameter where it is of its shape."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    stored: dict[str, list[str]] = {}
+    for name in manifest.tensors:
+        if name.startswith(OPTIMIZER):
+            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            stored.setdefault(parameter_name, []).append(key)
+    found: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter not in groups or name not in stored:
+            continue
+        on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")
+        values: dict[str, Tensor] = {}
+        for key in stored[name]:
+            tensor = manifest.tensors[f"{OPTIMIZER}{name}.{key}"]
+            if tensor.shape == tuple(parameter.shape):
+                values[key] = torch.zeros_like(parameter, dtype=DTYPES[tensor.dtype], requires_grad=False)
+            else:  # as the number of steps, which torch keeps beside the parameter where it reads it there
+                device = parameter.device if on_device else "cpu"
+                values[key] = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
+        found[name] = (parameter, values)
+    return found
+
+
+def _check_on_all(reader: FolderReader) -> None:
+    """`check_sums` of what all ranks have read. Communication: a gather of the sums, and a broadcast of the outcome."""
+    pieces = [reader.sums_of_pieces]
+    if dist.is_initialized():
+        pieces = [{} for _ in range(dist.get_world_size())]
+        dist.gather_object(reader.sums_of_pieces, pieces if dist.get_rank() == 0 else None, dst=0)
+    outcome: list[ValueError | None] = [None]
+    try:
+        check_sums(reader.folder, reader.manifest, {key: each for of_rank in pieces for key, each in of_rank.items()})
+    except ValueError as error:
+        outcome = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong on the first rank that failed."""
+    cause: BaseException = min(error.failures.items())[1][0]
+    return cause

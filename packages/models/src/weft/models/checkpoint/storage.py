@@ -1,0 +1,260 @@
+"""Where torch's distributed checkpoint writes and reads: a folder of safetensors files and JSON, whole or not there.
+
+A folder is written under another name beside it, each file synced; its manifest is written last, and then it is renamed. So
+whatever stops a run, what has the name of a checkpoint is one. Nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .manifest import MANIFEST, REMEDY, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
+from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_shard, write_text
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
+
+
+class FolderWriter(StorageWriter):
+    """Writes a checkpoint into `folder`: a safetensors file for each rank that has something to write, and `documents` as JSON.
+
+    Raises ValueError where the folder exists; OSError where it cannot be written. What was written of it is removed then.
+    """
+
+    def __init__(self, folder: Path, documents: Mapping[str, Any]) -> None:
+        self._folder, self._documents = folder, documents
+        self._beside = beside(folder)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        begin_folder(self._folder)
+        return [replace(plan, storage_data=f"part-{number:05}.safetensors") for number, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(self._write(plan.storage_data, plan.items, planner) if plan.items else [])
+        return written
+
+    def _write(self, filename: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        sums: list[int] = []
+
+        def values() -> Iterator[Tensor]:
+            for item in items:
+                data = planner.resolve_data(item)
+                assert isinstance(data, Tensor), "a checkpoint holds tensors alone"
+                sums.append(positional_sum(data, data.shape, [0] * data.ndim))
+                yield data
+
+        shapes = {
+            key_of(item.index.fqn, _offsets(item)): (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
+            for item in items
+            if item.tensor_data is not None
+        }
+        file = write_shard(self._beside / filename, shapes, values())
+        return [
+            WriteResult(item.index, item.tensor_storage_size() or 0, (filename, file, each))
+            for item, each in zip(items, sums, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, StoredFile] = {}
+        parts: dict[str, list[StoredPart]] = {}
+        for result in (each for of_rank in results for each in of_rank):
+            filename, file, total = result.storage_data
+            files[filename] = file
+            stored = metadata.state_dict_metadata[result.index.fqn]
+            assert isinstance(stored, TensorStorageMetadata) and result.index.index is not None, "as they were planned"
+            chunk = stored.chunks[result.index.index]
+            part = StoredPart(tuple(chunk.offsets), tuple(chunk.sizes), filename, total)
+            parts.setdefault(result.index.fqn, []).append(part)
+        tensors = {
+            name: StoredTensor(NAMES[stored.properties.dtype], tuple(stored.size), tuple(parts.get(name, ())))
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        finish_folder(self._folder, tensors, files, self._documents)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def beside(folder: Path) -> Path:
+    """The name under which a folder is written until it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def begin_folder(folder: Path) -> None:
+    """Makes the folder that is to be renamed. Raises ValueError where there is one of that name, OSError where it cannot be."""
+    if folder.exists():
+        raise ValueError(f"{folder} exists; give another folder, or remove it")
+    shutil.rmtree(beside(folder), ignore_errors=True)  # what a run left that was killed
+    beside(folder).mkdir(parents=True)
+
+
+def finish_folder(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    files: Mapping[str, StoredFile],
+    documents: Mapping[str, Any],
+) -> None:
+    """Adds the documents and the manifest, and gives the folder its name; it returns when the disk has all."""
+    written = {
+        name: write_text(beside(folder) / name, json.dumps(document, indent=2) + "\n")
+        for name, document in documents.items()
+    }
+    write_text(beside(folder) / MANIFEST, Manifest(tensors, {**files, **written}).text())
+    sync_folder(beside(folder))
+    beside(folder).rename(folder)
+    sync_folder(folder.parent)
+
+
+class FolderReader(StorageReader):
+    """Reads of a checkpoint what is asked for, and sums it up; `sums_of_pieces` are to be compared by `check_sums`.
+
+    nbytes: how many bytes of the safetensors files this rank has read so far, what stands before the tensors too.
+    Raises as `Manifest.read`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, Manifest.read(folder)
+        self.sums_of_pieces: dict[tuple[str, int, Piece], int] = {}
+        self.nbytes = 0
+        self._open: dict[str, Any] = {}
+        self._files = ExitStack()
+
+    def __enter__(self) -> FolderReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+        self._open.clear()
+
+    def read(self, name: str, number: int, piece: Piece) -> Tensor:
+        """A piece of the part of that number of a tensor.
+
+        Raises DamagedCheckpoint where the file's own table is not as it was written.
+        """
+        part = self.manifest.tensors[name].parts[number]
+        slices = tuple(slice(start, start + size) for start, size in zip(*piece, strict=True))
+        try:
+            stored = self._file(part.file).get_slice(part.key(name))
+            tensor: Tensor = stored[slices] if slices else self._file(part.file).get_tensor(part.key(name))
+        except SafetensorError as error:
+            raise DamagedCheckpoint(f"{self.folder / part.file} cannot be read: {error}; {REMEDY}") from None
+        self.nbytes += tensor.nbytes
+        self.sums_of_pieces[name, number, piece] = positional_sum(tensor, part.shape, piece[0])
+        return tensor
+
+    def read_whole(self, name: str) -> Tensor:
+        """A tensor, from all its parts. Raises DamagedCheckpoint where it is not as it was written."""
+        stored = self.manifest.tensors[name]
+        whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        for number, part in enumerate(stored.parts):
+            place = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.shape, strict=True))
+            whole[place] = self.read(name, number, ((0,) * len(part.shape), part.shape))
+        check_sums(self.folder, self.manifest, self.sums_of_pieces)
+        self.sums_of_pieces.clear()
+        return whole
+
+    def _file(self, filename: str) -> Any:
+        if filename not in self._open:
+            header = read_header(self.folder / filename)
+            self.nbytes += len(header)
+            self.manifest.check(self.folder, filename, header)
+            self._open[filename] = self._files.enter_context(
+                safe_open(self.folder / filename, framework="pt", device="cpu")
+            )
+        return self._open[filename]
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[stored.dtype]),
+                    size=torch.Size(stored.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in stored.parts
+                    ],
+                )
+                for name, stored in self.manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            number = item.storage_index.index
+            assert number is not None, "it was planned from the list of parts"
+            piece = tuple(item.storage_offsets), tuple(item.lengths)
+            target = planner.resolve_tensor(item)
+            target.copy_(self.read(item.storage_index.fqn, number, piece))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def check_sums(folder: Path, manifest: Manifest, pieces: Mapping[tuple[str, int, Piece], int]) -> None:
+    """Raises DamagedCheckpoint where parts that were read in pieces, by whomever, are not as they were written.
+
+    pieces: by tensor, number of the part and piece, the sums. Parts that were not read in full cannot be told, and are passed by.
+    """
+    found: dict[tuple[str, int], list[int]] = {}
+    for (name, number, (_, shape)), total in pieces.items():
+        entry = found.setdefault((name, number), [0, 0])
+        entry[0] += torch.Size(shape).numel()
+        entry[1] += total
+    for (name, number), (count, total) in found.items():
+        part = manifest.tensors[name].parts[number]
+        if count == torch.Size(part.shape).numel() and total % 2**64 != part.sum:
+            raise DamagedCheckpoint(
+                f"{folder / part.file} was changed after it was written: {part.key(name)} is another; {REMEDY}"
+            )
+
+
+def _offsets(item: WriteItem) -> tuple[int, ...]:
+    assert item.tensor_data is not None, "a checkpoint holds tensors alone"
+    return tuple(item.tensor_data.chunk.offsets)

@@ -1,0 +1,85 @@
+"""Which rank does not answer: asked when one was waited for in vain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+EVERY_SECONDS = 1.0  # between two looks whether somebody asks
+ANSWER_SECONDS = 5 * EVERY_SECONDS
+ASKED, CALLER = "roll call", "roll call/caller"
+
+
+class Unanswered(RuntimeError):
+    """Ranks do not answer; the message names them. is_told: whether this rank is the one to say it."""
+
+    def __init__(self, message: str, is_told: bool) -> None:
+        super().__init__(message)
+        self.is_told = is_told
+
+
+class RollCall:
+    """While it is entered a thread of each rank says, when it is asked, what the rank is doing. One that was stopped does not.
+
+    doing: gives it, in words.
+    Communication: a look into the world's store, a second, beside the run.
+    """
+
+    def __init__(self, doing: Callable[[], str]) -> None:
+        self._doing, self._store = doing, _get_default_store()
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+
+    def __enter__(self) -> RollCall:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def call(self, seconds: float) -> Unanswered:
+        """What is to be said after `seconds` of waiting in vain: the ranks that do not answer, or that are behind the others."""
+        is_told = self._store.add(CALLER, 1) == 1
+        self._store.set(ASKED, "")
+        end = time.monotonic() + ANSWER_SECONDS
+        while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
+            time.sleep(0.1)
+        silent = [rank for rank in range(self._ranks) if rank not in answers]
+        here = self._doing()
+        if silent:
+            return Unanswered(
+                f"{_named(silent)} answered no more for {seconds:g} s, while the others waited in {here}", is_told
+            )
+        behind = [rank for rank, doing in answers.items() if doing != here]
+        where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
+        return Unanswered(
+            f"a collective was not done in {seconds:g} s: this rank waits in {here}; {where or 'so do all others'}",
+            is_told,
+        )
+
+    def _answers(self) -> dict[int, str]:
+        keys = {rank: f"{ASKED}/{rank}" for rank in range(self._ranks)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def _answer(self) -> None:
+        with suppress(RuntimeError):  # the store went with the run
+            while not self._store.check([ASKED]):
+                if self._over.wait(EVERY_SECONDS):
+                    return
+            self._store.set(f"{ASKED}/{self._rank}", self._doing())
+
+
+def is_silence(error: RuntimeError) -> bool:
+    """Whether a collective failed since others did not come in time."""
+    return "imed out" in str(error)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

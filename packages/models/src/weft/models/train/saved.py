@@ -1,0 +1,87 @@
+"""What a checkpoint says of its run, as JSON: written, read back, and compared with the run that goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..versions import versions
+from .config import Run, TrainConfig
+
+# What may not change: the numbers of the run would be those of neither.
+FIXED = ("seed", "model", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
+# What says nothing of the numbers.
+FREE = (
+    *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
+    *("track", "data.path"),
+)
+
+
+def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
+    """What is to be known to go on from `step`. The random numbers and the order of the data follow from the seed and the step.
+
+    held_out_loss: before the first step.
+    """
+    return {
+        "step": step,
+        "samples": step * run.config.data.batch_size,
+        "held_out_loss": held_out_loss,
+        "recipe": run.recipe,
+        "config": as_json(run.config),
+        "data_tokens": run.corpus.num_tokens,
+        "mesh": run.axes,
+        "versions": versions(),
+    }
+
+
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    """The config in what JSON has; the model's says of which kind it is."""
+    value = {**dataclasses.asdict(config), "model": {"kind": type(config.model).__name__}}
+    value["model"] |= dataclasses.asdict(config.model)
+    plain = _plain(value)
+    assert isinstance(plain, dict), "as it was"
+    return plain
+
+
+def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
+    """What is otherwise than in the run that saved the checkpoint, a line each.
+
+    Raises ValueError where it is what the run would be another by: its model, its data, its seed.
+    """
+    if "config" not in saved:  # it was converted from what knows of no run
+        return []
+    before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.config)))
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and not _within(name, FREE)]
+    for name in changed:
+        if _within(name, FIXED):
+            raise ValueError(
+                f"the checkpoint was saved with {name} {before.get(name)}, and this run has {now.get(name)}; give it as it "
+                f"was, or start a new run"
+            )
+    if saved["data_tokens"] != run.corpus.num_tokens:
+        raise ValueError(
+            f"the checkpoint was saved by a run on {saved['data_tokens']} tokens, and {run.corpus.name} has "
+            f"{run.corpus.num_tokens}; give the same data, or start a new run"
+        )
+    return [f"{name} is {now.get(name)}, and was {before.get(name)}" for name in changed]
+
+
+def _within(name: str, names: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{each}.") for each in names)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, each in value.items():
+        if isinstance(each, Mapping):
+            yield from _flat(each, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", each
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
