@@ -256,6 +256,30 @@ class TestTokenizers:
         assert find_tokenizer(learned / "tokenizer.json").end == 0
         assert find_tokenizer(learned / "tokenizer.json", "chapter").end > 256
 
+    @pytest.mark.exhaustive  # it imports transformers
+    def test_an_end_that_was_named_goes_with_the_files(self, learned: Path, tmp_path: Path) -> None:
+        import transformers
+
+        found = find_tokenizer(learned, "chapter")
+        prepare([write_text(tmp_path / "in", TEXTS)], tmp_path / "out", tokenizer=found)
+        assert find_data(tmp_path / "out").tokenizer == found
+        assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out/tokenizer").eos_token == "chapter"
+
+    @pytest.mark.exhaustive  # it imports transformers
+    def test_what_transformers_saved_is_the_same_tokenizer(self, learned: Path, tmp_path: Path) -> None:
+        """With its template of a chat, and with files of bytes that another program has written once more."""
+        import transformers
+
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(learned)
+        theirs.chat_template = "{{ messages }}"
+        theirs.save_pretrained(tmp_path / "saved")
+        found = find_tokenizer(tmp_path / "saved")
+        assert [found.encode(text) for text in TEXTS] == [find_tokenizer(learned).encode(text) for text in TEXTS]
+        assert found.end == 0
+        assert found.documents["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
+        (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer().documents["tokenizer.json"], indent=7))
+        assert find_tokenizer(tmp_path) == byte_tokenizer()
+
     def test_a_vocabulary_above_65536_takes_32_bits(self, tmp_path: Path) -> None:
         many = Tokenizer(byte_tokenizer().files, BYTE_END, 65537)
         assert prepare([write_text(tmp_path / "in", TEXTS)], tmp_path / "out", tokenizer=many).dtype == "uint32"

@@ -122,10 +122,11 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
     weft("data", "prepare", text, "--tokenizer", bpe, "--output", data)
     size = find_tokenizer(Path(bpe)).vocab_size
     sizes = ("--model.vocab-size", str(size), "--model.hidden-size", "32", "--model.num-layers", "1")
-    small = ("--data.sequence-length", "32", "--steps", "2", "--mesh.dp", "1", "--mesh.tp", "1")
+    small = ("--data.sequence-length", "32", "--steps", "2", "--save-every", "1", "--mesh.dp", "1", "--mesh.tp", "1")
     weft("train", "--data.path", data, "--output", run, *sizes, *small)
     checkpoint = tmp_path / "run" / "checkpoint"
     assert find_tokenizer(checkpoint) == find_tokenizer(Path(bpe))
+    assert find_tokenizer(tmp_path / "run" / "checkpoint-1").documents == find_tokenizer(Path(bpe)).documents
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     prompt = tokenizer("the whale", return_tensors="pt")
