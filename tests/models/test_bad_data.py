@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -131,7 +133,7 @@ def test_what_is_left_out_is_counted_and_named(capsys: pytest.CaptureFixture[str
         out.splitlines()[0]
         == "prepared out: 2 documents, 10 tokens of 257 kinds, uint16, in 1 shard; each document ends with token 256"
     )
-    assert out.splitlines()[1] == "left out 2 empty documents, 0 bad lines, 1 file that are not UTF-8: folder/c.png"
+    assert out.splitlines()[1] == "left out 2 empty documents, 0 bad lines, 1 file not in UTF-8: folder/c.png"
 
 
 @pytest.mark.parametrize("kind", ["bytes", pytest.param("bpe", marks=pytest.mark.exhaustive)])
@@ -247,8 +249,8 @@ class TestPrepared:
         [
             pytest.param(["latin.jsonl", "--skip-bad", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"),
             pytest.param(["good.txt", "--output", "nothing/.."], "exists and holds something else", id="something-else"),
-            pytest.param(["good.txt", "--output", "good.txt"], "good.txt cannot be written: ", id="a-file"),
-            pytest.param(["good.txt", "--output", "/proc/x"], "/proc/x cannot be written: ", id="nobody-writes-there"),
+            pytest.param(["good.txt", "--output", "good.txt"], "good.txt cannot be made: ", id="a-file"),
+            pytest.param(["good.txt", "--output", "/proc/x"], "/proc/x cannot be made: ", id="nobody-writes-there"),
         ],
     )  # fmt: skip
     def test_an_output_that_is_taken_is_refused_and_left(
@@ -272,6 +274,43 @@ def test_inputs_that_have_changed_since_are_not_gone_on_with(
     status, _, err = weft(capsys, "data", "prepare", "good.txt", "--output", "out")
     assert status == 2
     assert "out holds the beginning of another preparation" in err
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (
+        "data",
+        "prepare",
+        "good.txt",
+        "no-field.jsonl",
+        "--skip-bad",
+        "--output",
+        "out",
+        "--shard-mib",
+        "1",
+        "--workers",
+        "1",
+    )
+    synced = 0
+
+    def full(file: int) -> None:
+        nonlocal synced
+        synced += 1
+        if synced == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        status, _, err = weft(capsys, *command)
+    assert status == 2
+    (line,) = err.splitlines()
+    assert line.endswith(
+        "out cannot be made: [Errno 28] No space left on device; once that is mended, the same command goes on"
+    )
+    assert not Path("out/manifest.json").exists()
+    assert weft(capsys, *command)[0] == 0
+    assert weft(capsys, "data", "verify", "out")[0] == 0
 
 
 def test_two_at_once_in_one_folder_are_refused(

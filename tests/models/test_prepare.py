@@ -91,6 +91,22 @@ def test_every_document_is_there_once_in_order_with_its_end(
     assert (len(manifest.shards) == 1) == (part_bytes == 10**6)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_read_is_told_until_it_is_all(workers: int, tmp_path: Path) -> None:
+    given = write_jsonl(tmp_path / "in", TEXTS)
+    told: list[tuple[int, int]] = []
+    prepare(
+        *([given], tmp_path / "out"),
+        tokenizer=byte_tokenizer(),
+        part_bytes=300,
+        workers=workers,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    size = given.stat().st_size
+    assert told == sorted(told) and told[0] == (0, size) and told[-1] == (size, size)
+    assert workers > 1 or len(told) > 5
+
+
 def test_a_manifest_says_what_there_is(tmp_path: Path) -> None:
     prepare([write_jsonl(tmp_path / "in", ["one", "", "two"])], tmp_path / "out", tokenizer=byte_tokenizer())
     said = json.loads((tmp_path / "out/manifest.json").read_text())
@@ -222,6 +238,7 @@ class TestTokenizers:
         )
         assert contents(tmp_path / "bpe") == contents(learned)
 
+    @pytest.mark.exhaustive  # it imports transformers
     @pytest.mark.parametrize("name", ["learned", "bytes"])
     def test_transformers_reads_the_files_as_we_do(self, name: str, learned: Path, tmp_path: Path) -> None:
         import transformers
@@ -238,6 +255,30 @@ class TestTokenizers:
     def test_a_file_of_a_tokenizer_names_its_end(self, learned: Path) -> None:
         assert find_tokenizer(learned / "tokenizer.json").end == 0
         assert find_tokenizer(learned / "tokenizer.json", "chapter").end > 256
+
+    @pytest.mark.exhaustive  # it imports transformers
+    def test_an_end_that_was_named_goes_with_the_files(self, learned: Path, tmp_path: Path) -> None:
+        import transformers
+
+        found = find_tokenizer(learned, "chapter")
+        prepare([write_text(tmp_path / "in", TEXTS)], tmp_path / "out", tokenizer=found)
+        assert find_data(tmp_path / "out").tokenizer == found
+        assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out/tokenizer").eos_token == "chapter"
+
+    @pytest.mark.exhaustive  # it imports transformers
+    def test_what_transformers_saved_is_the_same_tokenizer(self, learned: Path, tmp_path: Path) -> None:
+        """With its template of a chat, and with files of bytes that another program has written once more."""
+        import transformers
+
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(learned)
+        theirs.chat_template = "{{ messages }}"
+        theirs.save_pretrained(tmp_path / "saved")
+        found = find_tokenizer(tmp_path / "saved")
+        assert [found.encode(text) for text in TEXTS] == [find_tokenizer(learned).encode(text) for text in TEXTS]
+        assert found.end == 0
+        assert found.documents["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
+        (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer().documents["tokenizer.json"], indent=7))
+        assert find_tokenizer(tmp_path) == byte_tokenizer()
 
     def test_a_vocabulary_above_65536_takes_32_bits(self, tmp_path: Path) -> None:
         many = Tokenizer(byte_tokenizer().files, BYTE_END, 65537)

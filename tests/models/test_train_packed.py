@@ -27,11 +27,11 @@ SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, 
 MODELS = {"llama": LlamaConfig(intermediate_size=24, **SIZES), "gpt": GPTConfig(**SIZES)}
 
 WAYS = [
-    pytest.param({"dp": 4, "tp": 1}, {}, id="data"),
+    pytest.param({"dp": 4, "tp": 1}, {}, id="data", marks=pytest.mark.exhaustive),
     pytest.param({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2}, id="sequence-microbatches"),
     pytest.param({"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context"),
-    pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3"),
-    pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="pipeline"),
+    pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive),
+    pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="pipeline", marks=pytest.mark.exhaustive),
     pytest.param({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, {"microbatches": 4, "context": "all_gather"}, id="pipeline-context"),
 ]  # fmt: skip
 
@@ -65,7 +65,9 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     made.first_step()
     made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    return [first, *(metrics.loss for metrics in made.read(None))]
+    metrics = made.read(None)
+    assert all(0 < each.data_share < 1 for each in metrics)
+    return [first, *(each.loss for each in metrics)]
 
 
 def alone(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -120,10 +122,11 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
     weft("data", "prepare", text, "--tokenizer", bpe, "--output", data)
     size = find_tokenizer(Path(bpe)).vocab_size
     sizes = ("--model.vocab-size", str(size), "--model.hidden-size", "32", "--model.num-layers", "1")
-    small = ("--data.sequence-length", "32", "--steps", "2", "--mesh.dp", "1", "--mesh.tp", "1")
+    small = ("--data.sequence-length", "32", "--steps", "2", "--save-every", "1", "--mesh.dp", "1", "--mesh.tp", "1")
     weft("train", "--data.path", data, "--output", run, *sizes, *small)
     checkpoint = tmp_path / "run" / "checkpoint"
     assert find_tokenizer(checkpoint) == find_tokenizer(Path(bpe))
+    assert find_tokenizer(tmp_path / "run" / "checkpoint-1").documents == find_tokenizer(Path(bpe)).documents
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     prompt = tokenizer("the whale", return_tensors="pt")

@@ -50,11 +50,18 @@ class Snapshot:
 
 
 def snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, run: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written."""
+    """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written.
+
+    beside: other JSON files by name, such as the tokenizer's.
+    """
     family = family_of(model)
-    documents: dict[str, Any] = {RUN: dict(run or {})}
+    documents: dict[str, Any] = {**(beside or {}), RUN: dict(run or {})}
     if family is not None:
         documents[CONFIG] = family.weights.write_config(model)
     return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)

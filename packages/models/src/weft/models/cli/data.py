@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -190,10 +191,10 @@ def _prepare(arguments: list[str]) -> int:
     if empty or bad or skipped:
         named = f": {printable(', '.join(skipped[:NAMED]))}{', ...' if len(skipped) > NAMED else ''}" if skipped else ""
         print(
-            f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, {_count(len(skipped), 'file')} that are not UTF-8{named}"
+            f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, {_count(len(skipped), 'file')} not in UTF-8{named}"
         )
     print(
-        f"next  {PROGRAM} train --data.path {options.output}"
+        f"next  {PROGRAM} train --data.path {shlex.quote(str(options.output))}"
         + ("" if tokenizer.is_bytes else f" --model.vocab-size {manifest.vocab_size}")
     )
     return 0
@@ -214,7 +215,7 @@ def _train_tokenizer(arguments: list[str]) -> int:
     print(
         f"saved {options.output}: a tokenizer of {made.vocab_size:,} tokens; each document ends with token {made.end}"
     )
-    print(f"next  {PROGRAM} data prepare INPUT --tokenizer {options.output} --output FOLDER")
+    print(f"next  {PROGRAM} data prepare INPUT --tokenizer {shlex.quote(str(options.output))} --output FOLDER")
     return 0
 
 

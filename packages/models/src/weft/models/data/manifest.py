@@ -43,14 +43,14 @@ class Shard:
 class Manifest:
     """What a prepared folder holds.
 
-    dtype: of the tokens, little-endian: uint16 or uint32. tokenizer: its sha256. request: what was asked for, as JSON.
+    dtype: of the tokens, little-endian: uint16 or uint32. tokenizer: its sha256. request: what was asked for, as JSON; its
+    "tokenizer" are the SHA-256 of the tokenizer's files, by name.
     """
 
     dtype: str
     vocab_size: int
     end: int
     tokenizer: str
-    tokenizer_files: dict[str, str]
     shards: tuple[Shard, ...]
     request: dict[str, Any]
 
@@ -114,7 +114,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 def verify(folder: Path) -> Manifest:
     """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
     manifest = read_manifest(folder)
-    sums = {f"{TOKENIZER_FOLDER}/{name}": each for name, each in manifest.tokenizer_files.items()}
+    sums = {f"{TOKENIZER_FOLDER}/{name}": each for name, each in manifest.request["tokenizer"].items()}
     for shard in manifest.shards:
         sums |= dict(zip(shard.names, shard.sha256, strict=True))
     for name, wanted in sums.items():

@@ -22,7 +22,7 @@ from ..versions import versions
 from .inputs import Columns, LeftOut, Part, find_parts, read_part
 from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, Shard, finish, read_manifest, read_shard, write_whole
 from .text import first_words
-from .tokenizer import Tokenizer
+from .tokenizer import TOKENIZER_FILE, Tokenizer
 
 PART_BYTES = 64 << 20  # of input to a shard: its tokens are some 30 MB, and a process needs about a GB for them
 TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
@@ -73,7 +73,7 @@ def prepare(
                 _make_shards(job, workers, progress)
                 whole = _end(job, request)
     except OSError as error:
-        raise ValueError(f"{output} cannot be written: {error}; when it can be, the same command goes on") from None
+        raise _stopped(output, error) from None
     for number in range(len(parts)):
         _record(output, number).unlink(missing_ok=True)
     (output / PROGRESS).unlink(missing_ok=True)
@@ -90,12 +90,17 @@ def _request(
         "pieces": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
         **asdict(columns),
         "part_bytes": part_bytes,
-        "tokenizer": tokenizer.sha256,
+        "end": tokenizer.end,
+        "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files},
         "versions": {
             "weft-models": versions()["weft-models"],
             **({} if tokenizer.is_bytes else {"tokenizers": version("tokenizers")}),
         },
     }
+
+
+def _stopped(output: Path, error: OSError) -> ValueError:
+    return ValueError(f"{output} cannot be made: {error}; once that is mended, the same command goes on")
 
 
 @contextmanager
@@ -142,7 +147,7 @@ def _begun(output: Path, request: dict[str, Any], parts: Sequence[Part]) -> Iter
 
 
 def _shown(request: dict[str, Any]) -> str:
-    return f"{', '.join(request['inputs'])} by tokenizer {request['tokenizer'][:8]}"
+    return f"{', '.join(request['inputs'])} by tokenizer {request['tokenizer'][TOKENIZER_FILE][:8]}"
 
 
 def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
@@ -198,8 +203,8 @@ def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
         try:
             _make_shard(job, number, report)
         except (ValueError, OSError) as error:
-            said = str(error) if isinstance(error, ValueError) else f"{job.output} cannot be written: {error}"
-            (Path(folder) / "error").write_text(said, encoding="utf-8")
+            said = error if isinstance(error, ValueError) else _stopped(job.output, error)
+            (Path(folder) / "error").write_text(str(said), encoding="utf-8")
             sys.exit(STOPPED)
         read += sum(piece.nbytes for piece in job.parts[number])
 
@@ -285,7 +290,6 @@ def _end(job: _Job, request: dict[str, Any]) -> Manifest:
         vocab_size=job.tokenizer.vocab_size,
         end=job.tokenizer.end,
         tokenizer=job.tokenizer.sha256,
-        tokenizer_files={name: hashlib.sha256(content).hexdigest() for name, content in job.tokenizer.files},
         shards=tuple(shards),
         request=request,
     )

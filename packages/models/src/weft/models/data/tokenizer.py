@@ -15,11 +15,8 @@ from typing import Any
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-# What a folder's tokenizer is made of, where transformers' fast tokenizers saved it.
-FILES = (
-    *(TOKENIZER_FILE, CONFIG_FILE, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
-)
+SPECIAL_FILE = "special_tokens_map.json"
+CHAT_FILE = "chat_template.jinja"  # it goes into tokenizer_config.json, where transformers looks as well
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where nothing says how a document ends
 BYTE_END = 256  # the token after each document, where a token is a byte
 BYTE_VOCAB_SIZE = 257  # odd: it shards unevenly
@@ -27,7 +24,7 @@ BYTE_VOCAB_SIZE = 257  # odd: it shards unevenly
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer: files by name as (name, content), the token that ends a document, and how many tokens there are.
+    """A tokenizer: JSON files as (name, content), the token that ends a document, and how many tokens there are.
 
     It is what is pickled; the library reads the files where a text is first encoded.
     """
@@ -36,18 +33,20 @@ class Tokenizer:
     end: int
     vocab_size: int
 
-    @property
+    @cached_property
     def is_bytes(self) -> bool:
         """Whether a token is a byte: then no library is asked."""
-        return dict(self.files).get(TOKENIZER_FILE) == _byte_file()
+        return _is_byte_file(dict(self.files)[TOKENIZER_FILE])
+
+    @property
+    def documents(self) -> dict[str, Any]:
+        """The files by name, as what their JSON says."""
+        return {name: json.loads(content) for name, content in self.files}
 
     @property
     def sha256(self) -> str:
-        """Of all files and of the end: two with the same give the same tokens."""
-        digest = hashlib.sha256(str(self.end).encode())
-        for name, content in sorted(self.files):
-            digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-        return digest.hexdigest()
+        """Of tokenizer.json and of the end: two with the same give the same tokens."""
+        return hashlib.sha256(f"{self.end}\n".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. Names of special tokens in it are text as any other."""
@@ -81,7 +80,7 @@ class Tokenizer:
         return opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_library"}
+        return {name: vars(self)[name] for name in ("files", "end", "vocab_size")}
 
 
 def open_library() -> Any:
@@ -113,28 +112,31 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
             f"{path} has no {TOKENIZER_FILE}; give one that the tokenizers library wrote, or a folder where "
             f"transformers saved a fast tokenizer"
         )
-    found = (
-        {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()} if folder == path else {}
-    )
-    found[TOKENIZER_FILE] = file.read_bytes()
-    if found[TOKENIZER_FILE] == _byte_file() and end is None:
+    content = file.read_bytes()
+    if _is_byte_file(content) and end is None:
         return byte_tokenizer()
+    library = open_library()
     try:
-        vocabulary: dict[str, int] = open_library().Tokenizer.from_str(found[TOKENIZER_FILE].decode()).get_vocab()
-    except Exception as error:  # what tokenizers raises for a file that it cannot read
-        if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
-            raise
+        vocabulary: dict[str, int] = library.Tokenizer.from_str(content.decode()).get_vocab()
+    except Exception as error:  # the library raises nothing more precise for a file that it cannot read
         raise ValueError(f"{file} is no tokenizer: {error}; save it again") from None
-    token = end or _eos_token(found.get(CONFIG_FILE), folder)
-    if token is None:
-        token = next((name for name in END_NAMES if name in vocabulary), None)
-    if token is None or token not in vocabulary:
+    names = (CONFIG_FILE, SPECIAL_FILE) if folder == path else ()
+    beside = {name: _read_object(folder / name) for name in names if (folder / name).is_file()}
+    config = beside.setdefault(CONFIG_FILE, json.loads(config_file("")))
+    eos = config.get("eos_token")
+    token = end or (eos.get("content") if isinstance(eos, dict) else eos)
+    token = token or next((name for name in END_NAMES if name in vocabulary), None)
+    if token not in vocabulary:
         raise ValueError(
             f"{file} has no {'token for the end of a document' if token is None else f'token {token!r}'}; name the one that "
             f"is to follow each document with --end"
         )
-    found.setdefault(CONFIG_FILE, config_file(token))
-    return Tokenizer(tuple(sorted(found.items())), vocabulary[token], max(vocabulary.values()) + 1)
+    for each in beside.values():  # as transformers is to know it, too
+        each["eos_token"] = token
+    if folder == path and (folder / CHAT_FILE).is_file():
+        config["chat_template"] = (folder / CHAT_FILE).read_text(encoding="utf-8")
+    files = {name: _as_file(each) for name, each in beside.items()} | {TOKENIZER_FILE: content}
+    return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
 
 
 def config_file(end: str) -> bytes:
@@ -145,17 +147,31 @@ def config_file(end: str) -> bytes:
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    return (json.dumps(config, indent=2) + "\n").encode()
+    return _as_file(config)
 
 
-def _eos_token(content: bytes | None, folder: Path) -> str | None:
-    if content is None:
-        return None
+def _as_file(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        eos = json.loads(content).get("eos_token")
-    except (ValueError, AttributeError):
-        raise ValueError(f"{folder / CONFIG_FILE} is not a JSON object; save the tokenizer again") from None
-    return eos.get("content") if isinstance(eos, dict) else eos
+        value = json.loads(path.read_bytes())
+        if isinstance(value, dict):
+            return value
+    except ValueError:
+        pass
+    raise ValueError(f"{path} is not a JSON object; save the tokenizer again")
+
+
+def _is_byte_file(content: bytes) -> bool:
+    """Whether a tokenizer.json is that of bytes, by whatever program it was written once more."""
+    if len(content) > 4 * len(_byte_file()):
+        return False
+    try:
+        return bool(json.loads(content) == json.loads(_byte_file()))
+    except ValueError:
+        return False
 
 
 @lru_cache(maxsize=1)
@@ -178,7 +194,7 @@ def _byte_file() -> bytes:
         "decoder": level,
         "model": {"type": "BPE", "vocab": {names[byte]: byte for byte in range(256)}, "merges": []},
     }
-    return (json.dumps(file, indent=1) + "\n").encode()
+    return _as_file(file)
 
 
 def _decode_bytes(tokens: Iterable[int]) -> Iterator[str]:

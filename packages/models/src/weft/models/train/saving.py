@@ -67,7 +67,9 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss)
-        copy = snapshot(self._model, self._optimizer, run=document).copied()
+        copy = snapshot(
+            self._model, self._optimizer, run=document, beside=self._run.corpus.tokenizer.documents
+        ).copied()
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
         self._thread = threading.Thread(target=self._write, args=(copy, folder), daemon=True)
         self._thread.start()
