@@ -50,7 +50,7 @@ def write_shard(
     with path.open("wb") as file:
         file.write(header)
         for tensor in tensors:
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     assert path.stat().st_size == len(header) + end, "every tensor is of the shape that was said"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from ..parallel.parallelize import pipeline_of
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
 from .shards import DTYPES
-from .storage import FolderReader, FolderWriter, check_sums
+from .storage import FolderReader, FolderWriter, beside, check_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,13 @@ class Snapshot:
     parts: Mapping[str, Part]
     documents: Mapping[str, Any]
 
-    def copied(self) -> Snapshot:
-        """The same with tensors of its own, on the CPU: training may go on while it is written."""
-        return Snapshot({name: part.copied() for name, part in self.parts.items()}, self.documents)
+    def copied(self, into: Snapshot | None = None) -> Snapshot:
+        """The same with tensors of its own, on the CPU: training may go on while it is written.
+
+        into: an earlier copy, which is written already; its memory is taken again.
+        """
+        before = {} if into is None else into.parts
+        return Snapshot({name: part.copied(before.get(name)) for name, part in self.parts.items()}, self.documents)
 
     @property
     def nbytes(self) -> int:
@@ -38,14 +45,17 @@ class Snapshot:
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
         """Writes the checkpoint; see `save_checkpoint`. group: of all ranks; nothing else may use it meanwhile."""
         try:
-            save(
-                dict(self.parts),
-                storage_writer=FolderWriter(folder, self.documents),
-                planner=PartSavePlanner(),
-                process_group=group,
-                no_dist=not dist.is_initialized(),
-            )
+            with _quietly():
+                save(
+                    dict(self.parts),
+                    storage_writer=FolderWriter(folder, self.documents),
+                    planner=PartSavePlanner(),
+                    process_group=group,
+                    no_dist=not dist.is_initialized(),
+                )
         except CheckpointException as error:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                shutil.rmtree(beside(folder), ignore_errors=True)
             raise _cause(error) from None
 
 
@@ -101,7 +111,7 @@ def load_checkpoint(
         }
         parts: dict[str, Any] = {name: part_of(tensor) for name, tensor in tensors.items()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _quietly():
                 load(parts, storage_reader=reader, planner=PartLoadPlanner(), no_dist=not dist.is_initialized())
         except CheckpointException as error:
             raise _cause(error) from None
@@ -197,6 +207,15 @@ def _check_on_all(reader: FolderReader) -> None:
         dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warning that there is one process, where there is one."""
+    with nullcontext() if dist.is_initialized() else warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _cause(error: CheckpointException) -> BaseException:
