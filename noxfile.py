@@ -23,7 +23,9 @@ TIME_LIMIT = (
 )
 # A file at a time for each worker, in the order of tests/conftest.py: pytest-xdist would begin with those of the most tests.
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
-TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "transformers", "accelerate", "peft", *PICTURE_TOOLS)
+DATA_TOOLS = ("tokenizers", "pyarrow")  # of the extra weft-models[data]
+MODEL_TOOLS = ("transformers", "accelerate", "peft", "tensorboard")
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
@@ -121,6 +123,12 @@ def dashboard(session: nox.Session) -> None:
 def train(session: nox.Session) -> None:
     """Trains a model; arguments go to `weft train`, paths count from where you stand."""
     _give_way(session, "train")
+
+
+@nox.session
+def data(session: nox.Session) -> None:
+    """Prepares text for training; arguments go to `weft data`."""
+    _give_way(session, "data")
 
 
 @nox.session

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.models.data.text import Corpus
 from weft.models.train.config import DataConfig, PlanConfig, Run
-from weft.models.train.data import Corpus
 from weft.models.train.recipes import recipe
 
 from benchmarks.conftest import Tell

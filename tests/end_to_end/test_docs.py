@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.support.programs import as_shown_or_quickly, run_alone, run_in_world
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 # A command that is quick enough to be called here, and what it prints.
 LAYOUT = re.compile(r"^```sh\n((?:weft|\./run) layout .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+# Commands that are called one after another, in a folder with this repository's licence, and what they print.
+DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
 
 
@@ -49,6 +52,19 @@ def test_a_layout_command_prints_what_the_page_shows(
     _, *arguments = shlex.split(command)
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
+    assert capsys.readouterr().out == shown
+
+
+def test_the_commands_of_the_guide_to_data_print_what_it_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    ((commands, shown),) = DATA.findall((ROOT / "docs/guides/data.md").read_text())
+    for command in commands.splitlines():
+        _, *arguments = shlex.split(command)
+        with pytest.raises(SystemExit, match="0"):
+            main(arguments)
     assert capsys.readouterr().out == shown
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 from weft.mesh import Layout, ProcessMesh
 
+from tests.models.metrics import some_metrics
 from tests.support.terminal import ESCAPE, in_pipe, on_terminal
 
 WEFT = (sys.executable, "-m", "weft.models.cli")
@@ -86,14 +87,14 @@ class TestHelp:
 STEPS = """
 from dataclasses import replace
 from weft.models.train.recipes import recipe
-from weft.models.train.report import Metrics, Report
+from weft.models.train.report import Report
+from tests.models.metrics import some_metrics
 
 report = Report(speaks=True)
 config = replace(recipe("llama-tiny"), steps=3, log_every=2)
 with report.steps(config) as shown:
     for step in (1, 2, 3):
-        metrics = Metrics(step=step, loss=3.25, grad_norm=1.5, lr=0.1, tokens_per_second=3036.0, memory_bytes=420 * 2**20)
-        shown.show(metrics)
+        shown.show(some_metrics(step=step, done=step / 3))
         if step == 1:
             report.line("check")
 report.line("after")
@@ -105,8 +106,7 @@ class TestStepsOfTraining:
 
     COMMAND = (sys.executable, "-c", STEPS)
     LINES = tuple(
-        "check" if step is None else f"step {step}/3  loss 3.2500  grad norm 1.500  3,036 tokens/s  peak memory 420 MiB"
-        for step in (1, None, 2, 3)
+        "check" if step is None else f"step {step}/3 {step / 3:4.0%}  {some_metrics()}" for step in (1, None, 2, 3)
     )
 
     @pytest.mark.parametrize("columns", [40, 80, 140])
@@ -119,7 +119,7 @@ class TestStepsOfTraining:
         assert after == "after"
         assert "…" not in sent
         assert shown.startswith("step 3/3 ")
-        assert shown.endswith("loss 3.2500 grad norm 1.500 3,036 tokens/s peak memory 420 MiB")
+        assert shown.endswith(" ".join(str(some_metrics()).split()))
         assert max(map(len, ESCAPE.sub("", sent.replace("\r", "\n")).splitlines())) <= columns
 
     @pytest.mark.parametrize("settings", PLAIN[1:])

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from weft.models.cli import main
 from tests.support.limits import PATIENCE
 
 WEFT = (sys.executable, "-m", "weft.models.cli")
+PROFILED = ("--profile", "traces")
 SMALL = ("--data.sequence-length", "32", "--data.batch-size", "4", "--optimizer.warmup-steps", "2")
 
 
@@ -40,7 +42,20 @@ def weft(
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The output and the folder of a short run on dp=2 x tp=2."""
     folder = tmp_path_factory.mktemp("run")
-    done = weft("train", "--steps", "12", "--log-every", "4", "--save-every", "5", *SMALL, cwd=folder)
+    done = weft(
+        "train",
+        "--steps",
+        "12",
+        "--log-every",
+        "4",
+        "--save-every",
+        "5",
+        "--eval-every",
+        "4",
+        *PROFILED,
+        *SMALL,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (results,) = (folder / "outputs").iterdir()
@@ -60,10 +75,12 @@ def test_what_is_said_comes_in_order(run: tuple[str, Path]) -> None:
         r"^  backward   9 all-reduce +[\d,]+ bytes  as predicted$",
         r"^  gradients  2 all-reduce +[\d,]+ bytes  as predicted$",
         r"^check  loss of step 1: ",
-        r"^step  1/12  loss .*  grad norm .*  .* tokens/s  peak memory .* MiB$",
-        r"^step  4/12  ",
-        r"^step 12/12  ",
+        r"^step  1/12   8%  loss .*  grad norm .*  lr .*  .* tokens/s  .* GFLOP/s  .* GiB \(\d+%\)  waiting \d+%  0:\d\d left$",
+        r"^step  4/12  33%  loss \S+  held out \S+ \(perplexity .*\)  grad norm",
+        r"^step 12/12 100%  .*  0:00 left$",
         r"^sample$",
+        r"^ *\(loss\) ",
+        r"^ *\(tokens/s\) ",
         r"^loss on held-out text \d\.\d{4} -> \d\.\d{4}, \d\.\d\d -> \d\.\d\d bits a byte, in \d+ s$",
         r"^saved outputs",
         r"^next  weft generate outputs",
@@ -90,9 +107,21 @@ def test_the_loss_falls(run: tuple[str, Path]) -> None:
 
 def test_the_results_are_all_there(run: tuple[str, Path]) -> None:
     results = run[1]
-    names = {"config.json", "metrics.jsonl", "plan.txt", "versions.json", "checkpoint", "checkpoint-5", "checkpoint-10"}
+    names = {
+        "config.toml",
+        "metrics.jsonl",
+        "curves.svg",
+        "plan.txt",
+        "versions.json",
+        "checkpoint",
+        "checkpoint-5",
+        "checkpoint-10",
+    }
     assert {path.name for path in results.iterdir()} == names
-    assert json.loads((results / "config.json").read_text())["steps"] == 12
+    assert tomllib.loads((results / "config.toml").read_text())["steps"] == 12
+    for rank in range(4):
+        trace = json.loads((results.parents[1] / "traces" / f"rank-{rank}.json").read_text())
+        assert any(event.get("name") == "gloo:all_reduce" for event in trace["traceEvents"])
     assert json.loads((results / "versions.json").read_text())["torch"]
     assert "layers.*.mlp.up_proj.weight: dp: R, tp: S(0)" in (results / "plan.txt").read_text()
 
@@ -214,8 +243,8 @@ BAD_INPUT = [
         id="ulysses-heads",
     ),
     pytest.param(
-        ("train", "--compile", "--plan.recompute", "full"),
-        r"blocks that are recomputed do not compile on a mesh of 4 processes; leave --compile out, or --plan.recompute full$",
+        ("train", "--compile", "--plan.recompute", "selective"),
+        r"blocks that are recomputed selectively do not compile on a mesh of 4 processes; .* take --plan.recompute full$",
         id="compiled-and-recomputed",
     ),
     pytest.param(("train", "--dtype", "float8"), r"(?i)invalid choice 'float8'.*bfloat16", id="dtype"),

@@ -22,6 +22,12 @@ KERNELS = (
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
+    "weft.kernels.matmul.launch",
+    "weft.kernels.grouped_matmul.launch",
+    "weft.kernels.rms_norm.launch",
+    "weft.kernels.layer_norm.launch",
+    "weft.kernels.swiglu.launch",
+    "weft.kernels.rope.launch",
     "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",
 )
@@ -51,6 +57,16 @@ def _import_interpreted() -> None:
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
         return TensorHandle(rounded.numpy().view(np.uint16), to.scalar)
 
+    multiply = InterpreterBuilder.create_dot
+
+    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """Products of bfloat16 by their values, in float32; the interpreter would multiply their bits."""
+        return multiply(self, *(widened(x) if x.dtype.scalar.name == "bf16" else x for x in (a, b)), *rest)
+
+    def widened(x: Any) -> Any:
+        values = torch.from_numpy(np.ascontiguousarray(x.data).view(np.int16)).view(torch.bfloat16).float().numpy()
+        return TensorHandle(values, tl.float32)
+
     patch = interpreter._patch_lang
 
     def patch_once(function: Any) -> Any:
@@ -70,6 +86,7 @@ def _import_interpreted() -> None:
 
     interpreter._get_np_dtype = numpy_dtype
     InterpreterBuilder.create_fp_trunc = round_to_nearest_even
+    InterpreterBuilder.create_dot = multiply_bfloat16
     interpreter._patch_lang = patch_once
 
 

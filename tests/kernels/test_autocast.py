@@ -42,6 +42,10 @@ def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:  # in float32, as on CU
     return F.rms_norm(x.float() if x.dtype != torch.float64 else x, weight.shape, weight, 1e-6)
 
 
+def wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # as on CUDA, again
     wide = [each.float() if each.dtype != torch.float64 else each for each in (x, weight, bias)]
     return F.layer_norm(wide[0], weight.shape, *wide[1:])
@@ -54,6 +58,18 @@ def torch_loss(ids: Tensor, logits: Tensor) -> Tensor:
 # By op: Weft's and torch's, given ids; and the shapes of the operands.
 OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...], Tensor | None]] = {
     "add": (lambda _, x, y: kernels.add(x, y), lambda _, x, y: x + y, ((6, 5, 8), (6, 5, 8)), None),
+    "add_layer_norm": (
+        lambda _, *operands: kernels.add(*kernels.add_layer_norm(*operands)),
+        lambda _, x, y, *more: x.to(wide(x)) + y + torch_layer_norm(x.to(wide(x)) + y, *more),
+        ((6, 5, 8), (6, 5, 8), (8,), (8,)),
+        None,
+    ),
+    "add_rms_norm": (
+        lambda _, *operands: kernels.add(*kernels.add_rms_norm(*operands)),
+        lambda _, x, y, weight: x.to(wide(x)) + y + torch_rms_norm(x.to(wide(x)) + y, weight),
+        ((6, 5, 8), (6, 5, 8), (8,)),
+        None,
+    ),
     "attention": (
         lambda _, *qkv: kernels.attention(*qkv, head_dim=4),
         lambda _, *qkv: torch_attention(*qkv),
@@ -63,6 +79,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids), torch_loss, ((6, 5, 8),), CLASSES),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), lambda _, x: torch_dropout(x), ((6, 5, 8),), None),
     "embedding": (kernels.embedding, F.embedding, ((11, 8),), TOKENS),
+    "geglu": (lambda _, x, y: kernels.geglu(x, y), lambda _, x, y: F.gelu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
     "gelu": (lambda _, x: kernels.gelu(x), lambda _, x: F.gelu(x), ((6, 5, 8),), None),
     "layer_norm": (lambda _, *operands: kernels.layer_norm(*operands), lambda _, *operands: torch_layer_norm(*operands),
                    ((6, 5, 8), (8,), (8,)), None),
@@ -75,6 +92,12 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         CLASSES,
     ),
     "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), lambda _, x, w: torch_rms_norm(x, w), ((6, 5, 8), (8,)), None),
+    "rms_norm_rope": (
+        lambda _, x, weight: kernels.rms_norm_rope(x, weight, *TABLES),
+        lambda _, x, weight: torch_rope(torch_rms_norm(x.unflatten(-1, (2, 4)), weight).flatten(-2)),
+        ((6, 5, 8), (4,)),
+        None,
+    ),
     "rope": (lambda _, x: kernels.rope(x, *TABLES), lambda _, x: torch_rope(x), ((6, 5, 8),), None),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), lambda _, x, y: F.silu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
 }  # fmt: skip

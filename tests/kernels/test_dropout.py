@@ -54,6 +54,31 @@ def test_survivors_are_scaled_and_the_others_are_zero(shape: tuple[int, ...], dt
     assert torch.equal(y.cpu(), expected(x, 0.3))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 2, 3, 4), (0, 3), (2, 2048)], ids=str)
+def test_a_residual_is_added_to_what_survives(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    x, residual = normal(shape, dtype, device), normal(shape, dtype, device, seed=1).mT.contiguous().mT
+    leaves = [each.requires_grad_() for each in (x, residual)]
+    y = kernels.dropout(leaves[0], 0.3, KEY, residual=leaves[1])
+    dropped = torch.where(kept(shape, 0.3), x.detach().cpu().double() / 0.7, 0)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        y.detach().cpu().double(), residual.detach().cpu().double() + dropped, rtol=tolerance, atol=tolerance
+    )
+    upstream = normal(shape, dtype, device, seed=2)
+    dx, dresidual = torch.autograd.grad(y, leaves, upstream)
+    assert torch.equal(dx.cpu(), expected(upstream, 0.3)) and torch.equal(dresidual, upstream)
+
+
+def test_a_residual_of_another_shape_or_dtype() -> None:
+    x = normal((4, 6))
+    with pytest.raises(ValueError, match=r"a residual of the shape of x, got \(6,\) and \(4, 6\); expand one"):
+        kernels.dropout(x, 0.3, KEY, residual=normal((6,)))
+    wide = kernels.dropout(x.bfloat16(), 0.3, KEY, residual=x)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, kernels.dropout(x.bfloat16(), 0.3, KEY) + x)
+
+
 def strided(kind: str, device: str) -> Tensor:
     base = normal((6, 8, 10), torch.bfloat16, device)
     return {
@@ -210,6 +235,9 @@ def test_an_element_is_read_once_and_written_once(interpreted: None) -> None:
     with counted_traffic() as backward:
         y.backward(torch.ones_like(x))
     assert (forward, backward) == (each, each)
+    with counted_traffic() as forward:
+        kernels.dropout(x, 0.1, KEY, residual=y.detach())
+    assert forward == Traffic(loaded=2 * each.loaded, stored=each.stored)
 
 
 # What is refused

@@ -22,9 +22,38 @@ TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
 # What runs, given the ids of rows that are sharded, and its operands: those with 6 rows are sharded.
 OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),
+    "linear-gelu": (lambda _, x, w: kernels.linear(x, w, activation="gelu"), None, (normal(6, 5, 8), normal(4, 8))),
+    "matmul": (
+        lambda _, a, b, bias, residual: kernels.matmul(
+            a, b, bias=bias, activation="silu", residual=residual, alpha=0.5
+        ),
+        None,
+        (normal(6, 5, 8), normal(8, 4), normal(4), normal(6, 5, 4)),
+    ),
+    "swiglu_linear": (
+        lambda _, *tensors: kernels.swiglu_linear(*tensors),
+        None,
+        (normal(6, 5, 8), normal(4, 8), normal(4, 8, seed=1)),
+    ),
     "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), None, (normal(6, 5, 8), normal(8))),
     "rms_norm-heads": (lambda _, x, w: kernels.rms_norm(x, w, head_dim=4), None, (normal(6, 5, 8), normal(4))),
     "layer_norm": (lambda _, *tensors: kernels.layer_norm(*tensors), None, (normal(6, 5, 8), normal(8), normal(8))),
+    "add_rms_norm": (
+        lambda _, *tensors: kernels.add(*kernels.add_rms_norm(*tensors)),
+        None,
+        (normal(6, 5, 8), normal(6, 5, 8), normal(8)),
+    ),
+    "add_layer_norm": (
+        lambda _, *tensors: kernels.add(*kernels.add_layer_norm(*tensors)),
+        None,
+        (normal(6, 5, 8), normal(6, 5, 8), normal(8), normal(8)),
+    ),
+    "rms_norm_rope": (
+        lambda _, x, w: kernels.rms_norm_rope(x, w, *TABLES),
+        None,
+        (normal(6, 5, 8), normal(4)),
+    ),
+    "geglu": (lambda _, x, y: kernels.geglu(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
     "gelu": (lambda _, x: kernels.gelu(x), None, (normal(6, 5, 8),)),
     "rope": (lambda _, x: kernels.rope(x, *TABLES), None, (normal(6, 5, 8),)),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
@@ -37,6 +66,11 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         (normal(6, 5, 8),) * 3,
     ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), None, (normal(6, 5, 8),)),
+    "dropout-residual": (
+        lambda _, x, y: kernels.dropout(x, 0.5, KEY, residual=y),
+        None,
+        (normal(6, 5, 8), normal(6, 5, 8)),
+    ),
     "dropout-in-order": (
         lambda _, x: kernels.dropout(x, 0.5, KEY, order=((3, 5), (0, 3))),
         None,

@@ -28,16 +28,29 @@ def of_products(**options):
 # name, function and its tensors; all floating tensors but rope's tables have a gradient
 OPS = {
     "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
+    "add_layer_norm": (
+        lambda *tensors: kernels.add(*kernels.add_layer_norm(*tensors)),
+        (normal(3, 4), normal(3, 4, seed=1), normal(4), normal(4, seed=1)),
+    ),
+    "add_rms_norm": (
+        lambda *tensors: kernels.add(*kernels.add_rms_norm(*tensors)),
+        (normal(3, 4), normal(3, 4, seed=1), normal(4)),
+    ),
     "attention": (
         lambda *tensors: kernels.attention(*tensors, head_dim=4),
         tuple(normal(1, 3, 8, seed=seed) for seed in range(3)),
     ),
     "dropout": (lambda x: kernels.dropout(x, 0.5, 1), (normal(3, 4),)),
     "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
+    "geglu": (kernels.geglu, (normal(3, 4), normal(3, 4, seed=1))),
     "gelu": (kernels.gelu, (normal(3, 4),)),
     "layer_norm": (kernels.layer_norm, (normal(3, 4), normal(4), normal(4, seed=1))),
     "linear": (kernels.linear, (normal(3, 4), normal(5, 4), normal(5))),
     "rms_norm": (kernels.rms_norm, (normal(3, 4), normal(4))),
+    "rms_norm_rope": (
+        lambda x, weight: kernels.rms_norm_rope(x, weight, ANGLES.cos(), ANGLES.sin()),
+        (normal(1, 3, 8), normal(4)),
+    ),
     "rope": (lambda x: kernels.rope(x, ANGLES.cos(), ANGLES.sin()), (normal(1, 3, 8),)),
     "swiglu": (kernels.swiglu, (normal(3, 4), normal(3, 4, seed=1))),
     **{f"cross_entropy-{each}": of_logits(reduction=each) for each in ("none", "mean", "sum")},

@@ -87,14 +87,37 @@ def linear_cross_entropy_collectives(reduction: str, x: Layout, weight: Layout, 
     return ["all-reduce"] * (reduction == "mean" and bool(target.shard_order)) + ["all-gather"] * gathers
 
 
+def by_group(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The last row is of no group."""
+    return torch.cat([a[:2] @ b[0], a[2:4] @ b[2], torch.zeros(1, 7, dtype=a.dtype)])
+
+
 # The sizes are uneven over 2 and leave an empty shard over 4, but for heads.
 B, T, V, H, N = 3, 5, 5, 6, 5
 logits_dims = 3
 ANGLE = torch.outer(torch.arange(T).double(), torch.tensor([1.0, 0.3]).double())  # [T, D / 2]
 TARGET = torch.where(ints(3, B, T) == 0, -100, ints(V, B, T))
+ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
 CASES = {
     "linear": Case(kernels.linear, F.linear, (normal(B, T, 5), normal(7, 5))),
     "linear-bias": Case(kernels.linear, F.linear, (normal(B, 5), normal(7, 5), normal(7))),
+    "linear-relu": Case(
+        partial(kernels.linear, activation="relu"),
+        lambda *t: F.linear(*t).relu(),
+        (normal(B, 5), normal(7, 5), normal(7)),
+    ),
+    "matmul": Case(
+        lambda a, b, residual: kernels.matmul(a, b, residual=residual, alpha=0.5, beta=2.0),
+        lambda a, b, residual: a @ b / 2 + 2 * residual,
+        (normal(B, 5), normal(5, 7), normal(B, 7)),
+    ),
+    "matmul-batch": Case(kernels.matmul, torch.matmul, (normal(B, T, 5), normal(B, 5, 7))),
+    "swiglu_linear": Case(
+        kernels.swiglu_linear,
+        lambda x, gate, up: F.silu(x @ gate.T) * (x @ up.T),
+        (normal(B, 5), normal(7, 5), normal(7, 5, seed=1)),
+    ),
+    "grouped_matmul": Case(kernels.grouped_matmul, by_group, (normal(5, 6), normal(3, 6, 7), ENDS)),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
     "embedding-padding": Case(
         partial(kernels.embedding, padding_idx=-2),
@@ -246,6 +269,11 @@ def linear_in_grad(case: Case, layouts: list[Layout], axis: str) -> bool:
 TAKEN = {
     "linear": 7,  # (R S0 S1 P, R), (R, S0), (S2, S1), (R, P)
     "linear-bias": 6,  # the same with one token dim less, and the one bias that fits each
+    "linear-relu": 3,  # those whose output is no sum: (R S0, R, R), (R, S0, S0)
+    "matmul": 6,  # (R S0 P, R), (R, S1 P), (S1, S0), each with the residual that fits
+    "matmul-batch": 7,  # (R P, R), (S0, S0), (S1, R), (R, S2 P), (S2, S1)
+    "swiglu_linear": 3,  # (R S0, R, R), (R, S0, S0)
+    "grouped_matmul": 6,  # (R P, R), (R, S0), (R, S2), (R, P), (S1, S1)
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1

@@ -18,6 +18,11 @@ from tests.kernels.test_incoming_gradients import OPS
 LOGITS = (normal(6, 5, 8),)
 MORE: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "rope": (lambda _, x, cos, sin: kernels.rope(x, cos, sin), None, (normal(6, 5, 8), normal(5, 2), normal(5, 2))),
+    "rms_norm_rope": (
+        lambda _, x, weight, cos, sin: kernels.rms_norm_rope(x, weight, cos, sin),
+        None,
+        (normal(6, 5, 8), normal(4), normal(5, 2), normal(5, 2)),
+    ),
     "dropout": (lambda key, x: kernels.dropout(x, 0.5, key), torch.tensor(3, dtype=torch.uint64), LOGITS),
     "dropout-in-order": (
         lambda key, x: kernels.dropout(x, 0.5, key, order=((3, 5), (0, 3))),

@@ -17,6 +17,7 @@ SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.
 SMALL = LlamaConfig(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64
 )
+ROUNDING = 1e-7  # of a model's largest gradient
 VARIANTS = {
     "grouped": {},
     "one-kv-head": {"num_kv_heads": 1},
@@ -66,3 +67,17 @@ def some_tokens(config, B=2, T=33):
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, gathered where it is laid out on a mesh."""
     return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients_off(found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
+    """Gradients that differ from the truth by more than 1e-5 of its largest element, and a rounding of the model's largest.
+
+    Some gradients are 0 but for that rounding, as of a bias of all keys, which no softmax sees.
+    """
+    floor = ROUNDING * max(each.abs().max().item() for each in truth.values())
+    wrong = []
+    for name, gradient in found.items():
+        largest, worst = truth[name].abs().max().item(), (gradient - truth[name]).abs().max().item()
+        if not worst <= 1e-5 * largest + floor:
+            wrong.append(f"{name} is off by {worst:.1e}, and its largest is {largest:.1e}")
+    return wrong

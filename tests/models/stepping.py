@@ -25,15 +25,27 @@ def observed_step(
     inputs: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Found, Communication]:
+    """`observed_microbatches` of one."""
+    microbatch = Microbatch(args=(tokens,), kwargs=inputs or {}, targets=targets)
+    return observed_microbatches(model, criterion, [microbatch], sync, **options)
+
+
+def observed_microbatches(
+    model: nn.Module,
+    criterion: Callable[..., Tensor],
+    microbatches: list[Microbatch],
+    sync: GradientSync | None = None,
+    **options: Any,
+) -> tuple[Found, Communication]:
     """What `find_gradients` finds, and what it issues; that none is hidden is seen below all that could hide one."""
     issued: dict[Any, Any] = {}
     with Collectives() as seen, CollectiveCount() as count:
         found = find_gradients(
             model,
             criterion,
-            [Microbatch(args=(tokens,), kwargs=inputs or {}, targets=targets)],
+            microbatches,
             GradientSync(model) if sync is None else sync,
-            ended=lambda phase: issued.update({phase: count.take_each()}),
+            ended=lambda phase: issued.setdefault(phase, []).extend(count.take_each()),
             **options,
         )
     communication = Communication.of(issued)

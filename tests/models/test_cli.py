@@ -18,6 +18,9 @@ from weft.models.terminal import printable
 from weft.models.train.recipes import RECIPES
 from weft.reshard import plan
 
+# Those that have options, as they are typed; `weft data` has commands of its own.
+WITH_OPTIONS = [*(name for name in COMMANDS if name != "data"), "data prepare", "data train-tokenizer", "data verify"]
+
 
 class Weft:
     """Calls `weft`: its exit status, and what it wrote to either stream."""
@@ -43,22 +46,22 @@ def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 class TestHelp:
     @pytest.mark.parametrize("columns", [40, 80, 120])
-    @pytest.mark.parametrize("command", [*COMMANDS, None])
+    @pytest.mark.parametrize("command", ["", "data", *WITH_OPTIONS])
     def test_no_line_is_wider_than_the_terminal(
-        self, weft: Weft, monkeypatch: pytest.MonkeyPatch, command: str | None, columns: int
+        self, weft: Weft, monkeypatch: pytest.MonkeyPatch, command: str, columns: int
     ) -> None:
         monkeypatch.setenv("COLUMNS", str(columns))
-        status, out, err = weft(*filter(None, [command]), "--help")
+        status, out, err = weft(*command.split(), "--help")
         assert (status, err) == (0, "")
         usage, *lines = out.splitlines()
         assert usage.startswith("usage: weft")
         assert not [line for line in lines if len(line.rstrip()) > columns]
 
-    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize("command", WITH_OPTIONS)
     def test_every_option_is_described_and_every_default_is_a_value_or_words(self, weft: Weft, command: str) -> None:
-        _, out, _ = weft(command, "--help")
+        _, out, _ = weft(*command.split(), "--help")
         options = re.split(r"^ +(?=--?[a-z])", out[out.index("Exit status") :], flags=re.MULTILINE)[1:]
-        assert len(options) >= 4
+        assert len(options) >= (1 if command == "data verify" else 4)  # positional arguments are not among them
         for option in options:
             described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
             assert described, option
@@ -85,17 +88,24 @@ class TestHelp:
         assert tied(weft("train", "--help")[1]) == "False"
         assert tied(weft("train", "llama-tiny-tied", "--help")[1]) == "True"
 
-    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize("command", WITH_OPTIONS)
     def test_the_examples_run(self, weft: Weft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
         monkeypatch.chdir(tmp_path)
         Path("book.txt").write_text("Call me by my layout. " * 20)
+        Path("books").mkdir()
+        Path("books/one.txt").write_text("Call me by my layout. " * 20)
+        for name in ("web.jsonl", "a.jsonl"):
+            Path(name).write_text('{"content": "There she blows!"}\n' * 20)
+        if command == "data verify":
+            weft("data", "prepare", "books", "--output", "prepared")
+            weft("data", "prepare", "books", "--output", "web")
         monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
-        _, out, _ = weft(command, "--help")
+        _, out, _ = weft(*command.split(), "--help")
         shown = out[out.index("Examples\n") :].partition("\n\n")[0].replace("\\\n", "")
         examples = [shlex.split(line) for line in shown.splitlines()[1:]]
         assert len(examples) >= 2
         for program, *arguments in examples:
-            assert (program, arguments[0]) == ("weft", command)
+            assert [program, *arguments][: len(command.split()) + 1] == ["weft", *command.split()]
             status, _, err = weft(*arguments)
             if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
                 assert "outputs/RUN is not a folder" in err
@@ -194,7 +204,7 @@ class TestLayout:
     [
         pytest.param(["trian"], "weft: unknown command 'trian'; did you mean 'train'? the commands are ", id="command"),
         pytest.param(
-            ["x"], "weft: unknown command 'x'; the commands are train, generate, layout", id="no-such-command"
+            ["x"], "weft: unknown command 'x'; the commands are train, data, generate, layout", id="no-such-command"
         ),
         pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),
         pytest.param(["train", "--stpes", "3"], "Perhaps you meant: --steps INT Updates of the weights.", id="option"),

@@ -173,68 +173,6 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_process(
     check(pool, MESHES[mesh], replace(CONFIG, **change), {"context": kind, **plan}, batch(length, packed), natural)
 
 
-class Traffic(Collectives):
-    """Kinds of collectives, and the bytes of the largest tensor of each: what is gathered, scattered or arrives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(self.kinds)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.kinds) > before:
-            leaves = torch.utils._pytree.tree_leaves(args)
-            self.nbytes.append(max(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)))
-        return result
-
-    def take(self) -> list[tuple[str, int]]:
-        taken = list(zip(self.kinds, self.nbytes, strict=True))
-        self.kinds.clear()
-        self.nbytes.clear()
-        return taken
-
-
-def one_block(mesh: dict[str, int], kind: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    grid = axes(mesh)
-    model = make()
-    parallelize(model, grid, replace(model.parallel_plan(), context=kind))
-    stream = Layout(grid, {"cp": Shard(1)})
-    x, upstream = (distribute(torch.randn(2, 16, CONFIG.hidden_size), stream) for _ in range(2))
-    cos, sin = (distribute(torch.ones(16, CONFIG.head_dim // 2), Layout(grid, {"cp": Shard(0)})) for _ in range(2))
-    with Traffic() as seen:
-        y = model.layers[0](x.requires_grad_(), cos, sin)
-        forward = seen.take()
-        y.backward(upstream)
-        return forward, seen.take()
-
-
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_block_gathers_keys_and_values_once_and_scatters_their_gradients_once(cp: int, pool: Any) -> None:
-    gathered = 2 * 2 * 16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4  # keys and values, B, T, their width, bytes
-    for forward, backward in pool.run(one_block, {"cp": cp}, "all_gather", ranks=cp):
-        assert forward == [("all-gather", gathered)]
-        assert backward == [("reduce-scatter", gathered)]
-
-
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_ulysses_block_exchanges_twice_each_way(cp: int, pool: Any) -> None:
-    width = CONFIG.num_heads * CONFIG.head_dim
-    kv_width = CONFIG.num_kv_heads * CONFIG.head_dim
-    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but what stays
-    for forward, backward in pool.run(one_block, {"cp": cp}, "ulysses", ranks=cp):
-        assert forward == [("all-to-all", nbytes) for nbytes in arrives]
-        assert backward == [("all-to-all", nbytes) for nbytes in reversed(arrives)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_beside_tensor_parallelism_a_block_has_those_and_its_all_reduces(kind: str, pool: Any) -> None:
-    own = {"all_gather": [{"all-gather": 1}, {"reduce-scatter": 1}], "ulysses": [{"all-to-all": 2}] * 2}[kind]
-    for phases in pool.run(one_block, {"cp": 2, "tp": 2}, kind, ranks=4):
-        for phase, its in zip(phases, own, strict=True):
-            assert Counter(name for name, _ in phase) == Counter({"all-reduce": 2, **its})
-
-
 def scores(cp: int, length: int, natural: bool) -> int:
     """Score elements that this rank computes in a forward, of one head and row: queries times the keys given with them."""
     grid = ProcessMesh.grid(cp=cp)

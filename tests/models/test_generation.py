@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from weft.mesh import Layout, ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, initialize, parallelize, save_pretrained
 from weft.models.cli.generate import run
+from weft.models.data.tokenizer import byte_tokenizer
 from weft.models.generation import generate, stream
-from weft.models.train.data import decode, encode
 from weft.reshard import distribute, layout_of
 
 from tests.models.cases import SMALL, make, some_tokens, theirs
@@ -129,8 +129,8 @@ def test_the_command_prints_each_byte_as_it_is_drawn(tmp_path, monkeypatch):
     finally:
         hook.remove()
     monkeypatch.undo()
-    expected = generate(model, torch.tensor([encode("äb")]), max_new_tokens=3)[0].tolist()
-    assert told.text == decode(expected) + "\n"
+    expected = generate(model, torch.tensor([byte_tokenizer().encode("äb")]), max_new_tokens=3)[0].tolist()
+    assert told.text == byte_tokenizer().decode(expected) + "\n"
     assert told.flushed == [0, 3, 4, 5, 5]  # the prompt, three tokens, and what may have been left of a character
 
 

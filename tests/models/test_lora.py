@@ -264,17 +264,96 @@ def test_what_cannot_be_adapted_is_refused(rank: Any, alpha: Any, targets: Any, 
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_two_sets_of_adapters_tied_layers_and_parts_are_refused(tmp_path: Path) -> None:
+def test_two_sets_of_adapters_and_tied_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="has adapters already; merge_lora"):
         lora(lora(make(), 2, 4, ["lm_head"]), 2, 4, ["lm_head"])
     with pytest.raises(ValueError, match=r"'lm_head' has a tied weight, embed_tokens\.weight and lm_head\.weight"):
         lora(make(replace(CONFIG, tie_embeddings=True)), 2, 4, ["lm_head"])
     with pytest.raises(ValueError, match="has no adapters; give it some"):
         merge_lora(make())
-    gpt = GPT(GPTConfig(vocab_size=11, hidden_size=8, num_layers=1, num_heads=2))
-    initialize(gpt, seed=0)
-    with pytest.raises(ValueError, match=r"h\.0\.attn\.q_proj is a part of transformer\.h\.0\.attn\.c_attn\.weight"):
-        save_lora(lora(gpt, 2, 4, ["h.*.attn.q_proj"]), tmp_path / "adapters")
+
+
+GPT_TARGETS = {
+    "q": ["h.*.attn.q_proj"],
+    "q-v": ["h.*.attn.[qv]_proj", "h.*.mlp.c_fc"],
+    "q-k-v": ["h.*.attn.[qkv]_proj", "h.*.attn.c_proj"],
+}
+
+
+def make_gpt() -> GPT:
+    gpt = GPT(GPTConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=32))
+    initialize(gpt, seed=3)
+    return gpt
+
+
+def their_gpt(folder: Path) -> Any:
+    import transformers
+
+    if not folder.exists():
+        save_pretrained(make_gpt(), folder)
+    return transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+
+
+def same_adapters(one: nn.Module, other: nn.Module) -> None:
+    named = dict(one.named_parameters())
+    assert list(named) == [name for name, _ in other.named_parameters()]
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+
+
+@pytest.mark.parametrize("targets", [pytest.param(each, id=name) for name, each in GPT_TARGETS.items()])
+def test_adapters_of_queries_keys_and_values_are_one_of_the_fused_layer_for_peft(
+    targets: list[str], tmp_path: Path
+) -> None:
+    import peft
+
+    model = stirred(lora(make_gpt(), RANK, ALPHA, targets))
+    save_lora(model, tmp_path / "adapters")
+    tokens, _ = batch()
+    read = peft.PeftModel.from_pretrained(their_gpt(tmp_path / "gpt"), str(tmp_path / "adapters")).eval()
+    torch.testing.assert_close(model(tokens), read(tokens).logits, rtol=1e-5, atol=1e-5)
+    same_adapters(load_lora(make_gpt(), tmp_path / "adapters"), model)
+    read.save_pretrained(str(tmp_path / "theirs"))
+    same_adapters(load_lora(make_gpt(), tmp_path / "theirs"), model)
+
+
+def test_pefts_adapter_of_a_fused_layer_is_one_of_queries_keys_and_values_each(tmp_path: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    theirs = peft.get_peft_model(their_gpt(tmp_path / "gpt"), config).eval()
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    ours, (tokens, _) = load_lora(make_gpt(), tmp_path / "theirs"), batch()
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert (
+        sum(name.endswith(("q_proj.lora.B", "k_proj.lora.B", "v_proj.lora.B")) for name, _ in ours.named_parameters())
+        == 6
+    )
+    mixed = peft.LoraConfig(r=2, target_modules=["c_attn"], rank_pattern={"c_attn": 4}, init_lora_weights=False)
+    peft.get_peft_model(their_gpt(tmp_path / "gpt"), mixed).save_pretrained(str(tmp_path / "mixed"))
+    with pytest.raises(
+        ValueError, match=r"adapter of transformer\.h\.0\.attn\.c_attn is none of .*q_proj and .*its B is not on"
+    ):
+        load_lora(make_gpt(), tmp_path / "mixed")
+    plain = peft.LoraConfig(r=2, target_modules=["c_fc"], rank_pattern={"c_fc": 4}, init_lora_weights=False)
+    peft.get_peft_model(their_gpt(tmp_path / "gpt"), plain).save_pretrained(str(tmp_path / "plain"))
+    with pytest.raises(ValueError, match=r"rank_pattern \{'c_fc': 4\} is not supported"):
+        load_lora(make_gpt(), tmp_path / "plain")
+
+
+def fused_adapters_in_parts(folder: str) -> list[bool]:
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    model = parallelize(stirred(lora(make_gpt(), RANK, ALPHA, GPT_TARGETS["q-v"])), mesh)
+    save_lora(model, folder)
+    other = load_lora(parallelize(make_gpt(), mesh), folder)
+    named = dict(other.named_parameters())
+    return [torch.equal(each.to_local(), named[name].to_local()) for name, each in model.named_parameters()]
+
+
+def test_a_parallel_models_adapters_of_a_fused_layer_are_read_in_parts(pool, tmp_path: Path) -> None:
+    assert all(all(same) for same in pool.run(fused_adapters_in_parts, str(tmp_path / "adapters")))
+    expected = stirred(lora(make_gpt(), RANK, ALPHA, GPT_TARGETS["q-v"]))
+    same_adapters(load_lora(make_gpt(), tmp_path / "adapters"), expected)
 
 
 def test_a_setting_of_peft_that_is_not_known_is_named(tmp_path: Path) -> None:

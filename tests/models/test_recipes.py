@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, Run
-from weft.models.train.data import find_corpus
 from weft.models.train.loop import _Trainer
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import Metrics
-from weft.models.train.results import Results
 
 from tests.support.pool import Pool
 
@@ -32,7 +31,7 @@ def trained(name: str, dp: int, tp: int) -> list[Metrics]:
     trainer.first_step()
     for step in range(1, STEPS):
         trainer.step(step)
-    return trainer.read(Results(run.folder, writes=False))
+    return trainer.read(None)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import train as train_command
+from weft.models.data.text import Corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import Corpus
 from weft.models.train.recipes import recipe
 from weft.models.train.suggestions import suggestions
 
@@ -65,7 +65,7 @@ def test_the_options_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     (line,) = [line for line in suggested(OTHER) if "another mesh" in line]
     _, _, *arguments = shlex.split(line.partition("    ")[0])
-    settled, _ = train_command._settle(arguments)
+    settled, _ = train_command._settle(arguments, None)
     assert settled.config == replace(OTHER, output=None, mesh=MeshConfig(dp=4, tp=1))
 
 

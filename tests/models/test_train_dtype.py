@@ -13,15 +13,17 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import LlamaConfig
 from weft.models.communication import Communication
+from weft.models.data.batches import Batches
+from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import _Trainer
-from weft.models.train.report import ROUNDING, Metrics, Report
+from weft.models.train.report import ROUNDING, Report
 from weft.models.train.results import Results
 
+from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
 
 CONFIG = TrainConfig(
@@ -74,11 +76,10 @@ def alone(text: str, dtype: torch.dtype) -> float:
     """The first step's loss on one process."""
     model = make_model(CONFIG.model)
     initialize(model, CONFIG.seed)
-    tokens, target = Batches(find_corpus(Path(text)), sequence_length=16, batch_size=4, seed=CONFIG.seed).batch(
-        0, slice(None)
-    )
+    batches = Batches(find_corpus(Path(text)), sequence_length=16, batch_size=4, seed=CONFIG.seed)
+    rows = batches.batch(0, slice(None))
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        return cross_entropy(model(tokens), target).item()
+        return cross_entropy(model(rows.tokens), rows.targets).item()
 
 
 @pytest.mark.parametrize(
@@ -109,11 +110,9 @@ def test_how_near_two_losses_must_be_follows_the_dtype(dtype: str, words: str) -
 def test_metrics_keep_losses_to_the_last_bit(tmp_path: Path) -> None:
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0)) * 8
     results = Results(tmp_path / "run", writes=True)
-    results.begin(CONFIG, ParallelPlan(), ProcessMesh.grid(dp=1), {})
+    results.begin("llama-tiny", CONFIG, ParallelPlan(), ProcessMesh.grid(dp=1), {})
     for step, loss in enumerate(losses.tolist(), 1):
-        results.add(
-            Metrics(step=step, loss=loss, grad_norm=loss / 3, lr=loss / 7, tokens_per_second=1.0, memory_bytes=1)
-        )
+        results.add(some_metrics(step=step, loss=loss, grad_norm=loss / 3))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     read: Tensor = torch.tensor([line["loss"] for line in lines])
     assert torch.equal(read, losses)

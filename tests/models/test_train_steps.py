@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft import kernels
 from weft.kernels import cross_entropy
 from weft.models import Communication, Llama, LlamaConfig, initialize
+from weft.models.data.batches import Batches
+from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import Batches, find_corpus
 from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
 
@@ -36,16 +37,15 @@ CHECKING = [
 
 
 WAYS = [
-    pytest.param((2, 1, 2), {}, id="tensor"),
-    pytest.param((2, 1, 2), {"sequence": True}, id="sequence"),
-    pytest.param((1, 2, 2), {"sequence": True, "context": "all_gather"}, id="context-sequence"),
-    pytest.param((1, 2, 2), {"context": "ulysses"}, id="ulysses"),
-    pytest.param((2, 1, 2), {"sequence": True, "recompute": "full"}, id="recomputed"),
-    pytest.param((1, 2, 2), {"context": "all_gather", "recompute": "selective"}, id="context-recomputed"),
-    pytest.param((2, 1, 2), {"zero": 1}, id="zero1"),
-    pytest.param((1, 2, 2), {"context": "all_gather", "sequence": True, "zero": 3}, id="context-sequence-zero3"),
+    pytest.param(((2, 1, 2), {}), id="tensor"),
+    pytest.param(((2, 1, 2), {"sequence": True}), id="sequence"),
+    pytest.param(((1, 2, 2), {"sequence": True, "context": "all_gather"}), id="context-sequence"),
+    pytest.param(((1, 2, 2), {"context": "ulysses"}), id="ulysses"),
+    pytest.param(((2, 1, 2), {"sequence": True, "recompute": "full"}), id="recomputed"),
+    pytest.param(((1, 2, 2), {"context": "all_gather", "recompute": "selective"}), id="context-recomputed"),
+    pytest.param(((2, 1, 2), {"zero": 1}), id="zero1"),
+    pytest.param(((1, 2, 2), {"context": "all_gather", "sequence": True, "zero": 3}), id="context-sequence-zero3"),
 ]
-each_way = pytest.mark.parametrize(("sizes", "plan"), WAYS)
 
 
 def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, Any] | None = None) -> _Trainer:
@@ -58,9 +58,18 @@ def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, 
     return made
 
 
-def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> list[float]:
-    """Steps 2 to 4, without the checks of values that a CPU makes because it waits for nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What a rank has: the held-out loss before any step, and the loss of each step."""
+
+    held_out: float
+    losses: list[float]
+
+
+def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> Ran:
+    """Steps 2 to 4 are without the checks of values that a CPU makes because it waits for nothing."""
     made = trainer(text, sizes, plan)
+    held_out = made.held_out_loss()
     made.first_step()
     assert made.predicted == (Communication.of(made.issued) if dist.get_rank() == 0 else None)
     with ExitStack() as stack:
@@ -69,40 +78,38 @@ def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str
         stack.enter_context(NoReads())
         for step in range(1, 4):
             made.step(step)
-    return [metrics.loss for metrics in made.read(None)]
+    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read(None)])
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    (tmp_path / "text.txt").write_text("a step waits for no device " * 30)
-    return str(tmp_path / "text.txt")
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("a step waits for no device " * 30)
+    return str(path)
 
 
-@each_way
-def test_a_step_reads_nothing_on_the_host(
-    pool: Pool, text: str, sizes: tuple[int, int, int], plan: dict[str, Any]
-) -> None:
-    losses = pool.run(steps_without_reading, text, sizes, plan, ranks=4)
+@pytest.fixture(scope="module", params=WAYS)
+def each_way(request: pytest.FixtureRequest, pool: Pool, text: str) -> list[Ran]:
+    """By rank."""
+    return pool.run(steps_without_reading, text, *request.param, ranks=4)
+
+
+def test_a_step_reads_nothing_on_the_host(each_way: list[Ran]) -> None:
+    losses = [rank.losses for rank in each_way]
     assert losses == [losses[0]] * 4
     assert len(losses[0]) == 4
 
 
-def held_out_loss(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> float:
-    return trainer(text, sizes, plan).held_out_loss()
-
-
-@each_way
-def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(
-    pool: Pool, text: str, sizes: tuple[int, int, int], plan: dict[str, Any]
-) -> None:
+def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(each_way: list[Ran], text: str) -> None:
     """Of 5 sequences in batches of 4: one data-parallel rank has none of the last. Without dropout."""
     batches = Batches(find_corpus(Path(text)), sequence_length=8, batch_size=4, seed=CONFIG.seed)
-    tokens, target = batches.held_out(slice(None))
+    held_out = batches.held_out(slice(None))
+    tokens, target = held_out.tokens, held_out.targets
     assert tokens.shape == (5, 8)
     model = Llama(MODEL).eval()
     initialize(model, seed=CONFIG.seed)
     truth = torch.nn.functional.cross_entropy(model(tokens).double().flatten(0, 1), target.flatten()).item()
-    assert pool.run(held_out_loss, text, sizes, plan, ranks=4) == pytest.approx([truth] * 4, rel=1e-6)
+    assert [rank.held_out for rank in each_way] == pytest.approx([truth] * 4, rel=1e-6)
 
 
 def broken_at_step_three(text: str) -> str:

@@ -14,6 +14,7 @@ from weft.mesh import ProcessMesh
 from weft.models import lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
 from weft.reshard.running import units
+from weft.reshard.running.gathering import Gathers
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, make, three_steps
@@ -53,19 +54,22 @@ def events(steps: int) -> list[list[str]]:
     """In each step, in order: the gathers that are started, and the blocks that compute, forward and back."""
     trained = Trained({"dp": 2}, SMALL, {"zero": 3})
     seen: list[str] = []
-    start = units.start_gathers
 
-    def noted(gathers: Any) -> Any:
-        shards = {id(each.shard) for each in gathers}
-        seen.extend(f"gather {i}" for i, parameters in enumerate(of_layer) if shards & parameters)
-        return start(gathers)
+    class Noted(Gathers):
+        def __init__(self, gathers: Any) -> None:
+            super().__init__(gathers)
+            self.shards = {id(each.shard) for each in gathers}
+
+        def start(self) -> None:
+            seen.extend(f"gather {i}" for i, parameters in enumerate(of_layer) if self.shards & parameters)
+            super().start()
 
     of_layer = [{id(p) for p in layer.parameters()} for layer in trained.model.layers]
     for i, layer in enumerate(trained.model.layers):
         layer.register_forward_pre_hook(lambda *_, i=i: seen.append(f"forward {i}"))
         layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
     found = []
-    with patch.object(units, "start_gathers", noted):
+    with patch.object(units, "Gathers", Noted):
         for step in range(steps):
             trained.step(step)
             found.append(list(seen))

@@ -26,6 +26,7 @@ from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import device_mesh
 
 from tests.support.collectives import Collectives
+from tests.support.events import Events
 from tests.support.pool import RanksFailed
 from tests.support.shards import every_layout, rebuild, split, whole_of
 
@@ -133,6 +134,43 @@ def started_and_waited_for():
     holds(grad, whole + 1, Layout(GRID, "dp: S(0), tp: S(1)"))
 
 
+class Doubled(torch.autograd.Function):
+    """Twice its input; what ran is written down."""
+
+    @staticmethod
+    def forward(ctx, x, events):
+        ctx.events = events
+        events.append("doubled")
+        return wrap(x.to_local() * 2, layout_of(x), x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.events.append("doubled backward")
+        return wrap(grad.to_local() * 2, layout_of(grad), grad.shape), None
+
+
+def overlapped_in_backward():
+    """What was computed between start and wait has its backward between the gradient's start and its wait."""
+    whole, src = whole_of((6, 8), torch.float64), Layout(GRID, "dp: S(0), tp: S(1)")
+    x, other = part(whole, src).requires_grad_(), part(whole, Layout(GRID)).requires_grad_()
+    with Events() as seen:
+        under_way = start_reshard(x)
+        between = Doubled.apply(other, seen.events)
+        y = under_way.wait()
+        assert seen.events == ["all-gather", "doubled", "waited"]
+        seen.events.clear()
+        torch.autograd.backward(
+            [y, between], [part(whole, Layout(GRID, "dp: P(sum), tp: R")), part(whole, Layout(GRID))]
+        )
+    assert seen.events == ["reduce-scatter", "doubled backward", "waited"]
+    holds(x.grad, whole, src)
+    holds(other.grad, 2 * whole, Layout(GRID))
+    z = start_reshard(x).wait()  # twice differentiable
+    (grad,) = torch.autograd.grad(z * z * z, x, part(torch.ones_like(whole), Layout(GRID)), create_graph=True)
+    (second,) = torch.autograd.grad(grad, x, part(torch.ones_like(whole), src))
+    holds(second, 6 * whole, src)
+
+
 def within_a_limit():
     src, dst = Layout(GRID, "dp: S(0), tp: S(1)"), Layout(GRID, "tp: S(0)")
     whole = whole_of((16, 16), torch.float64)
@@ -190,6 +228,7 @@ def bad_input():
         every_dtype,
         memory_in_any_order,
         started_and_waited_for,
+        overlapped_in_backward,
         within_a_limit,
         twice_differentiable_across,
         bad_input,

@@ -17,6 +17,7 @@ KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_": "all-to-all",
     "alltoall_base_": "all-to-all",
+    "recv_": "recv",
 }
 
 

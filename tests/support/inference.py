@@ -61,33 +61,33 @@ def prove(
     taken = 0
     for chosen in itertools.product(*every):
         shown = ", ".join(f"({layout})" for layout in chosen)
-        outputs = [
-            _on_every_rank(t.local, chosen, [split_[layout] for split_, layout in zip(by_layout, chosen, strict=True)])
-            for t, by_layout in zip(tried, parts, strict=True)
-        ]
+        given = [[split_[layout] for split_, layout in zip(by_layout, chosen, strict=True)] for by_layout in parts]
+        outputs = functools.cache(
+            functools.partial(_output_of, tried, chosen, given)
+        )  # most answers fail in the first trial
         try:
             answer = rule(*chosen)
         except LayoutError as error:
             _check_remedy(rule, chosen, error)
             for layout, shapes in _outputs(mesh, tuple(shape), tuple(partials)).items():
                 wrong = any(
-                    _why_wrong(output, layout, shapes, t.whole, reshaped)
-                    for t, output in zip(tried, outputs, strict=True)
+                    _why_wrong(outputs(number), layout, shapes, t.whole, reshaped) for number, t in enumerate(tried)
                 )
                 assert wrong, f"{shown} was refused: {error}\nbut gives ({layout})"
             continue
         taken += 1
         shapes = {rank: part.shape for rank, part in split(tried[0].whole, answer).items()}
-        for t, output in zip(tried, outputs, strict=True):
-            why = _why_wrong(output, answer, shapes, t.whole, reshaped)
+        for number, t in enumerate(tried):
+            why = _why_wrong(outputs(number), answer, shapes, t.whole, reshaped)
             assert not why, f"{shown} gives ({answer}), which is wrong: {why}"
     return taken
 
 
-def _on_every_rank(
-    local: Callable[..., Tensor], layouts: Sequence[Layout], parts: Sequence[dict[int, Tensor]]
+def _output_of(
+    tried: Sequence[Trial], layouts: Sequence[Layout], given: Sequence[Sequence[dict[int, Tensor]]], number: int
 ) -> dict[int, Tensor] | None:
-    """The output's parts; None where the parts of a rank do not fit together."""
+    """The parts of a trial's output; None where the parts of a rank do not fit together."""
+    local, parts = tried[number].local, given[number]
     try:
         return {rank: local(rank, layouts, *(part[rank] for part in parts)) for rank in parts[0]}
     except (RuntimeError, IndexError):
@@ -120,9 +120,20 @@ def _outputs(
     return {layout: {rank: part.shape for rank, part in split(torch.zeros(shape), layout).items()} for layout in every}
 
 
+@dataclass(frozen=True, eq=False)
+class _Unequal:
+    """What is printed only when it is asked for: a rule is right because thousands of other answers are wrong."""
+
+    found: Tensor
+    expected: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.found} is not {self.expected}"
+
+
 def _why_wrong(
     parts: dict[int, Tensor] | None, layout: Layout, shapes: dict[int, torch.Size], whole: Tensor, reshaped: bool
-) -> str:
+) -> str | _Unequal:
     """Why the parts are not those of `whole` in the layout; empty where they are."""
     if parts is None:
         return "the parts of some rank do not fit together"
@@ -133,4 +144,4 @@ def _why_wrong(
         rebuilt = rebuild({rank: part.reshape(shapes[rank]) for rank, part in parts.items()}, layout, whole.shape)
     except AssertionError as error:
         return str(error)
-    return "" if torch.equal(rebuilt, whole) else f"{rebuilt} is not {whole}"
+    return "" if torch.equal(rebuilt, whole) else _Unequal(rebuilt, whole)

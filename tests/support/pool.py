@@ -36,7 +36,7 @@ MAX_RANKS = 8
 MAX_THREADS = 40  # that a worker may have left: three for each group, and each group's loop wakes up 100 times a second
 GRACE_SECONDS = 3.0  # how long the other ranks may take to answer once one has failed
 # What torch.compile imports when it is first called, too: a second and a half of every worker.
-PRELOADED = ["torch", "torch._inductor.compile_fx", "weft.models", "pytest", __name__]
+PRELOADED = ["torch", "torch._inductor.compile_fx", "weft.models", "pytest", "tests.support.propagation", __name__]
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -234,6 +234,9 @@ def _serve(connection: Connection, stacks: str) -> None:
     """A worker's life: a call, an answer, until the pool goes away."""
     import torch
 
+    from tests.support.propagation import keep_answers
+
+    keep_answers()
     gc.freeze()  # torch is there to stay, and takes the collector long
     # Of its own, since torch would take what it kept of other sources.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(stacks).with_name("inductor"))

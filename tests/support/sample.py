@@ -9,6 +9,8 @@
 
 3. What Hypothesis searches is `searched` (tests/support/search.py): with a tenth of the examples, and in a second item with all.
 4. What takes long and has a shorter sister is marked by hand: `@pytest.mark.exhaustive`.
+5. A table whose cases run together, as in one call of the worker processes, is given to `parametrize` by `together`: of the
+   cases that rule 1 takes and of the others a list each for every value of its first parameter.
 
 What is left has the mark `exhaustive`. Which cases are taken follows from their names alone: it is the same in every process,
 on every machine, and whatever else is selected.
@@ -16,6 +18,7 @@ on every machine, and whatever else is selected.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,6 +72,26 @@ PORTIONS = [
     pytest.param(Portion(True), id="sample"),
     pytest.param(Portion(False), id="rest", marks=pytest.mark.exhaustive),
 ]
+
+
+def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
+    """All combinations of what `pytest.param` makes, for `parametrize`: a value of `first`, and a list of what goes with it.
+
+    The list has the values of `others`, as one tuple for each combination. Both may have to be named: ("axes, plan, cases").
+    """
+    values, combined = list(first), list(itertools.product(*others))
+    rows = [(value, rest, [value.id, *(each.id for each in rest)]) for value in values for rest in combined]
+    taken = sample([("-".join(ids), frozenset(enumerate(ids))) for *_, ids in rows])
+    found = []
+    for portion, value in itertools.product(PORTIONS, values):
+        cases = [
+            tuple(itertools.chain(*(each.values for each in rest)))
+            for its, rest, ids in rows
+            if its is value and ("-".join(ids) in taken) == portion.values[0].is_sample
+        ]
+        if cases:
+            found.append(pytest.param(*value.values, cases, id=f"{value.id}-{portion.id}", marks=portion.marks))
+    return found
 
 
 def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.architecture.rules import ROOT
-from tests.support.sample import Portion, number_of, sample
+from tests.support.sample import Portion, number_of, sample, together
 from tests.support.search import searched
 
 pytest_plugins = ["pytester"]
@@ -114,6 +114,20 @@ def test_the_sample_of_three_parameters_is_as_long_as_the_longest() -> None:
     taken = sample([(name, frozenset(name)) for name in names])
     assert len(taken) == 8
     assert set("".join(taken)) == set("abcdefgh123xy")
+
+
+def test_a_table_whose_cases_run_together_has_a_sample_and_a_rest_for_each_value() -> None:
+    first, second, third = ([pytest.param({each}, id=each) for each in word] for word in ("ab", "123", "xy"))
+    rows = together(first, second, third)
+    ids = {row.id: bool(row.marks) for row in rows}
+    assert ids == {"a-sample": False, "b-sample": False, "a-rest": True, "b-rest": True}
+    cases = {row.id: [(*row.values[0], *(each for (each,) in case)) for case in row.values[1]] for row in rows}
+    assert sorted("".join(case) for of_row in cases.values() for case in of_row) == sorted(
+        "".join(case) for case in itertools.product("ab", "123", "xy")
+    )
+    taken = cases["a-sample"] + cases["b-sample"]
+    assert len(taken) == 3
+    assert set("".join("".join(case) for case in taken)) == set("ab123xy")
 
 
 def test_portions_are_told_apart_by_what_cases_print_as() -> None:

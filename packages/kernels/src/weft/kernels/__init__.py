@@ -10,32 +10,43 @@ from .dropout import dropout
 from .elementwise import add
 from .embedding import embedding
 from .gelu import gelu
-from .layer_norm import layer_norm
+from .grouped_matmul import grouped_matmul
+from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .local import on_local_tensors
-from .matmul import linear
+from .matmul import all_gather_matmul, linear, matmul, matmul_reduce_scatter
 from .random import normal, uniform
-from .rms_norm import rms_norm
-from .rope import rope, rope_tables
-from .swiglu import swiglu
+from .rms_norm import add_rms_norm, rms_norm
+from .rope import rms_norm_rope, rope, rope_tables
+from .swiglu import geglu, swiglu
+from .swiglu_linear import swiglu_linear
 
 __all__ = [
     "KeyValueCache",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "all_gather_matmul",
     "attention",
     "cross_entropy",
     "dropout",
     "embedding",
+    "geglu",
     "gelu",
+    "grouped_matmul",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "matmul",
+    "matmul_reduce_scatter",
     "normal",
     "on_local_tensors",
     "rms_norm",
+    "rms_norm_rope",
     "rope",
     "rope_tables",
     "swiglu",
+    "swiglu_linear",
     "uniform",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",

@@ -4,7 +4,7 @@
     python -m weft.kernels.aot --target sm_90 --json
     python -m weft.kernels.aot --save benchmarks/results/aot  # what the tests compare with, for the triton installed
 
-A room declares its variants as `VARIANTS` in its launch.py.
+A room declares its variants as `VARIANTS` in its launch.py, or in a variants.py beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +29,12 @@ ROOMS = (
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
     "weft.kernels.dropout.launch",
+    "weft.kernels.matmul.variants",
+    "weft.kernels.grouped_matmul.variants",
+    "weft.kernels.rms_norm.launch",
+    "weft.kernels.layer_norm.launch",
+    "weft.kernels.swiglu.launch",
+    "weft.kernels.rope.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -39,14 +45,20 @@ class Variant:
 
     arguments: name -> a Triton type ("*bf16", "i32"), with ":16" where the value is a multiple of 16, or a number
         that the launch compiles in, such as a stride of "1", or "None" for an argument that is not given.
+    elsewhere: what the launch takes instead on some targets: "sm_80", or "gfx" for all of AMD's.
     """
 
     name: str
     kernel: Any
     arguments: Mapping[str, str]
-    constexprs: Mapping[str, int]
+    constexprs: Mapping[str, int | str | None]
     warps: int
     stages: int = 3
+    elsewhere: Mapping[str, Variant] = field(default_factory=dict)
+
+    def on(self, target: str) -> Variant:
+        """What is launched on the target."""
+        return next((variant for prefix, variant in self.elsewhere.items() if target.startswith(prefix)), self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,8 @@ class Report:
     registers: for each thread.  spill_bytes: local memory for each thread.  shared_bytes: for each program.
     accesses: how many global loads and stores of each width the code has: {"load 128": 2}, in bits.
     loop_accesses: those of them inside of loops.
-    tensor_core: how many tensor-core instructions of each kind the code has: {"wgmma.mma_async": 4}.
+    tensor_core: how many tensor-core instructions of each kind the code has, and how many that bring tiles to them and hand
+        registers from warp to warp: {"wgmma.mma_async": 4, "cp.async.bulk.tensor": 6, "setmaxnreg": 8}.
     """
 
     variant: str
@@ -94,10 +107,11 @@ def compile_variant(variant: Variant, target: str) -> Report:
     import triton
     from triton.compiler import ASTSource
 
+    variant = variant.on(target)
     if not isinstance(variant.kernel, triton.JITFunction):
         raise ValueError(f"{variant.name} was imported to be interpreted; unset TRITON_INTERPRET to compile it")
     signature, attributes = {}, {}
-    constexprs: dict[str, int | None] = dict(variant.constexprs)
+    constexprs: dict[str, Any] = dict(variant.constexprs)
     for position, (name, kind) in enumerate(variant.arguments.items()):
         kind, _, multiple = kind.partition(":")
         if kind == "None":
@@ -147,8 +161,9 @@ def loops(code: str) -> str:
 
 
 def tensor_core(code: str) -> dict[str, int]:
-    """The matrix instructions in PTX or in AMD assembly, counted by their kind."""
-    kinds = Counter(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma)[._]", code))
+    """The matrix instructions in PTX or in AMD assembly, and those of tiles and warps for them, counted by their kind."""
+    names = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|cp\.async\.bulk\.tensor|setmaxnreg"
+    kinds = Counter(re.findall(rf"\b({names})[._]", code))
     return dict(sorted(kinds.items()))
 
 

@@ -24,17 +24,26 @@ class Runs(Enum):
 
 RUNS = {
     "add": Runs.WIDEST,
+    "add_layer_norm": Runs.FLOAT32,
+    "add_rms_norm": Runs.FLOAT32,
+    "all_gather_matmul": Runs.LOWER,
     "attention": Runs.LOWER,
     "cross_entropy": Runs.AS_GIVEN,  # its passes compute in float32 and give float32
     "dropout": Runs.AS_GIVEN,
     "embedding": Runs.AS_GIVEN,
+    "geglu": Runs.WIDEST,
     "gelu": Runs.AS_GIVEN,
+    "grouped_matmul": Runs.LOWER,
     "layer_norm": Runs.FLOAT32,
     "linear": Runs.LOWER,
     "linear_cross_entropy": Runs.LOWER_INSIDE,
+    "matmul": Runs.LOWER,
+    "matmul_reduce_scatter": Runs.LOWER,
     "rms_norm": Runs.FLOAT32,
+    "rms_norm_rope": Runs.FLOAT32,
     "rope": Runs.AS_GIVEN,  # computes in float32
     "swiglu": Runs.WIDEST,
+    "swiglu_linear": Runs.LOWER,
 }
 
 

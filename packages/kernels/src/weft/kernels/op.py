@@ -28,6 +28,7 @@ class Op:
         itself where None.
     constants(options) -> how many of the last outputs have no gradient.
     weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
+    again(saved, **options) -> the last output, from what forward saved, where that is cheap: what saves the output keeps those instead.
     overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
     """
 
@@ -39,6 +40,7 @@ class Op:
     inference: Callable[..., Any] | None = None
     varying: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
+    again: Callable[..., Tensor] | None = None
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 

@@ -33,9 +33,9 @@ def counted_traffic() -> Iterator[Traffic]:
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     patch = interpreter._patch_lang_tensor
 
-    def counted_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def counted_load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         traffic.loaded += _bytes(ptrs, mask)
-        return load(builder, ptrs, mask, *rest)
+        return load(builder, ptrs, mask, *rest, **named)  # a descriptor's load names what is left
 
     def counted_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         traffic.stored += _bytes(ptrs, mask)
@@ -56,5 +56,7 @@ def counted_traffic() -> Iterator[Traffic]:
 
 
 def _bytes(ptrs: Any, mask: Any) -> int:
-    bits: int = int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth
+    from numpy import count_nonzero
+
+    bits: int = int(count_nonzero(mask.data)) * ptrs.get_element_ty().primitive_bitwidth
     return bits // 8

@@ -53,6 +53,16 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def num_looked_up(self) -> int:
+        """Parameters of tables that are looked up and multiply nothing; a tied table multiplies at the output."""
+        return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all query heads together."""
+        return self.hidden_size
+
+    @property
     def parallel_sizes(self) -> dict[str, int]:
         """By name, the sizes that tensor parallelism cuts."""
         raise NotImplementedError
@@ -135,6 +145,10 @@ class RotaryConfig(ModelConfig):
     def block(self, index: int) -> BlockOptions:
         """What block `index` has."""
         raise NotImplementedError
+
+    @property
+    def attention_width(self) -> int:
+        return self.num_heads * self.head_dim
 
     @property
     def num_parameters(self) -> int:

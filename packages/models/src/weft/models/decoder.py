@@ -33,9 +33,9 @@ AnyRotaryConfig = TypeVar("AnyRotaryConfig", bound=RotaryConfig)
 
 
 class CausalModel(nn.Module, Generic[AnyConfig]):
-    """A model whose head may share the embedding's table, and whose blocks keep keys and values in a cache.
+    """tokens [B, T] int64 -> logits [B, T, V]: embeddings, blocks, a norm and a head, which may share the embedding's table.
 
-    residual_outputs: ends of the names of the weights that write into the residual stream.
+    The blocks keep keys and values in a cache. residual_outputs: ends of the names of the weights that write into the residual stream.
     """
 
     lm_head: Linear
@@ -54,6 +54,43 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
     def blocks(self) -> nn.ModuleList:
         """The transformer blocks, in order."""
         raise NotImplementedError
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm before the head."""
+        raise NotImplementedError
+
+    def embed(
+        self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What enters the first block, [B, T, H], and what every block is given beside it.
+
+        positions: as of `forward`; where None they count from `first` on.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: Tensor,
+        dropout_key: int | Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Sequence[KeyValueCache] | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        """positions: [B, T] of ints, each token's own; where None they count from 0, or on from the tokens in `cache`.
+
+        documents: [B, T] of ints, the same number for the tokens that see one another, as in packed rows; with a cache
+        [B, capacity], see `kernels.attention`. cache: of `make_cache`; it is given the tokens' keys and values.
+        On a mesh tokens, positions and documents are given in one layout.
+        last: the logits of the last position alone, [B, 1, V], where no mesh has the model.
+        """
+        x, beside = self.embed(tokens, positions, cache[0].length if cache else 0, dropout_key)
+        for i, block in enumerate(self.blocks):
+            x = block(x, *beside, dropout_key, documents, cache[i] if cache else None)
+        logits: Tensor = self.lm_head(self.final_norm(x[:, -1:] if last else x))  # [B, T, V]
+        return logits
 
     def make_cache(self, capacity: int) -> list[KeyValueCache]:
         """A cache for each block, with room for `capacity` tokens of a sequence."""
@@ -112,29 +149,17 @@ class Decoder(CausalModel[AnyRotaryConfig]):
         """The transformer blocks, in order."""
         return self.layers
 
-    def forward(
-        self,
-        tokens: Tensor,
-        dropout_key: int | Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: Sequence[KeyValueCache] | None = None,
-        last: bool = False,
-    ) -> Tensor:
-        """positions: [B, T] of ints, each token's own; where None they count from 0, or on from the tokens in `cache`.
+    @property
+    def final_norm(self) -> RMSNorm:
+        """The norm before the head."""
+        return self.norm
 
-        documents: [B, T] of ints, the same number for the tokens that see one another, as in packed rows; with a cache
-        [B, capacity], see `kernels.attention`. cache: of `make_cache`; it is given the tokens' keys and values.
-        On a mesh tokens, positions and documents are given in one layout.
-        last: the logits of the last position alone, [B, 1, V], where no mesh has the model.
-        """
-        cos, sin = self._tables(tokens, positions, cache[0].length if cache else 0)
-        x = self.dropout(self.embed_tokens(tokens), dropout_key)  # [B, T, H]
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, dropout_key, documents, cache[i] if cache else None)
-        logits: Tensor = self.lm_head(self.norm(x[:, -1:] if last else x))  # [B, T, V]
-        return logits
+    def embed(
+        self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The tokens' rows of the table; beside them cosine and sine of their angles."""
+        beside = self._tables(tokens, positions, first)
+        return self.dropout(self.embed_tokens(tokens), dropout_key), beside
 
     def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the tokens' angles, [T, D // 2] or [B, T, D // 2] each. first: the position of the first one."""

@@ -14,6 +14,7 @@ from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import wrap
 
 from .decoder import CausalModel
+from .parallel.parallelize import pipeline_of
 
 
 @overload
@@ -57,7 +58,8 @@ def generate(
     use_cache: keep keys and values, so that a new token is all that the model reads; without, it reads the whole context for
         each. The tokens are the same. A row whose context has the model's max_seq_len goes on with the last half of it.
     Communication: the model's own, and for parallel logits a gather of the last position's, each token.
-    Raises ValueError for an empty prompt, an option out of range, and a model without `make_cache` where it is to be used.
+    Raises ValueError for an empty prompt, an option out of range, a model without `make_cache` where it is to be used, and one
+    that is cut into stages.
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "use_cache": use_cache}
     drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, **options))
@@ -83,6 +85,11 @@ def stream(
     """
     rows = _rows(prompts)
     _check(rows, max_new_tokens, temperature, top_k)
+    if pipeline_of(model) is not None:
+        raise ValueError(
+            f"this {type(model).__name__} is cut into stages, and each token would wait for all of them in turn; "
+            f"save_pretrained(model, folder), and generate with from_pretrained(folder), on one process or a mesh without 'pp'"
+        )
     if use_cache and not hasattr(model, "make_cache"):
         raise ValueError(f"a {type(model).__name__} has no make_cache(capacity); generate with use_cache=False")
     return _stream(model, rows, max_new_tokens, temperature, top_k, seed, use_cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return kernels.rms_norm(input, self.weight, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        if residual is None:
+            return kernels.rms_norm(input, self.weight, self.eps)
+        return kernels.add_rms_norm(input, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -84,20 +86,30 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        if residual is None:
+            return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+        return kernels.add_layer_norm(input, residual, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class HeadNorm(RMSNorm):
-    """An RMSNorm of each head alone: of the last dim `size` elements at a time, all heads by one weight."""
+class HeadNorm(nn.Module):
+    """An RMSNorm of each head alone, and the rotation of what it gives: of the last dim `size` elements, all heads by one weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., heads * size] -> [..., heads * size]"""
-        return kernels.rms_norm(input, self.weight, self.eps, head_dim=self.weight.shape[0])
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: as of `kernels.rope`."""
+        return kernels.rms_norm_rope(input, self.weight, cos, sin, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Dropout(nn.Module):
@@ -112,23 +124,26 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name = p, name
 
-    def forward(self, input: Tensor, key: int | Tensor | None, order: Runs | None = None) -> Tensor:
-        """[...] -> [...]; the input itself where p is 0, and in eval mode.
+    def forward(
+        self, input: Tensor, key: int | Tensor | None, order: Runs | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """[...] -> [...]; the input itself where p is 0, and in eval mode; with a residual, what that and this make together.
 
-        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order: as of `kernels.dropout`.
+        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order, residual: as of `kernels.dropout`.
         Raises RuntimeError where elements are to be dropped and the key is None.
         """
         options = self.options(key)
         if not options:
-            return input
-        return kernels.dropout(input, options["dropout"], options["dropout_key"], self.name, order=order)
+            return input if residual is None else kernels.add(input, residual)
+        p, key = options["dropout"], options["dropout_key"]
+        return kernels.dropout(input, p, key, self.name, order=order, residual=residual)
 
     def options(self, key: int | Tensor | None) -> dict[str, Any]:
         """What `kernels.attention` is given, which drops its weights itself; nothing where p is 0, and in eval mode.
 
         Raises RuntimeError where elements are to be dropped and the key is None.
         """
-        if self.p == 0 or not self.training:
+        if not self.drops:
             return {}
         if key is None:
             raise RuntimeError(
@@ -137,13 +152,31 @@ class Dropout(nn.Module):
             )
         return {"dropout": self.p, "dropout_key": key, "dropout_name": self.name}
 
+    @property
+    def drops(self) -> bool:
+        """Whether any element may be zeroed."""
+        return self.p > 0 and self.training
+
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+class KeysAndValues(nn.Module):
+    """Keys and values on their way to the queries, as they are.
+
+    A layer gives them here as soon as they are there, computes its queries, and hands what comes back on to its attention,
+    unread: where they are brought from elsewhere, it is done meanwhile.
+    """
+
+    def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key and value [B, T, kv_heads * D]"""
+        return key, value
 
 
 class DotProductAttention(nn.Module):
     """Causal attention of queries to keys, between a layer's projections; it has no parameters.
 
+    Keys and values may go through its `keys_and_values` before the queries are computed.
     window: how many of the last keys a query sees; all where None. scale: of the scores; 1 / sqrt(head_dim) where None.
     name: its own in the model.
     """
@@ -160,6 +193,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.head_dim, self.window, self.scale = head_dim, window, scale
         self.dropout = Dropout(dropout, f"{name}.dropout")
+        self.keys_and_values = KeysAndValues()
 
     def forward(
         self,
@@ -220,13 +254,18 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
-        query, key = self.q_proj(x), self.k_proj(x)  # [B, T, heads * D], [B, T, kv_heads * D]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = kernels.rope(query, cos, sin), kernels.rope(key, cos, sin)
-        mixed = self.attend(query, key, self.v_proj(x), dropout_key, documents, cache)  # [B, T, heads * D]
+        key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
+        key, value = self.attend.keys_and_values(key, self.v_proj(x))
+        query = _rotated(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
+        mixed = self.attend(query, key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
+
+
+def _rotated(heads: Tensor, norm: HeadNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys at their positions, normalised before where the model does so."""
+    turned: Tensor = kernels.rope(heads, cos, sin) if norm is None else norm(heads, cos, sin)
+    return turned
 
 
 class GatedMLP(nn.Module):
@@ -242,6 +281,17 @@ class GatedMLP(nn.Module):
         """[..., H] -> [..., H]"""
         output: Tensor = self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
         return output
+
+
+def join(
+    dropout: Dropout, norm: nn.Module, output: Tensor, residual: Tensor, key: int | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A layer's output joins the residual stream: the stream, and its norm; in one pass, in two where elements are dropped."""
+    if dropout.drops:
+        stream = dropout(output, key, residual=residual)
+        return stream, norm(stream)
+    stream, normal = norm(output, residual)
+    return stream, normal
 
 
 class Block(nn.Module):
@@ -271,5 +321,5 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `Attention`."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
-        x = kernels.add(x, self.self_attn_dropout(mixed, dropout_key))
-        return kernels.add(x, self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key))
+        x, normal = join(self.self_attn_dropout, self.post_attention_layernorm, mixed, x, dropout_key)
+        return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))

@@ -96,7 +96,7 @@ def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
         return key
     if isinstance(key, Tensor):  # as a number it may be above what an int64 holds
         whole = int(key.view(torch.int64)) % 2**64
-        return torch.tensor(derive_key(whole, "microbatch", number), dtype=torch.uint64)
+        return torch.tensor(derive_key(whole, "microbatch", number), dtype=torch.uint64, device=key.device)
     return derive_key(key, "microbatch", number)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from weft.reshard.running.issued import Collective
 from weft.reshard.running.recording import recording
 
 from .communication import Communication, Phase
-from .parallel import ParallelPlan, lay_out_batch, parallelize
-from .parallel.parallelize import own_plan
-from .parallel.pipeline.run import Microbatch
-from .parallel.styles import DATA_AXIS
-from .train.step import find_gradients
+from .microbatches import divide, weighing
+from .parallel import ParallelPlan, parallelize
+from .parallel.parallelize import own_plan, pipeline_of
+from .parallel.pipeline.channels import form_of
+from .parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
+from .parallel.plan import without_pipeline
+from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
+from .train.step import find_gradients, whole_loss
 
 Criterion = Callable[[Any, Tensor], Tensor]
 
@@ -38,6 +42,7 @@ def record(
     criterion: Criterion | None = None,
     rank: int = 0,
     inputs: Mapping[str, Any] | None = None,
+    microbatches: int = 1,
     clip_norm: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Communication:
@@ -51,48 +56,88 @@ def record(
     are laid out by `lay_out_batch`, and others than [B, T] by rows over "dp".
     criterion: of the model's output and the targets, a scalar; the mean cross-entropy over all tokens where None.
     inputs: what else the model is called with, by name, as `dropout_key`. clip_norm: as of the step, which then asks for the norm.
-    Cost: a step's host time on one rank. It does not grow with the ranks of the mesh. A rank outside communicates nothing.
+    microbatches: as of `forward_backward`, whose step it is where there are several; 1 leaves it to the plan's pipeline.
+    With stages, the rank's own are run by its schedule; a send counts as 0 bytes, as they are received elsewhere.
+    Cost: a step's host time on one rank; with stages that of the whole model on one microbatch besides, for what goes from stage
+    to stage. It does not grow with the ranks of the mesh. A rank outside communicates nothing.
     Communication: none, and no process group is needed or touched.
-    Raises ValueError for a model that is parallel already, a rank below 0, a batch that is neither, and as `parallelize`; what the
-    model raises where it reads values of its tensors.
+    Raises ValueError for a model that is parallel already, a rank below 0, a batch that is neither, microbatches that do not divide
+    it, and as `parallelize`; what the model raises where it reads values of its tensors.
     """
     mesh = as_mesh(mesh)
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
     tokens, targets = _shapes_alone(batch)
-    compute = _mean_cross_entropy if criterion is None else criterion
+    compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
     issued: dict[Phase, list[Collective]] = {}
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
+        if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
+            return Communication()  # it has no stage
         parallel = parallelize(_without_data(model), mesh, plan)
+        pipeline = pipeline_of(parallel)
+        count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
+        if tokens.ndim == 2 and tokens.shape == targets.shape:
+            parts = divide(parallel, tokens, targets, count, inputs or {})
+        elif count == 1:
+            laid, target = _by_rows(mesh, tokens, targets)
+            parts = [Microbatch(args=(laid,), kwargs=dict(inputs or {}), targets=target)]
+        else:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} are not taken in {count} "
+                f"microbatches; give both as [B, T]"
+            )
+        compute = weighing(compute, parts, targets)
+        if pipeline is not None:
+            pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes)
-        laid, target, named = _laid_out(mesh, plan, tokens, targets)
+        recorded.take_each()
 
         def ended(phase: Phase) -> None:
-            issued[phase] = recorded.take_each()
+            issued.setdefault(phase, []).extend(recorded.take_each())
 
-        microbatch = Microbatch(args=(laid,), kwargs={**named, **(inputs or {})}, targets=target)
-        find_gradients(parallel, compute, [microbatch], sync, clip_norm=clip_norm, ended=ended)
+        find_gradients(parallel, compute, parts, sync, clip_norm=clip_norm, ended=ended)
         sync.close()
     return Communication.of(issued)
 
 
-def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(logits, targets, denominator=float(math.prod(targets.shape)))
+def _mean_cross_entropy(targets: Tensor) -> Criterion:
+    return partial(cross_entropy, denominator=float(math.prod(targets.shape)))
 
 
-def _laid_out(
-    mesh: ProcessMesh, plan: ParallelPlan, tokens: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Tokens and targets on the mesh, and what the model is given beside them: other than [B, T], rows over "dp" alone."""
-    if tokens.ndim == 2 and tokens.shape == targets.shape:
-        laid = lay_out_batch(mesh, plan, tokens, targets)
-        assert laid.targets is not None, "they were given"
-        return laid.tokens, laid.targets, {} if laid.positions is None else {"positions": laid.positions}
+def _by_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and targets that are not [B, T]: rows over "dp" alone."""
     if mesh.size == 1:
-        return tokens, targets, {}
+        return tokens, targets
     rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
-    return distribute(tokens, rows), distribute(targets, rows), {}
+    return distribute(tokens, rows), distribute(targets, rows)
+
+
+def _forms(
+    model: nn.Module, pipeline: Pipeline, plan: ParallelPlan, microbatch: Microbatch, criterion: Criterion
+) -> dict[tuple[str, int], dict[Any, Any]]:
+    """What the messages between stages are like: all stages are run once on this rank's place in the mesh of one."""
+    layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
+    parallelize(model, pipeline.stage_mesh, without_pipeline(plan))
+    given: dict[int, Any] = {}
+    gradients: dict[int, list[Tensor | None]] = {}
+
+    def note(stage: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            given[stage] = form_of(output)
+            followed = differentiable(output)
+            gradients[stage] = [None] * len(followed)
+            for i, each in enumerate(followed):
+                each.register_hook(partial(gradients[stage].__setitem__, i))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    for stage, (start, _) in enumerate(ranges[1:], 1):
+        model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
+    loss = differentiable(whole_loss(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets)))
+    go_back(loss, [torch.ones_like(each) for each in loss])
+    forward = {("F", stage): {microbatch.kind: form} for stage, form in given.items()}
+    return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 
 
 def _shapes_alone(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

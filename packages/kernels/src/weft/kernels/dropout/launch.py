@@ -28,20 +28,20 @@ from . import kernel
 LONG_RUN = Launch(rows=1, groups=512, warps=4)
 
 
-def masked(x: Tensor, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
+def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
     """See `reference.masked`; x in bf16, fp16 or fp32, threshold below 2**32."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     bits = threshold - 2**32 if threshold >= 2**31 else threshold  # as an int32, whichever it is
     if x.numel():
-        _launch(x, y, part, signed(key), bits, scale)
+        _launch(x, None if residual is None else residual.contiguous(), y, part, signed(key), bits, scale)
     return y
 
 
-def _launch(x: Tensor, y: Tensor, part: Part, key: int, threshold: int, scale: float) -> None:
+def _launch(x: Tensor, residual: Tensor | None, y: Tensor, part: Part, key: int, threshold: int, scale: float) -> None:
     sizes, strides, x_strides = merge(part.sizes, part.strides, x.stride())
     if len(sizes) > OUTER_DIMS + 1:  # rare: five dims of which no two can be merged
         for i in range(len(x)):
-            _launch(x[i], y[i], part.at(i), key, threshold, scale)
+            _launch(x[i], None if residual is None else residual[i], y[i], part.at(i), key, threshold, scale)
         return
     runs = Part(part.offset, sizes, strides)
     *outer, length = sizes
@@ -50,14 +50,16 @@ def _launch(x: Tensor, y: Tensor, part: Part, key: int, threshold: int, scale: f
     launch = fitted(LONG_RUN, length, shifted)
     with device_of(x):
         kernel.masked[grid(launch, rows, length, shifted)](
-            x, y,
+            x, residual, y,
             rows, R1, R2, length, *padded(x_strides[:-1], 0), x_strides[-1], part.offset, *padded(strides[:-1], 0),
             key, threshold, scale,
             SHIFTED=shifted, ROWS=launch.rows, GROUPS=launch.groups, num_warps=launch.warps,
         )  # fmt: skip
 
 
-def _variant(dtype: str, stride_xn: str, *, shifted: bool = False, narrow: bool = False) -> Variant:
+def _variant(
+    dtype: str, stride_xn: str, *, shifted: bool = False, narrow: bool = False, residual: bool = False
+) -> Variant:
     """The kernel for 16-byte aligned tensors of long runs, or of runs of one element: a column.
 
     stride_xn: "1" where the elements of a run are neighbours in memory.
@@ -66,9 +68,16 @@ def _variant(dtype: str, stride_xn: str, *, shifted: bool = False, narrow: bool 
     launch = fitted(LONG_RUN, 1, shifted) if narrow else LONG_RUN
     x_strides = {"stride_x0": "i32:16", "stride_x1": "i32:16", "stride_x2": "i32:16", "stride_xn": stride_xn}
     return Variant(
-        f"dropout.masked/{dtype}-{'column' if narrow else 'shifted' if shifted else memory}",
+        f"dropout.masked/{dtype}-{'column' if narrow else 'shifted' if shifted else memory}{'-residual' if residual else ''}",
         kernel.masked,
-        {"x_ptr": f"*{dtype}:16", "y_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **x_strides, **STRIDE_ARGUMENTS}
+        {
+            "x_ptr": f"*{dtype}:16",
+            "residual_ptr": f"*{dtype}:16" if residual else "None",
+            "y_ptr": f"*{dtype}:16",
+            **PART_ARGUMENTS,
+            **x_strides,
+            **STRIDE_ARGUMENTS,
+        }
         | {"threshold": "i32", "scale": "fp32"}
         | ({"N": "1"} if narrow else {}),
         {"SHIFTED": int(shifted), "ROWS": launch.rows, "GROUPS": launch.groups},
@@ -78,6 +87,7 @@ def _variant(dtype: str, stride_xn: str, *, shifted: bool = False, narrow: bool 
 
 VARIANTS = (
     *(_variant(dtype, "1") for dtype in ("bf16", "fp16", "fp32")),
+    _variant("bf16", "1", residual=True),
     _variant("bf16", "i32"),
     _variant("bf16", "1", shifted=True),
     _variant("bf16", "1", shifted=True, narrow=True),

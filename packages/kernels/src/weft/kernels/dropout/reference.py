@@ -9,8 +9,9 @@ from ..random import philox
 from ..random.part import Part
 
 
-def masked(x: Tensor, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
-    """scale * x where an element's 32 bits are `threshold` or more, and 0, whatever x is there, where they are less.
+def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
+    """scale * x where an element's 32 bits are `threshold` or more, and 0, whatever x is there, where they are less; and the
+    residual added to that.
 
     x: any strides, the elements `part` of the global tensor. -> its shape and dtype, contiguous.
     The product is of float32, of float64 for a float64 x.
@@ -18,4 +19,5 @@ def masked(x: Tensor, part: Part, key: int, *, threshold: int, scale: float) -> 
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     philox.fill(keep, part, key, lambda block: block >= threshold)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.where(keep, wide * scale, 0).to(x.dtype)
+    y = torch.where(keep, wide * scale, 0).to(x.dtype)
+    return y if residual is None else y.add_(residual)

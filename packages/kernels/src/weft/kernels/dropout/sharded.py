@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
+from ..elementwise import add
 from ..op import Op
 from ..order import checked_order, runs_within
 from ..random.philox import check_key
@@ -26,6 +27,7 @@ def dropout(
     name: str | None = None,
     *,
     order: Sequence[tuple[int, int]] | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
 
@@ -38,13 +40,20 @@ def dropout(
     draws it anew: no mask is saved. No rank draws more than its own part.
     order: of x [..., T, H], where the tokens lie in another order than they are read in, which then counts for the mask: as of
     `attention`.
-    Layouts: any, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
+    residual: of the shape of x, which the output is added to; in the same pass where its dtype is that of x.
+    Layouts: any, one for x and the residual, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
     and a Partial(sum) gradient may flow. Communication: none.
     Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
     """
     operand, number = check_dropout("dropout", "p", p, key)
     if x.dtype not in DTYPES:
         raise ValueError(f"dropout: x is {x.dtype}; give one of {', '.join(map(str, DTYPES))}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"dropout takes a residual of the shape of x, got {tuple(residual.shape)} and {tuple(x.shape)}; expand one"
+        )
+    if residual is not None and (p == 0 or residual.dtype != x.dtype):
+        return add(dropout(x, p, key, name, order=order), residual)
     if p == 0:
         return x
     options: dict[str, Any] = {"p": p, "number": number, "name": name}
@@ -52,7 +61,7 @@ def dropout(
         if x.ndim < 2:
             raise ValueError(f"dropout: order is of the tokens of x [..., T, H], got shape {tuple(x.shape)}")
         options["order"] = checked_order("dropout", order, x.shape[-2])
-    return apply(DROPOUT, x, operand, **options)
+    return apply(DROPOUT, x, operand, *(() if residual is None else (residual,)), **options)
 
 
 def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) -> tuple[Tensor | None, int]:
@@ -76,9 +85,10 @@ def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) ->
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    (layout, _), (shape, _) = layouts, shapes
+    layout, _, *residual = layouts
+    shape = shapes[0]
     assert layout is not None and shape is not None, "x is given"
-    output = infer.elementwise("dropout", True, layout)
+    output = infer.elementwise("dropout", True, layout, *(each for each in residual if each is not None))
 
     order = options.get("order")
 
@@ -88,7 +98,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         held = layout.local_slices(shape, rank)
         return {"parts": function.parts_of(shape, held, runs_within(order, held[-2].start, held[-2].stop))}
 
-    return Sharding(output, shape, independent(output, (layout, None)), local)
+    return Sharding(output, shape, independent(output, (layout, None, *residual)), local)
 
 
 DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number",))

@@ -9,9 +9,8 @@ from weft.mesh import Layout, infer
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
-from . import reference
-
-FORMS = ("none", "tanh")
+from ..swiglu.sharded import check_form
+from . import function
 
 
 @autocasts("gelu")
@@ -23,8 +22,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     Layouts: any without Partial; the output lies the same. Communication: none.
     Raises LayoutError where `x` is Partial, ValueError for another approximation.
     """
-    if approximate not in FORMS:
-        raise ValueError(f"gelu: approximate is {approximate!r}; give one of {', '.join(map(repr, FORMS))}")
+    check_form("gelu", approximate)
     return apply(GELU, x, approximate=approximate)
 
 
@@ -35,4 +33,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, independent(output, layouts))
 
 
-GELU = Op("gelu", reference.forward, reference.backward, _rule)
+GELU = Op("gelu", function.forward, function.backward, _rule, again=function.again)

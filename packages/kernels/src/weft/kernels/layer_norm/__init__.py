@@ -1,5 +1,5 @@
-"""layer_norm: the op, its local computation and its layout rule."""
+"""layer_norm: the op, its local computation and its layout rule; alone, and of a sum with a residual."""
 
-from .sharded import layer_norm
+from .sharded import add_layer_norm, layer_norm
 
-__all__ = ["layer_norm"]
+__all__ = ["add_layer_norm", "layer_norm"]

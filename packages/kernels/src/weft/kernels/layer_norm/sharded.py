@@ -8,8 +8,8 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, independent
-from . import reference
+from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, independent, of_several
+from . import function
 
 
 @autocasts("layer_norm")
@@ -20,22 +20,63 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Layouts: any that leaves the last dim whole; the output lies as `x`. Communication: none.
     Raises LayoutError where the last dim is sharded or `x` is Partial.
     """
+    _check("layer_norm", x, weight, bias)
+    return apply(LAYER_NORM, x, weight, bias, eps=eps)
+
+
+@autocasts("add_layer_norm")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """`x + residual`, and `layer_norm` of that, in one pass: where a layer's output joins the residual stream.
+
+    x, residual: [..., H], one shape. weight, bias: [H], or None. Returns (sum, norm), [..., H] each.
+    Layouts: one for both, which leaves the last dim whole; both outputs lie so. The gradients of the two outputs arrive in one
+    layout. Communication: none.
+    Raises ValueError for a residual of another shape, LayoutError for other layouts.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
+        )
+    _check("add_layer_norm", x, weight, bias)
+    total, normal = apply_many(ADD_LAYER_NORM, x, residual, weight, bias, eps=eps)
+    return total, normal
+
+
+def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     for name, each in (("weight", weight), ("bias", bias)):
         if x.ndim < 1 or (each is not None and each.shape != x.shape[-1:]):
             shape = None if each is None else tuple(each.shape)
-            raise ValueError(f"layer_norm takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}")
-    return apply(LAYER_NORM, x, weight, bias, eps=eps)
+            raise ValueError(f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}")
+
+
+def _whole(op: str, x: Layout, shape: tuple[int, ...], weight: Layout | None, bias: Layout | None) -> Layout:
+    """How the output lies."""
+    output = infer.whole(op, "x", x, len(shape) - 1)
+    for name, each in (("the weight", weight), ("the bias", bias)):
+        if each is not None:
+            infer.whole(op, name, each, 0)
+    return output
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     x, weight, bias = layouts
     shape = shapes[0]
     assert x is not None and shape is not None, "x is given"
-    output = infer.whole("layer_norm", "x", x, len(shape) - 1)
-    for name, each in (("the weight", weight), ("the bias", bias)):
-        if each is not None:
-            infer.whole("layer_norm", name, each, 0)
+    output = _whole("layer_norm", x, shape, weight, bias)
     return Sharding(output, shape, independent(output, layouts))
 
 
-LAYER_NORM = Op("layer_norm", reference.forward, reference.backward, _rule)
+def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    x, residual, weight, bias = layouts
+    shape = shapes[0]
+    assert x is not None and residual is not None and shape is not None, "both are given"
+    infer.elementwise("add_layer_norm", False, x, residual)
+    output = _whole("add_layer_norm", x, shape, weight, bias)
+    gradients = of_several("add_layer_norm", independent(output, layouts), shared=2)
+    return Sharding(output, shape, gradients, more=((output, shape),))
+
+
+LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, again=function.again)
+ADD_LAYER_NORM = Op("add_layer_norm", function.add_forward, function.add_backward, _add_rule, again=function.again)

@@ -1,44 +1,128 @@
-"""linear: input @ weight.T + bias, in plain torch."""
+"""Products and what follows them, in plain torch: the CPU path, the meaning, and on a GPU the products by cuBLAS."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..op import Tensors
+from ..backend import on_cpu
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 
 
-def forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, add_bias: bool = True
-) -> tuple[Tensor, Tensors]:
-    """input [..., K], weight [M, K], bias [M] -> [..., M]; one GEMM.
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    keep_z: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """act(z) + beta * residual with z = alpha * (a * a_scale) @ (b * b_scale) + bias, and z where `keep_z`.
 
-    add_bias: False leaves the bias out of this rank's output, where the ranks' outputs are summed and another rank
-        adds it. The bias' gradient does not change: the sum is linear in the bias, wherever it was added.
+    a: [M, K] or [B, M, K], b: [K, N] or [B, K, N]. bias: [N]. residual: broadcast to the output. a_scale: one number or [M];
+    b_scale: one or [N].
     """
-    return F.linear(input, weight, bias if add_bias else None), (input, weight)
+    dtype = out_dtype or a.dtype
+    if bias is not None and alpha == 1 and a_scale is None and b_scale is None and a.dtype == dtype and b.ndim == 2:
+        z = F.linear(a, b.mT, bias)
+    else:
+        if a.dtype.itemsize == 1:  # products of 8 bits are exact in float32
+            z = _scaled(a, a_scale, -1) @ _scaled(b, b_scale, -2)
+        else:
+            z = wide_product(_times(a, a_scale, -1), _times(b, b_scale, -2), dtype)
+        z = z if alpha == 1 else z * alpha
+        z = (z if bias is None else z + bias).to(dtype)
+    out = z if activation is None else activated(z, activation)
+    if residual is not None:
+        out = torch.add(out, residual.to(dtype), alpha=beta)
+    return out, z if keep_z else None
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
-    """dinput = grad @ weight, dweight = grad.T @ input, dbias = grad summed over the rows; one GEMM each."""
-    input, weight = saved
-    assert input is not None and weight is not None, "forward saves both"
-    rows = _rows(grad)  # [N, M]
-    dinput = _shaped(rows @ weight, input) if needed[0] else None
-    dweight = rows.mT @ _rows(input) if needed[1] else None  # [M, K]
-    dbias = rows.sum(0) if len(needed) > 2 and needed[2] else None
-    return (dinput, dweight, dbias)[: len(needed)]
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in `dtype`, which may be wider than theirs: the sum is then not rounded to theirs."""
+    if a.dtype == dtype:
+        return a @ b
+    if torch.promote_types(a.dtype, dtype) != dtype or on_cpu(a) or a.dtype == torch.float64:
+        wide = torch.promote_types(a.dtype, dtype)
+        return (a.to(wide) @ b.to(wide)).to(dtype)
+    return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=dtype)
 
 
-def _rows(x: Tensor) -> Tensor:
+def accumulate(a: Tensor, b: Tensor, into: Tensor) -> None:
+    """into += a @ b, in its dtype; a and b of two dims."""
+    if a.dtype == into.dtype:
+        torch.addmm(into, a, b, out=into)
+    elif on_cpu(a):
+        torch.addmm(into, a.to(into.dtype), b.to(into.dtype), out=into)
+    else:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+
+
+def activated(z: Tensor, activation: str) -> Tensor:
+    """One of ACTIVATIONS; relu2 is relu squared (So et al. 2021)."""
+    match activation:
+        case "gelu":
+            return F.gelu(z)
+        case "gelu_tanh":
+            return F.gelu(z, approximate="tanh")
+        case "silu":
+            return F.silu(z)
+        case "relu":
+            return F.relu(z)
+    assert activation == "relu2", "checked where it came in"
+    return F.relu(z).square_()
+
+
+def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
+    """grad times the derivative of the activation, computed again from z; aten's backward, in one pass where it has one.
+
+    Of relu z may be the output: it is above 0 where z is.
+    """
+    if activation is None:
+        return grad
+    if activation == "relu2":
+        return F.relu(z).mul_(grad).mul_(2)
+    found: Tensor
+    match activation:
+        case "gelu":
+            found = torch.ops.aten.gelu_backward(grad, z)
+        case "gelu_tanh":
+            found = torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
+        case "silu":
+            found = torch.ops.aten.silu_backward(grad, z)
+        case _:
+            assert activation == "relu", "checked where it came in"
+            found = torch.ops.aten.threshold_backward(grad, z, 0)
+    return found
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., M] -> [N, M]."""
     if x.ndim == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # the count is spelled out: -1 is ambiguous where x is empty
 
 
-def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+def shaped(rows: Tensor, like: Tensor) -> Tensor:
     """[N, M] -> [..., M], with the leading dims of `like`."""
     return rows if like.ndim == 2 else rows.view(*like.shape[:-1], rows.shape[-1])
+
+
+def _scaled(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+    return _times(x.to(torch.float32), scale, dim)
+
+
+def _times(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+    if scale is None:
+        return x
+    return x * (scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(dim)).to(x.dtype)

@@ -1,5 +1,5 @@
-"""rms_norm: the op, its local computation and its layout rule."""
+"""rms_norm: the op, its local computation and its layout rule; alone, and of a sum with a residual."""
 
-from .sharded import rms_norm
+from .sharded import add_rms_norm, rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]

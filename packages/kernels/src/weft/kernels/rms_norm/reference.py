@@ -20,9 +20,14 @@ def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | Non
     heads = _heads(x, head_dim)  # [..., heads, D]
     wide = heads.to(torch.promote_types(x.dtype, torch.float32))
     rrms = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1], one over the root of the mean square
-    normal = (wide * rrms).to(x.dtype)
+    return again(x, weight, rrms, head_dim=head_dim), (x, weight, rrms)
+
+
+def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | None = None) -> Tensor:
+    """The output of `forward`, from what it saves."""
+    normal = (_heads(x, head_dim) * rrms).to(x.dtype)  # of float32 at least, as rrms is
     output = normal if weight is None else normal * weight
-    return output if head_dim is None else output.reshape(x.shape), (x, weight, rrms)
+    return output if head_dim is None else output.reshape(x.shape)
 
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:

@@ -9,8 +9,8 @@ from weft.mesh import Layout, infer
 
 from ..attention.heads import check_heads
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, independent
-from . import reference
+from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, independent, of_several
+from . import function
 
 
 @autocasts("rms_norm")
@@ -33,6 +33,26 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
     return apply(RMS_NORM, x, weight, eps=eps, head_dim=head_dim)
 
 
+@autocasts("add_rms_norm")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """`x + residual`, and `rms_norm` of that, in one pass: where a layer's output joins the residual stream.
+
+    x, residual: [..., H], one shape. weight: [H], or None. Returns (sum, norm), [..., H] each.
+    Layouts: one for both, which leaves the last dim whole; both outputs lie so. The gradients of the two outputs arrive in one
+    layout. Communication: none.
+    Raises ValueError for a residual of another shape, LayoutError for other layouts.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"add_rms_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
+        )
+    if x.ndim < 1 or (weight is not None and weight.shape != x.shape[-1:]):
+        shape = None if weight is None else tuple(weight.shape)
+        raise ValueError(f"add_rms_norm takes x [..., H] and weight [H], got {tuple(x.shape)} and {shape}")
+    total, normal = apply_many(ADD_RMS_NORM, x, residual, weight, eps=eps)
+    return total, normal
+
+
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     x, weight = layouts
     shape, _ = shapes
@@ -46,4 +66,26 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, independent(output, layouts))
 
 
-RMS_NORM = Op("rms_norm", reference.forward, reference.backward, _rule, inference=reference.inference)
+def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    x, residual, weight = layouts
+    shape = shapes[0]
+    assert x is not None and residual is not None and shape is not None, "both are given"
+    infer.elementwise("add_rms_norm", False, x, residual)
+    output = infer.whole("add_rms_norm", "x", x, len(shape) - 1)
+    if weight is not None:
+        infer.whole("add_rms_norm", "the weight", weight, 0)
+    gradients = of_several("add_rms_norm", independent(output, layouts), shared=2)
+    return Sharding(output, shape, gradients, more=((output, shape),))
+
+
+RMS_NORM = Op(
+    "rms_norm", function.forward, function.backward, _rule, inference=function.inference, again=function.again
+)
+ADD_RMS_NORM = Op(
+    "add_rms_norm",
+    function.add_forward,
+    function.add_backward,
+    _add_rule,
+    inference=function.add_inference,
+    again=function.again,
+)

@@ -1,5 +1,5 @@
-"""rope: the op and what makes its tables, their local computations and layout rules."""
+"""rope: the op, its local computation and its layout rule; alone, and after a norm of each head."""
 
-from .sharded import rope, rope_tables
+from .sharded import rms_norm_rope, rope, rope_tables
 
-__all__ = ["rope", "rope_tables"]
+__all__ = ["rms_norm_rope", "rope", "rope_tables"]

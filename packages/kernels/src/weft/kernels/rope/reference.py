@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..op import Tensors
 
-
-def forward(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensors]:
+def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [..., T, heads * D], cos and sin [T, D // 2] or [..., T, D // 2] -> [..., T, heads * D].
 
-    Elements i and i + D // 2 of a head are turned together, by the angle of (token, i): Hugging Face's convention.
+    Elements i and i + D // 2 of a head are turned together, by the angle of (token, i): Hugging Face's convention. Interleaved,
+    elements 2 * i and 2 * i + 1: that of the paper.
     Computed in float32 at least, then rounded to x's dtype.
     Raises ValueError where the last dim is no multiple of D, or the tables are of other tokens than x.
     """
+    check(x, cos)
+    return _turn(x, cos, sin, interleaved)
+
+
+def check(x: Tensor, cos: Tensor) -> None:
+    """Raises as `forward` does."""
     *rows, half = cos.shape
     if x.shape[-1] % (2 * half) or list(x.shape[-1 - len(rows) : -1]) != rows:
         raise ValueError(
             f"rope: x of shape {tuple(x.shape)} does not fit tables of shape {tuple(cos.shape)}; "
             f"x is [..., {', '.join(map(str, rows))}, heads * {2 * half}]"
         )
-    return _turn(x, cos, sin), (cos, sin)
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
-    """The turn back, by the negative angle and the same scale; cos and sin get no gradient."""
-    cos, sin = saved
-    assert cos is not None and sin is not None, "forward saves both"
-    return _turn(grad, cos, -sin) if needed[0] else None, None, None
+def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """The turn by the negative angle, at the same scale: the reverse of `forward` where that does not scale, and its transpose."""
+    return _turn(grad, cos, -sin, interleaved)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
+        halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
+        turned = _turn(halves, cos, sin, False).view(*apart[:-2], 2, cos.shape[-1])
+        return turned.transpose(-1, -2).reshape(x.shape)
     dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
     if (

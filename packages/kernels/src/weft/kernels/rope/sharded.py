@@ -12,28 +12,50 @@ from weft.mesh.infer import terms
 from ..attention.heads import check_heads
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
-from . import reference
+from . import function, reference
 
 
 @autocasts("rope")
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotary position embedding (Su et al., 2021): the pairs (i, i + D/2) of every head turned by their angle.
 
     x: [..., T, heads * D]. cos, sin: of float32, [T, D / 2], or [..., T, D / 2] where tokens of one place differ in position.
-    Returns the shape of `x`.
+    interleaved: the pairs are (2 * i, 2 * i + 1), as in the paper and in GPT-J. Returns the shape of `x`.
     Layouts: any that leaves each head whole, with the tables sharded on rows and tokens as `x` is; the output lies as `x`.
     Communication: none.
     Raises LayoutError where a head is cut, `x` is Partial, or the tables lie otherwise.
     """
+    _check("rope", x, cos, sin)
+    return apply(ROPE, x, cos, sin, interleaved=interleaved)
+
+
+@autocasts("rms_norm_rope")
+def rms_norm_rope(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *, interleaved: bool = False
+) -> Tensor:
+    """`rope` of `rms_norm` of each head, in one pass: what Qwen 3 does to queries and keys.
+
+    x: [..., T, heads * D]. weight: [D], for all heads. The others: as of `rope`. Returns the shape of `x`.
+    Layouts: as of `rope`, with the weight whole. The gradient of a replicated weight is Partial(sum) on each axis that `x` is
+    sharded over. Communication: none. Raises as `rope` does.
+    """
+    _check("rms_norm_rope", x, cos, sin)
+    if weight.shape != (2 * cos.shape[-1],):
+        raise ValueError(
+            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and {tuple(cos.shape)}"
+        )
+    return apply(RMS_NORM_ROPE, x, weight, cos, sin, eps=eps, interleaved=interleaved)
+
+
+def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     head_dim = 2 * cos.shape[-1]
     rows = cos.shape[:-1]
     fits = cos.ndim >= 2 and cos.shape == sin.shape and x.ndim >= 2 and len(rows) in (1, x.ndim - 1)
     if not fits or x.shape[-1 - len(rows) : -1] != rows or x.shape[-1] % head_dim:
         raise ValueError(
-            f"rope takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(x.shape)}, "
+            f"{name} takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(x.shape)}, "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    return apply(ROPE, x, cos, sin)
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -57,15 +79,32 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     x, cos, sin = layouts
     shape, table, _ = shapes
     assert x is not None and cos is not None and sin is not None and shape and table, "all are given"
+    output = _turned("rope", x, cos, sin, shape, table)
+    return Sharding(output, shape, independent(output, layouts))
+
+
+def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    x, weight, cos, sin = layouts
+    shape, _, table, _ = shapes
+    assert x is not None and weight is not None and cos is not None and sin is not None and shape and table, (
+        "all are given"
+    )
+    infer.whole("rms_norm_rope", "the weight", weight, 0)
+    output = _turned("rms_norm_rope", x, cos, sin, shape, table)
+    return Sharding(output, shape, independent(output, layouts))
+
+
+def _turned(name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]) -> Layout:
+    """How the output lies."""
     tokens = ascii_lowercase[: len(shape) - 1]
     each = tokens[1 - len(table) :] + "y"
     operation = terms.Operation(
-        "rope", (tokens + "z", each, each), tokens + "z", terms.never, operands=("x", "cos", "sin"),
+        name, (tokens + "z", each, each), tokens + "z", terms.never, operands=("x", "cos", "sin"),
         whole="y", why_whole="rope needs all angles of a token",
     )  # fmt: skip
     output = terms.infer(operation, (x, cos, sin))
-    check_heads("rope", x, shape, 2 * table[-1])
-    return Sharding(output, shape, independent(output, layouts))
+    check_heads(name, x, shape, 2 * table[-1])
+    return output
 
 
 def _table_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -77,5 +116,6 @@ def _table_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dic
     return Sharding(output, (*shape, *angles), independent(output, layouts))
 
 
-ROPE = Op("rope", reference.forward, reference.backward, _rule)
+ROPE = Op("rope", function.forward, function.backward, _rule)
+RMS_NORM_ROPE = Op("rms_norm_rope", function.norm_forward, function.norm_backward, _norm_rule)
 ROPE_TABLE = Op("rope_table", reference.table, None, _table_rule)

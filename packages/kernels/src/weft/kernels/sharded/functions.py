@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
 from weft.reshard.running.dtensor import wrap
 
+from ..again import kept, mark, restored
 from ..op import Op, Tensors
 from ..weights import compute_or_wait
 from .calls import Call, sliced
@@ -27,8 +28,7 @@ class Plain(torch.autograd.Function):
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
         ctx.given = [tensor is not None for tensor in tensors]
         ctx.set_materialize_grads(False)
-        last = anchor(saved)
-        ctx.save_for_backward(*saved, last)
+        last = _save(ctx, op, saved, options, output[-1] if ctx.many else output)
         if not ctx.many:
             return output, last
         ctx.mark_non_differentiable(*_constants(op, output, options))
@@ -38,7 +38,7 @@ class Plain(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
-        op, options, saved = ctx.op, ctx.options, ctx.saved_tensors[:-1]
+        op, options, saved = ctx.op, ctx.options, _saved(ctx)
 
         def compute(needed: Sequence[bool]) -> Tensors:
             gradients: Tensors = op.backward(saved, grad, needed, **options)
@@ -55,8 +55,7 @@ class Sharded(torch.autograd.Function):
         ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
         ctx.given = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = computed(call, options, tensors)
-        last = anchor(saved)
-        ctx.save_for_backward(*saved, last)
+        last = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*_constants(call.op, outputs, options))
         return *outputs, last
@@ -73,7 +72,7 @@ class Sharded(torch.autograd.Function):
         if call.options is not None:
             assert call.op.backward is not None, "torch differentiates it elsewhere"
             local = locals_[0] if call.sharding.more is None else locals_
-            backward, saved, options = call.op.backward, ctx.saved_tensors[:-1], ctx.options
+            backward, saved, options = call.op.backward, _saved(ctx), ctx.options
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
                 return call.as_operands(backward(saved, local, needed, **options), layouts)
@@ -152,6 +151,21 @@ def computed(
             output = op.infer(*locals_, **options)
     parts = (output,) if sharding.more is None else output
     return [wrap(part, *lying) for part, lying in zip(parts, call.outputs, strict=True)], saved, options
+
+
+def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor) -> Tensor | None:
+    """Saves for backward what takes the place of `saved`. Returns the `anchor`. output: the last one, of this rank."""
+    if saved and any(ctx.needs_input_grad):
+        mark(output, op, saved, options)
+    instead, last = kept(saved), anchor(saved)
+    ctx.makes = instead.makes
+    ctx.save_for_backward(*instead.tensors, last)
+    return last
+
+
+def _saved(ctx: Any) -> Tensors:
+    """What was to be saved."""
+    return restored(ctx.saved_tensors[:-1], ctx.makes)
 
 
 def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from weft.mesh import Layout, infer
+from weft.mesh import Layout, LayoutError, infer
 from weft.mesh.infer.terms import one_mesh
 
 from ..op import Op
@@ -50,3 +50,23 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
     return lambda grad: tuple(
         None if layout is None else infer.gradient(output, grad, layout, operands) for layout in layouts
     )
+
+
+def of_several(
+    name: str, gradients: Callable[[Layout], tuple[Layout | None, ...]], shared: int
+) -> Callable[..., tuple[Layout | None, ...]]:
+    """The `gradients` of an op of several outputs, whose gradients arrive in one layout. name: of the op.
+
+    shared: how many of the operands, the first, have a gradient from each output; the others from the last alone.
+    """
+
+    def found(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        arrived = {grad for grad in grads if grad is not None}
+        if len(arrived) > 1:
+            raise LayoutError(
+                f"{name}: the gradients lie as {' and '.join(f'({each})' for each in arrived)}; reshard one"
+            )
+        layouts = gradients(arrived.pop())
+        return layouts if grads[-1] is not None else layouts[:shared] + (None,) * (len(layouts) - shared)
+
+    return found

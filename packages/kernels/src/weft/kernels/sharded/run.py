@@ -23,14 +23,24 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     options: hashable values.
     Raises LayoutError where the op's rule does not take the layouts.
     """
-    output: Tensor = _run(op, tensors, options)[0]
+    output: Tensor = op.infer(*tensors, **options) if _infers(tensors) else _run(op, tensors, options)[0]
     return output
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     """`apply` for an op of several outputs."""
-    outputs: tuple[Tensor, ...] = _run(op, tensors, options)[:-1]
+    outputs: tuple[Tensor, ...] = op.infer(*tensors, **options) if _infers(tensors) else _run(op, tensors, options)[:-1]
     return outputs
+
+
+def _infers(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether an op on these plain tensors is its `infer` alone: an autograd function costs the host more than many an op."""
+    if torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110  a generator costs the host more
+        if isinstance(tensor, DTensor):
+            return False
+    return True
 
 
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
@@ -40,9 +50,6 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
             if torch.compiler.is_compiling():
                 return *_in_graph(op.name, tuple(options.items()), *tensors), None
             return _on_mesh(op, tensor.device_mesh, tensors, options)
-    if not torch.is_grad_enabled():  # an autograd function costs the host more than many an op
-        output = op.infer(*tensors, **options)
-        return (*output, None) if isinstance(output, tuple) else (output, None)
     if op.backward is None:
         output = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)

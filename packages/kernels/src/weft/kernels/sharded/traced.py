@@ -14,6 +14,7 @@ from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import group_named, this_rank
+from weft.reshard.running.waits import wait_for
 
 from ..op import Op
 from .calls import Call, laid
@@ -81,7 +82,7 @@ def to_local(tensor: Tensor | None) -> Tensor | None:
 @library.custom_op("weft::sum_over", mutates_args=())
 def _sum_over(part: Tensor, group: str) -> Tensor:
     total = part.clone()
-    dist.all_reduce(total, group=group_named(group))
+    wait_for(dist.all_reduce(total, group=group_named(group), async_op=True))
     return total
 
 

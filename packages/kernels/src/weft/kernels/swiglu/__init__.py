@@ -1,5 +1,5 @@
-"""swiglu: the op, its local computation and its layout rule."""
+"""swiglu and geglu: the ops, their local computation and their layout rule."""
 
-from .sharded import swiglu
+from .sharded import geglu, swiglu
 
-__all__ = ["swiglu"]
+__all__ = ["geglu", "swiglu"]

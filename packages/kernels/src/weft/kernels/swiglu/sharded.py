@@ -1,4 +1,4 @@
-"""swiglu on plain tensors and DTensors."""
+"""swiglu and geglu on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from weft.mesh import Layout, infer
 
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
-from . import reference
+from . import function
+
+FORMS = ("none", "tanh")
 
 
 @autocasts("swiglu")
@@ -19,16 +21,44 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up: one shape, which the output has too.
     Layouts: one for both, without Partial; the output lies the same. Communication: none.
     """
-    if gate.shape != up.shape:
-        raise ValueError(f"swiglu takes two tensors of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+    _check("swiglu", gate, up)
     return apply(SWIGLU, gate, up)
 
 
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    gate, up = layouts
-    assert gate is not None and up is not None and shapes[0] is not None, "both are given"
-    output = infer.elementwise("swiglu", False, gate, up)
-    return Sharding(output, shapes[0], independent(output, layouts))
+@autocasts("geglu")
+def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    """`gelu(gate) * up` (Shazeer, 2020).
+
+    gate, up: one shape, which the output has too. approximate: as of `gelu`; Gemma's is "tanh".
+    Layouts: one for both, without Partial; the output lies the same. Communication: none.
+    Raises ValueError for two shapes, and for another approximation.
+    """
+    _check("geglu", gate, up)
+    check_form("geglu", approximate)
+    return apply(GEGLU, gate, up, activation=approximate)
 
 
-SWIGLU = Op("swiglu", reference.forward, reference.backward, _rule)
+def check_form(name: str, approximate: str) -> None:
+    """Raises ValueError for an approximation that is none. name: of the op."""
+    if approximate not in FORMS:
+        raise ValueError(f"{name}: approximate is {approximate!r}; give one of {', '.join(map(repr, FORMS))}")
+
+
+def _check(name: str, gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape:
+        raise ValueError(f"{name} takes two tensors of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+
+
+def _rule_of(name: str) -> Any:
+    def rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+        gate, up = layouts
+        assert gate is not None and up is not None and shapes[0] is not None, "both are given"
+        output = infer.elementwise(name, False, gate, up)
+        return Sharding(output, shapes[0], independent(output, layouts))
+
+    return rule
+
+
+SWIGLU, GEGLU = (
+    Op(name, function.forward, function.backward, _rule_of(name), again=function.again) for name in ("swiglu", "geglu")
+)

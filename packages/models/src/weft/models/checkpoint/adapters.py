@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
-from .huggingface import attempt, raise_on_all, read_json, start_folder, weights_of_model, whole_tensor
+from .huggingface import attempt, is_parallel, raise_on_all, read_json, start_folder, weights_of_model, whole_parameter
+from .stored import Stored
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # Fields of adapter_config.json that change what adapters compute, and the values of those here.
@@ -28,8 +30,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "layer_replication": (None,),
@@ -43,22 +43,23 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     """Writes the adapters alone, as `peft.PeftModel.from_pretrained` and `load_lora` read them.
 
     base: the name or folder of the model that they are for, which is written down.
+    Adapters of layers that Hugging Face's model keeps as one, as GPT-2's q, k and v, are one adapter of that: its A has theirs
+    one after the other, its B has theirs on the diagonal, and its rank and alpha are as many times as large.
     Communication: as of `save_pretrained`, of the adapters alone. Every rank calls it.
-    Raises ValueError for a model without adapters or of an unknown kind, for a layer that Hugging Face's model keeps in one
-    with others, and where the folder exists; OSError where it cannot be written; on every rank, for a parallel model.
+    Raises ValueError for a model without adapters or of an unknown kind, and where the folder exists; OSError where it cannot be written; on every rank, for a parallel model.
     """
     folder, adapters = Path(folder), lora_of(model)
-    names = {layer: _stored_layer(model, layer) for layer in adapters.layers}
-    parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    stored = {layer: _stored_layer(model, layer) for layer in adapters.layers}
+    parallel = is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error = attempt(start_folder, folder, temporary) if writer else None
     raise_on_all(error, parallel)
-    tensors: dict[str, Tensor] = {}
-    for layer, name in names.items():
-        for leaf in ("A", "B"):
-            whole = whole_tensor(model.get_parameter(f"{layer}.lora.{leaf}"), keep=writer)
-            tensors[f"{PREFIX}{name}.lora_{leaf}.weight"] = whole
+    parts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+    for layer, where in stored.items():
+        a, b = (whole_parameter(model, f"{layer}.lora.{leaf}", keep=writer) for leaf in ("A", "B"))
+        parts.setdefault(where.name, {})[where.part] = a, b
+    several = {name: len(own) for name, own in parts.items() if len(own) > 1}
     if writer:
         config = {
             "peft_type": "LORA",
@@ -66,11 +67,19 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
             "base_model_name_or_path": base,
             "r": adapters.rank,
             "lora_alpha": adapters.alpha,
+            "rank_pattern": {name: n * adapters.rank for name, n in several.items()},
+            "alpha_pattern": {name: n * adapters.alpha for name, n in several.items()},
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": any(weights_of_model(model).stored(f"{layer}.weight").transposed for layer in names),
-            "target_modules": list(names.values()),
+            "fan_in_fan_out": any(where.transposed for where in stored.values()),
+            "target_modules": list(parts),
             "inference_mode": True,
+        }
+        of = {where.name: where.parts for where in stored.values()}
+        tensors = {
+            f"{PREFIX}{name}.lora_{leaf}.weight": whole
+            for name, own in parts.items()
+            for leaf, whole in zip(("A", "B"), _as_one(own, of[name]), strict=True)
         }
         error = attempt(_write, tensors, config, temporary, folder)
         if error is not None:
@@ -93,48 +102,123 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
             raise ValueError(
                 f"{folder / CONFIG_FILE}: {field} {config[field]!r} is not supported; it may be {plain[0]!r}"
             )
-    layers = {
-        _stored_layer(model, name, check=False): name
-        for name, each in model.named_modules()
-        if isinstance(each, nn.Linear)
-    }
+    layers: dict[str, dict[int, str]] = {}  # by layer of Hugging Face's model, ours that it is
+    for name, each in model.named_modules():
+        if isinstance(each, nn.Linear):
+            where = _stored_layer(model, name)
+            layers.setdefault(where.name, {})[where.part] = name
     try:
         file: Any = safe_open(folder / FILE, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / FILE} cannot be read: {error}; fetch it again") from None
     with file:
-        found: dict[str, str] = {}  # by our parameter, the tensor
+        found: dict[str, dict[str, Any]] = {}  # by layer there, its tensors
         for tensor in file.keys():  # noqa: SIM118  it is no mapping
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(?:\.default)?\.weight", tensor)
             if match is None or match[1] not in layers:
                 raise ValueError(
                     f"{folder / FILE} holds {tensor}, for which {type(model).__name__} has no layer; check it"
                 )
-            found[f"{layers[match[1]]}.lora.{match[2]}"] = tensor
-        lora(model, config["r"], config["lora_alpha"], sorted({name.rpartition(".lora.")[0] for name in found}))
-        for name in (f"{layer}.lora.{leaf}" for layer in lora_of(model).layers for leaf in ("A", "B")):
-            parameter = model.get_parameter(name)
-            if name not in found or tuple(file.get_slice(found[name]).get_shape()) != tuple(parameter.shape):
+            found.setdefault(match[1], {})[match[2]] = file.get_slice(tensor)
+        sources: dict[str, _Source] = {}  # by layer of ours
+        for name, pair in found.items():
+            if set(pair) != {"A", "B"}:
+                raise ValueError(f"{folder / FILE} has no lora_A or no lora_B of {name}; check it")
+            own = _sources(pair, len(layers[name]), config["r"])
+            if own is None:
+                raise ValueError(
+                    f"{folder / FILE}: the adapter of {name} is none of {' and '.join(layers[name].values())}: its B is not on the "
+                    f"diagonal; merge it in peft, and read the model"
+                )
+            sources.update({layers[name][part]: source for part, source in own.items()})
+        _check_patterns(config, found, folder / CONFIG_FILE)
+        lora(model, config["r"], config["lora_alpha"], sorted(sources))
+        for name, leaf in ((f"{layer}.lora.{leaf}", leaf) for layer in sources for leaf in ("A", "B")):
+            parameter, source = model.get_parameter(name), sources[name.rpartition(".lora.")[0]]
+            if source.shape(leaf) != tuple(parameter.shape):
                 raise ValueError(f"{folder / FILE} has no {name} of shape {tuple(parameter.shape)}; check it")
-            part = file.get_slice(found[name])[local_slices(parameter)]
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             with torch.no_grad():
-                local.copy_(part)
+                local.copy_(source.read(leaf, local_slices(parameter)))
     return model
 
 
-def _stored_layer(model: nn.Module, layer: str, *, check: bool = True) -> str:
-    """The name of a layer in Hugging Face's model. Raises ValueError where it is one with others there."""
-    stored = weights_of_model(model).stored(f"{layer}.weight")
-    if stored.parts > 1:
-        if check:
-            raise ValueError(
-                f"{layer} is a part of {stored.name} in Hugging Face's model, and an adapter of a part cannot be said in peft's "
-                f"folder; fold it in by merge_lora(model), and save_pretrained(model, folder)"
-            )
-        return f"{layer} "  # no name of a layer there
-    name: str = stored.name
-    return name.removesuffix(".weight")
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a layer's adapter lies: A [R, in] and B [out, R] in the file, the rows of B that are its outputs, and of the R its own."""
+
+    a: Any
+    b: Any
+    rows: slice
+    own: slice
+
+    def _place(self, leaf: str) -> tuple[slice, ...]:
+        return (self.own, slice(0, self.a.get_shape()[1])) if leaf == "A" else (self.rows, self.own)
+
+    def shape(self, leaf: str) -> tuple[int, ...]:
+        """Of the adapter's A or B."""
+        return tuple(place.stop - place.start for place in self._place(leaf))
+
+    def read(self, leaf: str, part: tuple[slice, ...]) -> Tensor:
+        """A part of the adapter's A or B."""
+        pairs = zip(self._place(leaf), part, strict=True)
+        read: Tensor = (self.a if leaf == "A" else self.b)[
+            tuple(slice(place.start + here.start, place.start + here.stop) for place, here in pairs)
+        ]
+        return read
+
+
+def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] | None:
+    """By part, where its adapter lies in that of a layer of so many; None for an adapter that is not one of parts.
+
+    One of the rank that all have is the adapter of every part, but of those whose outputs it leaves as they are. One of more ranks has
+    a part's own on the diagonal.
+    """
+    outputs, wide = pair["B"].get_shape()
+    rows = [slice(part * (outputs // parts), (part + 1) * (outputs // parts)) for part in range(parts)]
+    if parts == 1:
+        return {0: _Source(pair["A"], pair["B"], rows[0], slice(0, wide))}
+    if wide % rank:
+        return None
+    blocks = pair["B"][:].reshape(parts, outputs // parts, wide // rank, rank)
+    used = (blocks != 0).any(3).any(1)  # [parts, ranks / rank]
+    if wide == rank:
+        acting = [part for part in range(parts) if used[part] or not used.any()]
+        return {part: _Source(pair["A"], pair["B"], rows[part], slice(0, rank)) for part in acting}
+    order = list(range(parts)) if wide == parts * rank else [int(each.argmax()) for each in used.int().T]
+    if sorted(set(order)) != order or any(used[:, i].sum() > int(used[part, i]) for i, part in enumerate(order)):
+        return None
+    return {
+        part: _Source(pair["A"], pair["B"], rows[part], slice(i * rank, (i + 1) * rank)) for i, part in enumerate(order)
+    }
+
+
+def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], file: Path) -> None:
+    """Raises ValueError where layers have ranks of their own, but for those that are several of ours."""
+    times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
+    for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
+        given, own = config.get(field) or {}, {name: n * one for name, n in times.items() if n > 1}
+        if given and given != own:
+            raise ValueError(f"{file}: {field} {given!r} is not supported; it may be {own!r}")
+
+
+def _as_one(parts: dict[int, tuple[Tensor, Tensor]], of: int) -> tuple[Tensor, Tensor]:
+    """A and B of a layer from those of its parts, by number, of which there may be `of`."""
+    if of == 1:
+        return parts[0]
+    pairs = [parts[part] for part in sorted(parts)]
+    a = torch.cat([a for a, _ in pairs])
+    outputs, rank = pairs[0][1].shape
+    b = a.new_zeros(of * outputs, a.shape[0])
+    for i, part in enumerate(sorted(parts)):
+        b[part * outputs : (part + 1) * outputs, i * rank : (i + 1) * rank] = parts[part][1]
+    return a, b
+
+
+def _stored_layer(model: nn.Module, layer: str) -> Stored:
+    """The layer of Hugging Face's model that this one is, or is a part of."""
+    stored: Stored = weights_of_model(model).stored(f"{layer}.weight")
+    return replace(stored, name=stored.name.removesuffix(".weight"))
 
 
 def _write(tensors: dict[str, Tensor], config: dict[str, Any], temporary: Path, folder: Path) -> None:

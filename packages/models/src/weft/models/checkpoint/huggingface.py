@@ -21,6 +21,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import one_mesh, wrap
 
+from ..data.tokenizer import Tokenizer
 from ..families import FAMILIES, family_of, make_model
 from ..initialization import local_slices
 from ..layers import LowRank
@@ -81,11 +82,14 @@ def from_pretrained(
     return model
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(
+    model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, tokenizer: Tokenizer | None = None
+) -> None:
     """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and `from_pretrained` read.
 
     Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
     shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
+    tokenizer: its files are put into the folder, where `weft generate` and transformers' AutoTokenizer find them.
     Communication: each parallel parameter is brought whole to every rank of its mesh, and from its stage to the others; with such parameters, one
         broadcast of rank 0's outcome before and one after. Every rank calls it.
     Raises ValueError where the folder exists or the model is of an unknown kind, OSError where it cannot be written;
@@ -97,8 +101,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
         raise ValueError(
             "the model has adapters; merge_lora(model) folds them in, save_lora(model, folder) saves them alone"
         )
-    pipeline = pipeline_of(model)
-    parallel = pipeline is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    pipeline, parallel = pipeline_of(model), is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error: Exception | None = None
@@ -110,11 +113,13 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, shard_bytes: int = 
     shards = shards_of(parameters, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
-            tensor: joined([(weights.stored(name), _whole(model, name, keep=writer)) for name in names])
+            tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
             error = attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
+    if writer and error is None and tokenizer is not None:
+        error = attempt(tokenizer.save, temporary)
     if writer and error is None:
         config = weights.write_config(model)
         error = attempt(
@@ -280,14 +285,15 @@ def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) 
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
-def _whole(model: nn.Module, name: str, keep: bool) -> Tensor:
-    """The parameter of that name, from whatever stage has it."""
+def is_parallel(model: nn.Module) -> bool:
+    """Whether several ranks hold the model."""
+    return pipeline_of(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
+    """The parameter of that name, from whatever stage has it, on the CPU; without rows where it is not kept."""
     pipeline = pipeline_of(model)
     parameter = model.get_parameter(name) if pipeline is None else pipeline.whole_parameter(model, name)
-    return whole_tensor(parameter, keep)
-
-
-def whole_tensor(parameter: Tensor, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
         return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))

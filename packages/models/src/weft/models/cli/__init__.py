@@ -12,7 +12,7 @@ from importlib import import_module
 
 from ..terminal import PROGRAM, wrapped
 
-COMMANDS = ("train", "generate", "convert", "layout")
+COMMANDS = ("train", "data", "generate", "convert", "layout")
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
 
@@ -20,6 +20,7 @@ Trains models on meshes of processes, and shows how tensors lie on them.
 
 Commands
   train: train a model on a mesh
+  data: make tokens of a text, and tokenizers
   generate: let a trained model go on with a text
   convert: make a checkpoint into a folder for transformers, or back
   layout: draw who holds what of a tensor, and plan a change

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import tyro
 
+from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tokenizer
 from ..terminal import PROGRAM, printable
-from ..train.data import VOCAB_SIZE, decode_each, encode
 from ..train.folder import find_checkpoint
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Lets a trained model go on with a text, on one process, and prints both, each byte as it is drawn.
+  Lets a trained model go on with a text, on one process, and prints both, each token as it is drawn.
 
 Examples
   {PROGRAM} generate \\
@@ -40,9 +40,9 @@ class GenerateOptions:
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
     """What to go on with."""
     tokens: Annotated[int, tyro.conf.arg(metavar="INT")] = 200
-    """Bytes to draw."""
+    """Tokens to draw; bytes, where the model was trained on a text's own."""
     temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 0.7
-    """Of the draw: 0 takes the likeliest byte, 1 draws as the model predicts."""
+    """Of the draw: 0 takes the likeliest token, 1 draws as the model predicts."""
     seed: int = 0
     """Of the draw: the same seed gives the same text."""
 
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
         if not options.prompt:
             raise ValueError("--prompt is empty; give a text to go on with")
         folder = find_checkpoint(options.folder)
-        _check_bytes(folder)
+        tokenizer = _find_tokenizer(folder)
         import torch
 
         from ..checkpoint.huggingface import from_pretrained
@@ -61,31 +61,37 @@ def run(arguments: list[str]) -> int:
 
         drawn = stream(
             from_pretrained(folder).eval(),
-            torch.tensor([encode(options.prompt)]),
+            torch.tensor([tokenizer.encode(options.prompt)]),
             max_new_tokens=options.tokens,
             temperature=options.temperature,
             seed=options.seed,
         )
     shown = printable if sys.stdout.isatty() else str
-    for text in chain([options.prompt], decode_each(int(tokens) for tokens in drawn)):
+    for text in chain([options.prompt], tokenizer.decode_each(int(tokens) for tokens in drawn)):
         print(shown(text), end="", flush=True)
     print()
     return 0
 
 
-def _check_bytes(folder: Path) -> None:
-    """Raises ValueError for a folder without a model, or with one whose tokens are no bytes; the rest is for the reader."""
+def _find_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint's folder, or that of bytes where there is none and the model has as many tokens.
+
+    Raises ValueError for a folder without a model, and for one with other tokens than its tokenizer's.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give that of a run of `weft train`, or of one of its checkpoints")
     config = folder / "config.json"
     try:
-        vocab_size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+        vocab_size = int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own"
         ) from None
-    if vocab_size != VOCAB_SIZE:
+    has_one = (folder / TOKENIZER_FILE).is_file()
+    tokenizer = find_tokenizer(folder) if has_one else byte_tokenizer()
+    if vocab_size < tokenizer.vocab_size or (not has_one and vocab_size != tokenizer.vocab_size):
         raise ValueError(
-            f"{folder} has {vocab_size} tokens; this command speaks bytes, which are {VOCAB_SIZE}: use "
-            f"weft.models.generate with the model's own tokenizer"
+            f"{folder} has {vocab_size} tokens, and {'its tokenizer' if has_one else 'a tokenizer of bytes'} has "
+            f"{tokenizer.vocab_size}; put the model's own {TOKENIZER_FILE} into the folder"
         )
+    return tokenizer

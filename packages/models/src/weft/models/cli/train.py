@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.manifest import RUN, Manifest
 from ..checks import check_tensor_parallel
+from ..data.sources import check_enough, check_vocabulary, find_data
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
-from ..train.data import check_enough, check_vocabulary, find_corpus
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
+from ..train.launchers import adopt_launcher
 from ..train.recipes import RECIPES, recipe, size_in_words
 from ..train.report import describe
 from ..train.saved import check_same_run
+from ..train.toml import as_toml, read_toml
+from ..train.trackers import check_trackers
 from .arguments import parse, refusing, speaks
 
 DEFAULT_RECIPE = "llama-tiny"
@@ -30,17 +34,23 @@ Examples
   {PROGRAM} train --mesh.cp 2 --plan.sequence
   {PROGRAM} train --mesh.pp 2 --mesh.dp 2
   {PROGRAM} train llama-tiny-tied --steps 500
+  {PROGRAM} train --print-config > run.toml
+  {PROGRAM} train --config run.toml --steps 500
   {PROGRAM} train --output run --save-every 50 --resume
 
 Recipes
 {{recipes}}
   The options show the defaults of the one that is named; of {DEFAULT_RECIPE} where none is.
 
+Configuration files
+  --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
+  --print-config: prints what would run, as such a file, and ends.
+
 Prints
   the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside that of one process; the steps; a sample; the loss on held-out text, before and after.
 
 Saves
-  metrics.jsonl, config.json, plan.txt, versions.json, and checkpoint/, which transformers loads; on the way checkpoint-STEP/, with which --resume goes on, on any mesh. SIGTERM and Ctrl-C save one more.
+  metrics.jsonl, config.toml, which --config takes, curves.svg, plan.txt, versions.json, and checkpoint/, which transformers loads; on the way checkpoint-STEP/, with which --resume goes on, on any mesh. SIGTERM and Ctrl-C save one more.
 
 Exit status
   0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted; 143: ended by SIGTERM.
@@ -49,36 +59,41 @@ Exit status
 
 def run(arguments: list[str]) -> int:
     with refusing("train"):
-        settled, gpus = _settle(arguments)
+        adopt_launcher()
+        files, rest = _files().parse_known_args(arguments)
+        settled, gpus = _settle(rest, files.config)
+    if files.print_config:
+        print(as_toml(settled.recipe, settled.resolved), end="")
+        return 0
     if speaks():
         print("\n".join([describe(settled, gpus=gpus), *settled.notes]), flush=True)
     return launch(settled, gpus=gpus)
 
 
-def _settle(arguments: list[str]) -> tuple[Run, int]:
+def _files() -> argparse.ArgumentParser:
+    """Of the arguments, those that are no options of a run."""
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--print-config", action="store_true")
+    return parser
+
+
+def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
-    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-    recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
-    config = parse(
-        TrainConfig,
-        _with_resume(arguments),
-        command="train [RECIPE]",
-        about=ABOUT.format(recipes=recipes),
-        default=recipe(name),
-        compact_below=60,
-    )
+    name, config = _parsed(arguments, file)
+    check_trackers(config.track)
     gpus, world = gpu_count(), launched_processes()
     dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
     config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
     processes = config.mesh.pp * dp * cp * tp
-    if config.compile and config.plan.recompute != "none" and processes > 1:
+    if config.compile and config.plan.recompute == "selective" and processes > 1:
         raise ValueError(
-            f"blocks that are recomputed do not compile on a mesh of {processes} processes; leave --compile out, or "
-            f"--plan.recompute {config.plan.recompute}"
+            f"blocks that are recomputed selectively do not compile on a mesh of {processes} processes; leave --compile out, or "
+            f"take --plan.recompute full"
         )
-    check_vocabulary(config.model.vocab_size)
-    corpus = find_corpus(config.data.path)
+    corpus = find_data(config.data.path, config.data.mixture)
+    check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
     folder, resume, notes = _where(config, name)
     settled = Run(
@@ -128,3 +143,24 @@ def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]
     if speaks():  # of several at once, the others would meet what it makes
         check_new(folder)
     return folder, None, []
+
+
+def _parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
+    """The recipe's name and its options: its own, then those of the file, then those that are given. Raises ValueError."""
+    asked = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    of_file, options = (None, []) if file is None else read_toml(file)
+    if asked is not None and of_file not in (None, asked):
+        raise ValueError(f"config {file} is of the recipe {of_file}, and {asked} is asked for; leave out one of them")
+    name = asked or of_file or DEFAULT_RECIPE
+    recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
+    config = recipe(name)
+    for given in (options, _with_resume(arguments)) if options else (_with_resume(arguments),):
+        config = parse(
+            TrainConfig,
+            given,
+            command="train [RECIPE]",
+            about=ABOUT.format(recipes=recipes),
+            default=config,
+            compact_below=60,
+        )
+    return name, config

@@ -73,6 +73,10 @@ class GPTConfig(ModelConfig):
         return tables + self.num_layers * block + 2 * H
 
     @property
+    def num_looked_up(self) -> int:
+        return (0 if self.tie_embeddings else self.vocab_size * self.hidden_size) + self.max_seq_len * self.hidden_size
+
+    @property
     def parallel_sizes(self) -> dict[str, int]:
         """By name, the sizes that tensor parallelism cuts."""
         return {name: getattr(self, name) for name in ("num_heads", "hidden_size", "intermediate_size")}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 
 from ..decoder import CausalModel
-from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear
+from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, join
 from ..parallel.plan import ParallelPlan
 from .config import Activation, GPTConfig
 from .plan import PLAN
@@ -49,28 +49,21 @@ class GPT(CausalModel[GPTConfig]):
         """The transformer blocks, in order."""
         return self.h
 
-    def forward(
-        self,
-        tokens: Tensor,
-        dropout_key: int | Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: Sequence[KeyValueCache] | None = None,
-        last: bool = False,
-    ) -> Tensor:
-        """positions, documents, cache, last: as of `Decoder.forward`. Positions are below max_seq_len.
+    @property
+    def final_norm(self) -> LayerNorm:
+        """The norm before the head."""
+        return self.ln_f
+
+    def embed(
+        self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The tokens' rows of the table and their positions', added; nothing beside them. Positions are below max_seq_len.
 
         Raises ValueError for more tokens than there are positions.
         """
         if positions is None:
-            positions = self._counted(tokens, cache[0].length if cache else 0)  # [T]
-        x = kernels.add(self.wte(tokens), self.wpe(positions))  # [B, T, H]
-        x = self.drop(x, dropout_key)
-        for i, block in enumerate(self.h):
-            x = block(x, dropout_key, documents, cache[i] if cache else None)
-        logits: Tensor = self.lm_head(self.ln_f(x[:, -1:] if last else x))  # [B, T, V]
-        return logits
+            positions = self._counted(tokens, first)  # [T]
+        return self.drop(kernels.add(self.wte(tokens), self.wpe(positions)), dropout_key), ()
 
     def _counted(self, tokens: Tensor, first: int) -> Tensor:
         """The positions from `first` on: [T]."""
@@ -108,8 +101,8 @@ class GPTBlock(nn.Module):
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
         mixed = self.attn(self.ln_1(x), dropout_key, documents, cache)
-        x = kernels.add(x, self.attn_dropout(mixed, dropout_key))
-        return kernels.add(x, self.mlp_dropout(self.mlp(self.ln_2(x)), dropout_key))
+        x, normal = join(self.attn_dropout, self.ln_2, mixed, x, dropout_key)
+        return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
 
 
 class GPTAttention(nn.Module):
@@ -133,7 +126,8 @@ class GPTAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
-        mixed = self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), dropout_key, documents, cache)
+        key, value = self.attend.keys_and_values(self.k_proj(x), self.v_proj(x))
+        mixed = self.attend(self.q_proj(x), key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.c_proj(mixed)
         return output
 

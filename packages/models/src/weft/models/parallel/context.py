@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.order import Runs
 from weft.kernels.packing import pack, unpack
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
-from weft.reshard import layout_of, reshard
+from weft.reshard import layout_of, reshard, start_reshard
+from weft.reshard.running.api import StartedReshard
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 from weft.reshard.running.groups import this_rank
 
 from ..degrees import check_head_degrees
-from ..layers import DotProductAttention, Dropout
+from ..layers import DotProductAttention, Dropout, KeysAndValues
 from .batch import OrderedPositions
 from .boundaries import TOKENS_DIM
 from .plan import ParallelPlan
@@ -79,6 +80,8 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
     for module in own:
         if isinstance(module, Dropout):
             module.register_forward_pre_hook(_drop_in_order, with_kwargs=True)
+        elif isinstance(module, KeysAndValues) and plan.context == "all_gather":
+            module.register_forward_hook(_start_gather)
         elif isinstance(module, DotProductAttention):
             if plan.context == "all_gather":
                 module.register_forward_pre_hook(_gather_keys, with_kwargs=True)
@@ -164,9 +167,32 @@ def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return given
 
 
+class _Gathering(NamedTuple):
+    """Keys and values on their way, where attention is given keys. widths: of one part of each."""
+
+    packed: StartedReshard
+    widths: tuple[int, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return unpack(self.packed.wait(), self.widths)
+
+
+def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
+    """Communication: one all-gather, which is started, and in the backward one reduce-scatter, which is waited for."""
+    key, value = output
+    if not _sharded_on_tokens(key) or torch.compiler.is_compiling():
+        return None  # a graph has no place for what is under way: attention gathers them
+    assert isinstance(value, DTensor), "values lie as keys"
+    layout = layout_of(key)
+    packed, widths = _packed((key, value), layout.parts(HEADS_DIM))
+    return _Gathering(start_reshard(packed, placements=_replaced(layout, "R")), widths), None
+
+
 def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _attention_arguments(args, kwargs)
-    if isinstance(given["query"], DTensor):
+    if isinstance(given["key"], _Gathering):
+        given["key"], given["value"] = given["key"].wait()
+    elif isinstance(given["query"], DTensor):
         given["key"], given["value"] = _gathered(given["key"], given["value"])
     return (), given
 
@@ -224,9 +250,15 @@ def _to_tokens(output: DTensor) -> DTensor:
 
 def _moved(tensors: tuple[DTensor, ...], parts: int, target: Layout) -> tuple[Tensor, ...]:
     """Tensors of one layout in another, packed so that they travel together."""
+    packed, widths = _packed(tensors, parts)
+    return unpack(reshard(packed, placements=target), widths)
+
+
+def _packed(tensors: tuple[DTensor, ...], parts: int) -> tuple[DTensor, tuple[int, ...]]:
+    """The tensors as one, and how wide one part of each is."""
     packed = pack(*tensors, parts=parts)
     assert isinstance(packed, DTensor), "it is made of DTensors"
-    return unpack(reshard(packed, placements=target), [int(x.shape[HEADS_DIM]) // parts for x in tensors])
+    return packed, tuple([int(x.shape[HEADS_DIM]) // parts for x in tensors])
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from weft.reshard.running.units import layout_in_call
 from ..initialization import Constant, Initial, Normal, fill
 from ..layers import LowRank
 from .layouts import adapter_layout
+from .parallelize import pipeline_of
 from .resolve import nearest
 
 _ATTRIBUTE = "_lora"  # of an adapted model: it is copied with it
@@ -47,7 +48,7 @@ def lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], *, s
     S(1) and B whole. Nothing more is reduced in a block; `GradientSync`, made afterwards, reduces the adapters' gradients alone.
     Communication: none.
     Raises ValueError for rank and alpha below that, a target that matches nothing or what is no linear layer, a weight that is
-    tied to another module's, and a model that has adapters.
+    tied to another module's, a model that has adapters, and one that is cut into stages: adapters come before that.
     """
     _check(model, rank, alpha)
     layers = _targets(model, targets)
@@ -69,9 +70,14 @@ def lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], *, s
 def merge_lora(model: nn.Module) -> nn.Module:
     """`model` itself, each adapter folded into its layer's weight and gone: names and what is trained are as before `lora`.
 
-    Communication: none, as each rank adds its own part; but for adapters that lie on shards, which are gathered. Raises ValueError for a model without adapters.
+    Communication: none, as each rank adds its own part; but for adapters that lie on shards, which are gathered. Raises ValueError for a model without adapters, or cut into stages.
     """
     adapters = lora_of(model)
+    if pipeline_of(model) is not None:
+        raise ValueError(
+            "merge_lora: the model is cut into stages; save_lora(model, folder) on all ranks, and fold the adapters in where "
+            "load_lora reads them into a model without stages"
+        )
     with torch.no_grad():
         for name in adapters.layers:
             layer: Any = model.get_submodule(name)
@@ -101,6 +107,10 @@ def _check(model: nn.Module, rank: int, alpha: float) -> None:
     if isinstance(getattr(model, _ATTRIBUTE, None), LoRA):
         raise ValueError(
             f"this {type(model).__name__} has adapters already; merge_lora(model) folds them in, and then it can be given others"
+        )
+    if pipeline_of(model) is not None:
+        raise ValueError(
+            "lora: the model is cut into stages, of which this rank has some; give it adapters before parallelize, which cuts them too"
         )
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"lora: rank is {rank!r}; it must be an int >= 1")

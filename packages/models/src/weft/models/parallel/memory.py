@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.process_mesh import as_mesh
+from weft.reshard.running.wholes import stretch_in
 
 from .layouts import parameter_layouts
 from .plan import ParallelPlan
@@ -18,7 +19,7 @@ from .zero import check_zero, plan_of, shard_layouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on a rank. parameters, gradients, states: between steps; gathered: of whole parameters beside their shards, at most.
+    """Bytes on a rank. parameters, gradients, states: between steps; gathered: of whole parameters above their shards, at most.
 
     gradients: as they add up over several passes before a step.
     """
@@ -45,7 +46,8 @@ def predict_memory(
 
     model: not parallel yet, on any device. plan: the model's own where None.
     states: tensors that the optimizer keeps for an element that it changes: 2 of Adam, 1 of momentum.
-    What is gathered is, up to zero=2, all that lies on shards; with zero=3 nothing between calls.
+    What is gathered is, up to zero=2, all that lies on shards: where a shard is a stretch of its whole's memory, what the others
+    have of it. With zero=3 it is nothing between calls.
     Communication: none. Raises ValueError as `parallelize`.
     """
     mesh = as_mesh(mesh)
@@ -64,7 +66,8 @@ def predict_memory(
         whole, shard, zero = held(layouts[name]), held(at_rest[name]), plan_of(parts, name).zero
         counts["parameters"] += shard
         if layouts[name] != at_rest[name] and zero < 3:
-            counts["gathered"] += whole
+            within = stretch_in(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
+            counts["gathered"] += whole - shard if within else whole
         if parameter.requires_grad:
             counts["gradients"] += shard if zero > 1 else whole
             counts["states"] += states * shard

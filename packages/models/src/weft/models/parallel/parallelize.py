@@ -114,6 +114,7 @@ def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline
     parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
     stages = Stages(model, where, schedule.stages[at[PIPELINE_AXIS]])
     parallelize(model, stage_mesh_of(mesh, at[PIPELINE_AXIS]), without_pipeline(plan))
+    stages.take_calls(model)
     object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from ..schedules.plan import PipelinePlan, check_sharding
+from ..schedules.plan import PipelinePlan
 from .styles import Preparation, Style, as_styles
 
 Context = Literal["all_gather", "ulysses"]
@@ -32,11 +32,11 @@ class ParallelPlan:
     zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on parameters, and so what an optimizer keeps for them, lie on shards
         over the axes of data, and are gathered once a step; with 2 gradients are never added up whole, so that every backward
         pass communicates; with 3 a block's parameters are gathered before it computes, dropped after, and gathered again in
-        backward.
+        backward; those of a pipeline's stage once a step, dropped when all microbatches are back.
     zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
     regather: with zero=3, False keeps what forward gathered for backward.
     parts: the plans of models within the model, by the names of their modules; see `merge`.
-    Raises ValueError for what is no style or option, for zero=3 beside a pipeline, and for parts beside anything else.
+    Raises ValueError for what is no style or option, and for parts beside anything else.
     """
 
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
@@ -62,8 +62,6 @@ class ParallelPlan:
             )
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
-        if self.pipeline is not None:
-            check_sharding(self.zero)
         if isinstance(self.zero_over, str) or (self.zero_over is not None and not self.zero_over):
             raise ValueError(
                 f"ParallelPlan: zero_over is {self.zero_over!r}; give the names of axes, as ('dp',), or None"

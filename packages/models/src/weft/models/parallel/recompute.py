@@ -59,22 +59,35 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
     "selective" none. Raises ValueError as `blocks_of` does.
     """
     for block in blocks_of(model, plan).values():
-        block.forward = partial(_recomputed, plan.recompute, block.forward)
+        forward = block.forward
+        block.forward = partial(_recomputed, plan.recompute, forward)
+        if plan.recompute == "full":
+            block.compile = partial(_compile_within, block, forward)  # type: ignore[method-assign]
+
+
+def _compile_within(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """`block.compile`: the graph is what is computed again, and the checkpoint is outside of it.
+
+    AOTAutograd, of torch 2.13, takes the mesh of a DTensor for a tensor to save where the checkpoint of a parallel block is inside.
+    """
+    block.forward = partial(_recomputed, "full", torch.compile(forward, *args, **kwargs))
 
 
 def refuse_compile(model: nn.Module, plan: ParallelPlan) -> None:
-    """Has `compile` of a block that is computed again say that it does not go with a mesh.
+    """Has `compile` of a block with recompute="selective" say that it does not go with a mesh.
 
-    Dynamo, of torch 2.13, does not trace the checkpoint of a parallel block, though it traces either alone.
+    What it keeps is known by each op: within a graph by its nodes, where see `_compile_within`; around one by a dispatch mode, with
+    which Dynamo compiles nothing.
     """
-    for block in blocks_of(model, plan).values():
-        block.compile = partial(_refused, plan.recompute)  # type: ignore[method-assign]
+    if plan.recompute == "selective":
+        for block in blocks_of(model, plan).values():
+            block.compile = _refused  # type: ignore[method-assign]
 
 
-def _refused(kind: Recompute, *args: Any, **kwargs: Any) -> None:
+def _refused(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        f"a block of a parallel model with recompute={kind!r} does not compile; take recompute='none' to compile it, whose graph "
-        f"recomputes what is cheap by itself, or leave it as it is"
+        "a block of a parallel model with recompute='selective' does not compile; take recompute='full', or 'none', whose graph "
+        "recomputes what is cheap by itself"
     )
 
 

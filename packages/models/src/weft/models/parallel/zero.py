@@ -28,7 +28,8 @@ def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
         return
     for axis in plan.zero_over:
         if axis not in _data_axes(mesh):
-            why = "shards layers" if axis == TENSOR_AXIS and axis in mesh.axis_names else "is not there"
+            owns = {TENSOR_AXIS: "shards layers", PIPELINE_AXIS: "has the stages"}
+            why = owns.get(axis, "is not there") if axis in mesh.axis_names else "is not there"
             raise ValueError(f"zero={plan.zero} over {axis!r}, which {why}: {has}; name axes of data in zero_over")
 
 

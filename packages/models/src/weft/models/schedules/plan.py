@@ -51,12 +51,3 @@ class PipelinePlan:
         """The schedule on so many ranks. Raises ValueError where its conditions are not met, naming them."""
         chunks = self.chunks or (2 if self.schedule == "interleaved" else 1)
         return make_schedule(self.schedule, ranks=ranks, microbatches=microbatches or self.microbatches, chunks=chunks)
-
-
-def check_sharding(zero: int) -> None:
-    """Raises ValueError for sharded parameters that a pipeline does not go with."""
-    if zero == 3:
-        raise ValueError(
-            "zero=3 drops a block's parameters between the forward and the backward of one microbatch, and a pipeline has several "
-            "under way; use zero=2 beside it"
-        )

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..config import ModelConfig, shown
+from ..data.sources import Data
 from ..degrees import check_head_degrees
 from ..schedules.bubble import Name as Schedule
-from ..schedules.plan import PipelinePlan, check_sharding
-from .data import Corpus
+from ..schedules.plan import PipelinePlan, Split
 
 Context = Literal["all_gather", "ulysses"]
+TrackerName = Literal["tensorboard", "wandb"]
+PROFILED_FROM, PROFILED_STEPS = 3, 3  # the first steps begin with what is done once
+OptimizerName = Literal["adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class PlanConfig:
     microbatches: Annotated[int | None, shown("INT", "those of the pipeline; 1 without")] = None
     """Parts, along the rows, that a batch is taken in; a pipeline has as many as there are rows on a rank, up to 8."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
-    """Where the model is cut: layers, in parts as even as can be; or the layers of each stage, as in 1,2,1."""
+    """Where the model is cut: layers, in parts as even as can be; the layers of each stage, as in 1,2,1; or names, layers.1,layers.3."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -56,14 +59,10 @@ class PlanConfig:
         """What a model's plan is told of a pipeline; None without one. Raises ValueError for what cannot be."""
         if pp == 1 or self.microbatches is None or self.schedule is None:
             return None
-        split: str | tuple[int, ...] = self.split or "layers"
-        if isinstance(split, str) and split != "layers":
-            try:
-                split = tuple(int(part) for part in split.split(","))
-            except ValueError:
-                raise ValueError(
-                    f"plan.split is {split!r}; give layers, or how many layers each stage has, as in 1,2,1"
-                ) from None
+        parts = (self.split or "layers").split(",")
+        split: Split = "layers" if parts == ["layers"] else tuple(parts)
+        if all(part.strip().isdecimal() for part in parts):
+            split = tuple(int(part) for part in parts)
         return PipelinePlan(split=split, schedule=self.schedule, microbatches=self.microbatches)
 
     def options(self, pp: int) -> dict[str, Any]:
@@ -79,10 +78,14 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The text and its parts; a token is a byte. One sequence in 20, at most 128, is held out and never trained on."""
+    """What is trained on. One sequence in 20, at most 128, is held out and never trained on, by whole documents where it can be."""
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
-    """A text file in UTF-8, or a folder of them, whose other files are skipped."""
+    """A folder of `weft data prepare`; or a text file in UTF-8, whose bytes are the tokens, or a folder of them."""
+    mixture: Annotated[tuple[str, ...], shown("FOLDER=WEIGHT ...", "data.path alone")] = ()
+    """Several such folders or files, of which sequences are taken by weight, as in books=0.7 code=0.3."""
+    pack: bool = True
+    """Of prepared data: tokens see their own document alone."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
     sequence_length: int = 128
@@ -94,23 +97,37 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warmup and a cosine decay to a tenth."""
+    """The update of the weights, and the learning rate over the steps."""
 
+    name: OptimizerName = "adamw"
+    """An optimizer of torch.optim that works on each element by itself."""
     lr: float = 4e-3
     """The highest learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """The rate after the warmup; wsd: constant, then a line over the last decay_steps."""
     warmup_steps: int = 20
-    """Steps until it is reached."""
+    """Steps until the highest rate is reached."""
+    decay_steps: Annotated[int | None, shown("INT", "a fifth of the steps")] = None
+    """Of wsd: the last steps, in which the rate falls."""
+    final_share: float = 0.1
+    """The rate at the end, as a share of the highest."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
     beta1: float = 0.9
-    """Decay of the gradient's mean."""
+    """Decay of the gradient's mean; the momentum of sgd and rmsprop."""
     beta2: float = 0.95
     """Decay of the gradient's mean square."""
     clip_norm: float = 1.0
     """The gradient's norm is cut to this."""
 
     def __post_init__(self) -> None:
-        _at_least("optimizer", self, 0, "lr", "warmup_steps", "weight_decay", "clip_norm")
+        _at_least("optimizer", self, 0, "lr", "warmup_steps", "final_share", "weight_decay", "clip_norm")
+        if self.decay_steps is not None:
+            _at_least("optimizer", self, 0, "decay_steps")
+            if self.schedule != "wsd":
+                raise ValueError(
+                    f"optimizer.decay_steps is {self.decay_steps}, which is of the schedule wsd; the schedule is {self.schedule}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +148,8 @@ class TrainConfig:
     """Go on with the checkpoint at PATH; without PATH with the newest of the output folder, or begin where it has none."""
     timeout: float = 600.0
     """Seconds after which the run ends where a process does not answer the others."""
+    eval_every: int = 0
+    """Steps between losses on the held-out text; 0 takes them before the first step and after the last alone."""
     log_every: int = 10
     """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
     seed: int = 0
@@ -139,6 +158,10 @@ class TrainConfig:
     """What layers compute in, by autocast. Parameters, their gradients' sums over ranks and the loss are float32."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
+    profile: Annotated[Path | None, shown("FOLDER", "none")] = None
+    """Folder for traces of steps 3 to 5 by torch's profiler, one a rank: rank-N.json."""
+    track: tuple[TrackerName, ...] = ()
+    """Where the metrics go beside metrics.jsonl: tensorboard (a folder of the run's) or wandb (Weights & Biases)."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -150,7 +173,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("train", self, 1, "steps", "log_every")
-        _at_least("train", self, 0, "save_every", "keep", "keep_every", "timeout")
+        _at_least("train", self, 0, "save_every", "keep", "keep_every", "timeout", "eval_every")
+        if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
+            raise ValueError(
+                f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
+                f"take as many, or leave profile out"
+            )
         if self.data.sequence_length > self.model.max_seq_len:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
@@ -164,7 +192,7 @@ class Run:
 
     recipe: str
     config: TrainConfig
-    corpus: Corpus
+    corpus: Data
     pp: int = 1
     dp: int
     cp: int = 1
@@ -182,6 +210,11 @@ class Run:
             **({"cp": self.cp} if self.cp > 1 else {}),
             "tp": self.tp,
         }
+
+    @property
+    def resolved(self) -> TrainConfig:
+        """The config with the mesh's sizes as they are."""
+        return replace(self.config, mesh=MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp))
 
     @property
     def processes(self) -> int:
@@ -254,7 +287,6 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
     pipeline = settled.pipeline(pp)
     if pipeline is not None:
-        check_sharding(plan.zero)
         stages = pipeline.make_schedule(pp).num_stages
         if stages > config.model.num_layers:
             raise ValueError(
@@ -267,7 +299,21 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 f"plan.split {plan.split} gives {len(counts)} stages {sum(counts)} layers; there are {stages} "
                 f"stages and {config.model.num_layers} layers"
             )
+        if pipeline.split != "layers" and not counts:
+            _check_names(config.model, pipeline, pp)
     return settled
+
+
+def _check_names(config: ModelConfig, pipeline: PipelinePlan, pp: int) -> None:
+    """Raises ValueError for names at which the model is not cut into as many stages."""
+    import torch  # not sooner, as it takes seconds
+
+    from ..families import make_model
+    from ..parallel.pipeline.cut import ranges_of
+
+    with torch.device("meta"):
+        model = make_model(config)
+    ranges_of(model, pipeline, pipeline.make_schedule(pp))
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 
 CHECKPOINT = "checkpoint"  # the last one, for transformers; those on the way are checkpoint-STEP
-CONFIG = "config.json"  # of the run: what a folder begins with
+CONFIG = "config.toml"  # of the run: what a folder begins with
 
 
 def check_new(folder: Path) -> None:

@@ -49,6 +49,10 @@ def launch(run: Run, *, gpus: int) -> int:
     by KeyboardInterrupt; a second one at once. When one process fails the others are ended, and its error is printed first,
     with its rank. All end with this one.
     """
+    if run.config.profile is not None:
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "6"
+        )  # above all that torch's profiler logs; read as torch is imported
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes

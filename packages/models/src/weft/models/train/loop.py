@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,26 +20,32 @@ from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.issued import Collective
 from weft.reshard.running.units import drop_gathered
+from weft.reshard.running.waits import Waits, measured_by
 
 from ..communication import Communication, Phase
+from ..data.batches import Batches, Rows
+from ..data.prefetch import Prefetch
 from ..families import make_model
 from ..generation import generate
 from ..initialization import initialize
 from ..microbatches import divide, microbatch_key
-from ..parallel import Batch, ParallelPlan, lay_out_batch, parallelize
+from ..parallel import ParallelPlan, lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..recording import record
 from ..terminal import printable
 from .config import Run
-from .data import Batches, decode, encode
 from .folder import CHECKPOINT
+from .learning_rate import learning_rate
+from .memory import peak_memory, total_memory
 from .observe import CollectiveCount
-from .optimizer import learning_rate, make_optimizer
+from .optimizer import make_optimizer
+from .profiling import profiled
 from .report import Metrics, Report, next_steps
 from .results import Results
 from .rollcall import RollCall, is_silence
 from .saving import NotSaved, Saver
+from .speed import flops_per_token, peak_flops
 from .step import Found, find_gradients, find_loss, local_value
 from .stopping import StopVote
 
@@ -60,7 +66,10 @@ def train(run: Run, device: torch.device) -> int:
     Unanswered where a rank does not answer in the time that the run gives it.
     """
     trainer = _Trainer(run, device)
-    with RollCall(lambda: trainer.doing) as roll, Results(run.folder, writes=trainer.rank == 0) as results:
+    with (
+        RollCall(lambda: trainer.doing) as roll,
+        Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
+    ):
         try:
             return _run(run, device, trainer, results)
         except NotSaved as error:
@@ -85,21 +94,33 @@ def _run(run: Run, device: torch.device, trainer: _Trainer, results: Results) ->
         report.predicted(trainer.predicted)
     try:
         begins = saver.resume()
-        results.begin(config, trainer.plan, trainer.mesh, layouts, step=begins)
+        results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts, step=begins)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, stop = time.perf_counter(), 0
-    with report.steps(config) as shown, vote.heeding():
+    with (
+        report.steps(config) as shown,
+        profiled(config.profile, trainer.rank) as profiled_step,
+        measured_by(trainer.waits),
+        vote.heeding(),
+    ):
+        trainer.begin_reading()
         for step in range(begins, config.steps):
             vote.begin()
             trainer.first_step() if step == 0 else trainer.step(step)
+            profiled_step()
             shown.begun(step + 1)
             stop = vote.end()
             saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
-            if saves or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                for metrics in trainer.read(saver.last):
+            evaluates = config.eval_every and (step + 1) % config.eval_every == 0
+            if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
+                taken = trainer.read(saver.last)
+                if evaluates:
+                    taken[-1] = dataclasses.replace(taken[-1], held_out_loss=trainer.held_out_loss())
+                    trainer.begin_reading()
+                for metrics in taken:
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
@@ -118,6 +139,8 @@ def _run(run: Run, device: torch.device, trainer: _Trainer, results: Results) ->
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     last = trainer.held_out_loss()
+    if trainer.rank == 0:
+        report.line(results.picture(report.width))
     report.line(next_steps(run, saver.held_out_loss, last, seconds, on_cpu=device.type == "cpu"))
     return 0
 
@@ -145,8 +168,9 @@ class _Trainer:
         self.plan = dataclasses.replace(own, **run.config.plan.options(run.pp))
         self._count = run.config.plan.microbatches or 1
         self._shape = (run.config.data.batch_size, run.config.data.sequence_length)
-        once = run.pp == 1 and self._count == 1  # a step of several microbatches is not recorded
-        self.predicted = self._recorded(model) if self.rank == 0 and once else None
+        # The mean loss over the global batch.
+        self._criterion = partial(cross_entropy, denominator=float(math.prod(self._shape)))
+        self.predicted = self._recorded(model) if self.rank == 0 else None
         self.model = _filled(parallelize(model, self.mesh, self.plan), device, run.config.seed)
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
@@ -155,15 +179,23 @@ class _Trainer:
         self._sync = GradientSync(self.model)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.doing = "before the first step"
-        self._prompt = run.corpus.prompt
+        self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer
         data = run.config.data
         self._batches = Batches(
-            run.corpus, sequence_length=data.sequence_length, batch_size=data.batch_size, seed=run.config.seed
+            run.corpus,
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size,
+            seed=run.config.seed,
+            packed=data.pack and run.corpus.is_prepared,
         )
         self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
+        self._rows = Prefetch(self._read_rows)
         self.issued: dict[Phase, list[Collective]] = {}
+        self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
+        self._peak_flops = peak_flops(device, run.config.dtype)
         self._taken: list[_Taken] = []
+        self.waits = Waits(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -180,7 +212,7 @@ class _Trainer:
         def ended(phase: Phase) -> None:
             self.doing = f"step {step + 1}, after {phase}"
             if count is not None:
-                self.issued[phase] = count.take_each()
+                self.issued.setdefault(phase, []).extend(count.take_each())
 
         self.doing = f"step {step + 1}, forward"
 
@@ -201,6 +233,11 @@ class _Trainer:
         self.optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
 
+    def begin_reading(self) -> None:
+        """What is read next begins now: nothing before it counts as a step's time."""
+        self.waits.take()
+        self._read_at = time.perf_counter()
+
     def read(self, last: Path | None) -> list[Metrics]:
         """The metrics of the steps since it was last called, in order. The host waits for the device once.
 
@@ -211,18 +248,30 @@ class _Trainer:
         taken, self._taken = self._taken, []
         losses = torch.stack([each.found.loss for each in taken]).tolist()
         norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
-        seconds, self._read_at = time.perf_counter() - self._read_at, time.perf_counter()
+        seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
+        waited_for_data, self._rows.waited = self._rows.waited, 0.0
+        self.begin_reading()
         for each, loss in zip(taken, losses, strict=True):
             if not math.isfinite(loss):
                 raise TrainingError(self._explain(each, loss, last))
+        per_second = len(taken) * math.prod(self._shape) / seconds
+        flops = per_second * self._flops_per_token / self.mesh.size
+        used = peak_memory(self._device)
         return [
             Metrics(
                 step=each.step,
+                done=each.step / self._config.steps,
                 loss=loss,
                 grad_norm=norm,
                 lr=each.lr,
-                tokens_per_second=len(taken) * math.prod(self._shape) / seconds,
-                memory_bytes=_memory(self._device),
+                tokens_per_second=per_second,
+                tflops=flops / 1e12,
+                mfu=None if self._peak_flops is None else flops / self._peak_flops,
+                memory_bytes=used,
+                memory_share=used / total_memory(self._device),
+                communication_share=waited / seconds,
+                data_share=waited_for_data / seconds,
+                seconds_left=(self._config.steps - each.step) * seconds / len(taken),
             )
             for each, loss, norm in zip(taken, losses, norms, strict=True)
         ]
@@ -230,7 +279,7 @@ class _Trainer:
     def first_step(self) -> None:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
-        self._read_at = time.perf_counter()
+        self.begin_reading()
         drop_gathered(self.model)  # as every step it starts from shards
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
@@ -254,9 +303,7 @@ class _Trainer:
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
                 batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
-                laid = self._laid_out(batch, shape)
-                assert laid.targets is not None, "they were given"
-                microbatch = Microbatch(args=(laid.tokens,), kwargs={"positions": laid.positions}, targets=laid.targets)
+                microbatch = self._microbatch(batch, shape)
                 total += find_loss(self.model, partial(cross_entropy, denominator=float(count * T)), [microbatch])
         self.model.train()
         return total.item()
@@ -264,14 +311,10 @@ class _Trainer:
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
-        prompt = torch.tensor([encode(self._prompt)], device=self._device)
+        prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
         with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
-        return decode(tokens[0].tolist())
-
-    def _criterion(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The mean loss over the global batch."""
-        return cross_entropy(logits, target, denominator=float(math.prod(self._shape)))
+        return self._tokenizer.decode(tokens[0].tolist())
 
     def _recorded(self, model: nn.Module) -> Communication:
         """What this rank communicates in a step of `model`, which has no data."""
@@ -284,34 +327,41 @@ class _Trainer:
                 criterion=self._criterion,
                 rank=self.rank,
                 inputs={"dropout_key": self._dropout_key(0)},
+                microbatches=self._count,
                 clip_norm=self._config.optimizer.clip_norm,
             )
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
         (rows, T), parts = self._shape, []
-        size = rows // self._count
-        for number in range(self._count):
-            own = self._layout.local_slices((size, T), self.rank)[0]
-            first = number * size
-            laid = self._laid_out(self._batches.batch(step, slice(first + own.start, first + own.stop)), (size, T))
+        for number, batch in enumerate(self._rows(step)):
             key = microbatch_key(self._dropout_key(step), number, self._count)
-            inputs = {"dropout_key": key, "positions": laid.positions}
-            parts.append(Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets))
+            parts.append(self._microbatch(batch, (rows // self._count, T), dropout_key=key))
         return parts
 
-    def _laid_out(self, batch: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Batch:
-        """This rank's rows of tokens and targets, as parts of those of the global `shape`."""
-        tokens, targets = (part.to(self._device) for part in batch)
-        return lay_out_batch(self._stage_mesh, self.plan, tokens, targets, rows=shape[0])
+    def _read_rows(self, step: int) -> list[Rows]:
+        """This rank's rows of each microbatch, and no others."""
+        (rows, T), count = self._shape, self._count
+        own = self._layout.local_slices((rows // count, T), self.rank)[0]
+        firsts = range(0, rows, rows // count)
+        return [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+
+    def _microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
+        """What the model is called with for this rank's rows, of those of the global `shape`."""
+        given = {name: each.to(self._device) for name, each in rows.named().items()}
+        laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
+        assert laid.targets is not None, "they were given"
+        inputs |= {"positions": laid.positions, "documents": laid.documents}
+        return Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets)
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
         with torch.device("meta"):
             model = make_model(self._config.model)
         model = _filled(model, self._device, self._config.seed)
-        tokens, target = (part.to(self._device) for part in self._batches.batch(0, slice(None)))
-        parts = divide(model, tokens, target, self._count, {"dropout_key": self._dropout_key(0)})
+        given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
+        tokens, target = given.pop("tokens"), given.pop("targets")
+        parts = divide(model, tokens, target, self._count, {"dropout_key": self._dropout_key(0), **given})
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _dropout_key(self, step: int) -> Tensor:
@@ -348,10 +398,3 @@ def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
-
-
-def _memory(device: torch.device) -> int:
-    """Peak memory of this process: the device's, or the resident set where that is a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,10 @@
-"""AdamW and its schedule."""
+"""What updates the weights: an optimizer of torch by its name, and the clipping before it."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +14,43 @@ from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """An optimizer of torch that works on each element by itself, so that a shard is updated as it would be in the whole.
+
+    options: those of its own, beside the learning rate and the decay of weights. fused: whether torch has one kernel for it, of `DTensor`s too.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    options: Callable[[OptimizerConfig], dict[str, Any]]
+    fused: bool = False
+
+
+def _betas(config: OptimizerConfig) -> dict[str, Any]:
+    return {"betas": (config.beta1, config.beta2)}
+
+
+_KINDS = {
+    "adamw": _Kind(torch.optim.AdamW, _betas, fused=True),
+    "adam": _Kind(torch.optim.Adam, _betas, fused=True),
+    "nadam": _Kind(torch.optim.NAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
+    "radam": _Kind(torch.optim.RAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
+    "adamax": _Kind(torch.optim.Adamax, _betas),
+    "adagrad": _Kind(torch.optim.Adagrad, lambda config: {}),
+    "rmsprop": _Kind(torch.optim.RMSprop, lambda config: {"alpha": config.beta2, "momentum": config.beta1}),
+    "sgd": _Kind(torch.optim.SGD, lambda config: {"momentum": config.beta1}),
+}
+
+
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter, 2019), without weight decay on norms and biases."""
+    """The optimizer that `config` names; fused where torch has it so for every parameter. Norms and biases have no weight decay."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Linear warmup, then a cosine to a tenth (Loshchilov & Hutter, 2017)."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    kind = _KINDS[config.name]
+    return kind.make(groups, lr=config.lr, **kind.options(config), **({"fused": True} if kind.fused else {}))
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:

@@ -6,18 +6,18 @@ import difflib
 from typing import Any
 
 from ..config import ModelConfig
+from ..data.tokenizer import BYTE_VOCAB_SIZE
 from ..gpt.config import GPTConfig
 from ..llama.config import LlamaConfig
 from ..qwen.config import QwenConfig
-from .config import TrainConfig
-from .data import VOCAB_SIZE
+from .config import OptimizerConfig, TrainConfig
 
 # Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
 # every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
 _INITIALIZER_RANGE = 0.06
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
+    "vocab_size": BYTE_VOCAB_SIZE,
     "hidden_size": 128,
     "num_layers": 4,
     "num_heads": 8,
@@ -31,7 +31,8 @@ RECIPES = {
     "llama-tiny-tied": TrainConfig(model=LlamaConfig(**_GATED, tie_embeddings=True)),
     "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED)),
     "qwen3-tiny": TrainConfig(model=QwenConfig(version=3, **_GATED)),
-    "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES)),
+    # At 4e-3, reached within 20 steps, the gradient's norm jumps to 4.3 just after. So it does not, and the held-out loss is 0.03 lower.
+    "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES), optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40)),
 }
 
 

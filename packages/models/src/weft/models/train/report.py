@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
 from weft.mesh import Layout
 
@@ -23,25 +23,54 @@ NAMED = 3  # files that are named of those that were left out
 # By how much the mean loss of two meshes may differ, relative: float32 keeps 24 bits of each of their sums, bfloat16 keeps 8,
 # and the errors of the tokens average out.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
-BESIDE_BAR = 87  # columns of what stands beside the bar: without as many and more there is none
+BESIDE_BAR = 127  # columns of what stands beside the bar: without as many and more there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One step: what metrics.jsonl holds and the terminal shows."""
+    """One step: what metrics.jsonl holds and the terminal shows.
+
+    done: the share of the run that is behind. tokens_per_second: of all processes. tflops: 10^12 operations a second, of a
+    process. mfu: their share of the chip's peak; None where that is not known. memory_bytes: at the most so far, of this
+    process, and memory_share of what its device has. communication_share: of the step's time, in which its work stood still
+    for communication; data_share: in which the batch was still being read. seconds_left: to the last step. held_out_loss: None
+    in steps that do not take it.
+    """
 
     step: int
+    done: float
     loss: float
     grad_norm: float
     lr: float
     tokens_per_second: float
+    tflops: float
+    mfu: float | None
     memory_bytes: int
+    memory_share: float
+    communication_share: float
+    data_share: float
+    seconds_left: float
+    held_out_loss: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tokens/s  "
-            f"peak memory {self.memory_bytes / 2**20:,.0f} MiB"
-        )
+        minutes, seconds = divmod(round(self.seconds_left), 60)
+        left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+        flops = f"{self.tflops:.3g} TFLOP/s" if self.tflops >= 1 else f"{self.tflops * 1000:.3g} GFLOP/s"
+        shown = [
+            f"loss {self.loss:.4f}",
+            f"grad norm {self.grad_norm:.3f}",
+            f"lr {self.lr:.1e}",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            flops + ("" if self.mfu is None else f" ({self.mfu:.0%} of the peak)"),
+            f"{self.memory_bytes / 2**30:.2f} GiB ({self.memory_share:.0%})",
+            f"waiting {self.communication_share:.0%}",
+            f"{left} left",
+        ]
+        if self.held_out_loss is not None:
+            shown.insert(
+                1, f"held out {self.held_out_loss:.4f} (perplexity {math.exp(min(self.held_out_loss, 700)):.4g})"
+            )
+        return "  ".join(shown)
 
 
 class Report:
@@ -52,6 +81,11 @@ class Report:
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal, and not too many of a wide one."""
+        return min(self._console.width, 120)
 
     def layout(self, layouts: Mapping[str, Layout | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """A line for each kind of parameter: its shape, its layout, and the shapes of its shards."""
@@ -113,7 +147,7 @@ class Report:
             return
         room = min(self._console.width - BESIDE_BAR, 40)
         columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
-        columns += [BarColumn(bar_width=room), TimeRemainingColumn()] if room > 0 else []
+        columns += [BarColumn(bar_width=room)] if room > 0 else []
         columns += [TextColumn("{task.description}", table_column=Column())]  # the one that is wrapped
         with Progress(*columns, console=self._console) as bar:
             yield _Steps(self, config, bar)
@@ -134,7 +168,7 @@ class _Steps:
             self._bar.update(self._task, completed=metrics.step, description=str(metrics))
         elif metrics.step in (1, self._config.steps) or metrics.step % self._config.log_every == 0:
             width = len(str(self._config.steps))
-            self._report.line(f"step {metrics.step:{width}}/{self._config.steps}  {metrics}")
+            self._report.line(f"step {metrics.step:{width}}/{self._config.steps} {metrics.done:4.0%}  {metrics}")
 
 
 def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
@@ -160,10 +194,11 @@ def describe(run: Run, *, gpus: int) -> str:
 
 def next_steps(run: Run, first: float, last: float, seconds: float, *, on_cpu: bool) -> str:
     """The closing lines. first, last: the loss on the text that is held out, before the first step and after the last."""
-    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a byte"
+    unit = "byte" if run.corpus.tokenizer.is_bytes else "token"
+    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a {unit}"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
-        f"saved {run.folder}: config.json, metrics.jsonl, plan.txt, versions.json, and checkpoint/ for transformers\n"
+        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and checkpoint/ for transformers\n"
         f"next  {commands}"
     )

@@ -13,25 +13,29 @@ from torch import nn
 from weft.mesh import Layout, ProcessMesh
 
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
+from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
 from .folder import CONFIG, lock, remove, tidy
+from .plot import drawn, read_curves, save_picture
 from .report import Metrics
-from .saved import as_json
+from .toml import as_toml
+from .trackers import Trackers
 
 METRICS = "metrics.jsonl"
 
 
 class Results:
-    """The folder of a run: config.json, plan.txt, versions.json, metrics.jsonl and checkpoints; one rank writes.
+    """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, a picture and checkpoints; one rank writes.
 
     From `begin` until it is left, or its process ends, no other run writes there.
     """
 
-    def __init__(self, folder: Path, *, writes: bool) -> None:
-        self._folder, self._writes = folder, writes
+    def __init__(self, folder: Path, *, writes: bool, tokenizer: Tokenizer | None = None) -> None:
+        self._folder, self._writes, self._tokenizer = folder, writes, tokenizer
         self._metrics = folder / METRICS
+        self._trackers: Trackers | None = None
         self._lock: int | None = None
 
     def __enter__(self) -> Results:
@@ -43,6 +47,7 @@ class Results:
 
     def begin(
         self,
+        recipe: str,
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
@@ -56,11 +61,12 @@ class Results:
         Communication: where there are several ranks, a broadcast of how it went on the one that writes.
         Raises ValueError where another run is in the folder, OSError where it cannot be written; on every rank.
         """
-        error = attempt(self._begin, config, plan, mesh, layouts, step) if self._writes else None
+        error = attempt(self._begin, recipe, config, plan, mesh, layouts, step) if self._writes else None
         raise_on_all(error, dist.is_initialized())
 
     def _begin(
         self,
+        recipe: str,
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
@@ -71,16 +77,25 @@ class Results:
         self._lock = lock(self._folder)
         tidy(self._folder)
         self._cut(step)
-        self._write(CONFIG, json.dumps(as_json(config), indent=2))
+        self._write(CONFIG, as_toml(recipe, config).rstrip())
         kinds = {f"{general_name(name)}: {layout or 'whole'}": None for name, layout in layouts.items()}
         self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds]))
         self._write("versions.json", json.dumps(versions(), indent=2))
+        self._trackers = Trackers(config.track, self._folder, config)
 
     def add(self, metrics: Metrics) -> None:
         """A line of metrics.jsonl, there at once."""
         if self._writes:
             with self._metrics.open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+            if self._trackers is not None:
+                self._trackers.add(metrics)
+
+    def picture(self, width: int) -> str:
+        """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
+        curves = read_curves(self._metrics)
+        save_picture(curves, self._folder / "curves.svg")
+        return drawn(curves, width)
 
     def sync(self) -> None:
         """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before."""
@@ -89,11 +104,11 @@ class Results:
                 os.fsync(file.fileno())
 
     def save(self, model: nn.Module, name: str) -> None:
-        """A folder that transformers loads, in the place of one that is there. Communication: as of `save_pretrained`."""
+        """A folder that transformers loads, with the tokenizer, in the place of one that is there. Communication: as of `save_pretrained`."""
         folder = self._folder / name
         if self._writes and folder.exists():
             remove(folder)
-        save_pretrained(model, folder)
+        save_pretrained(model, folder, tokenizer=self._tokenizer)
 
     def _cut(self, step: int) -> None:
         if not self._metrics.exists():

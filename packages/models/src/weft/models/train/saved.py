@@ -10,9 +10,12 @@ from ..versions import versions
 from .config import Run, TrainConfig
 
 # What may not change: the numbers of the run would be those of neither.
-FIXED = ("seed", "model", "data.batch_size", "data.sequence_length")
+FIXED = ("seed", "model", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
 # What says nothing of the numbers.
-FREE = ("output", "resume", "save_every", "keep", "keep_every", "log_every", "check", "timeout", "data.path")
+FREE = (
+    *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
+    *("track", "data.path"),
+)
 
 
 def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
         "held_out_loss": held_out_loss,
         "recipe": run.recipe,
         "config": as_json(run.config),
-        "data_bytes": run.corpus.num_bytes,
+        "data_tokens": run.corpus.num_tokens,
         "mesh": run.axes,
         "versions": versions(),
     }
@@ -56,10 +59,10 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
                 f"the checkpoint was saved with {name} {before.get(name)}, and this run has {now.get(name)}; give it as it "
                 f"was, or start a new run"
             )
-    if saved["data_bytes"] != run.corpus.num_bytes:
+    if saved["data_tokens"] != run.corpus.num_tokens:
         raise ValueError(
-            f"the checkpoint was saved by a run on {saved['data_bytes']} bytes of text, and {run.corpus.name} has "
-            f"{run.corpus.num_bytes}; give the same text, or start a new run"
+            f"the checkpoint was saved by a run on {saved['data_tokens']} tokens, and {run.corpus.name} has "
+            f"{run.corpus.num_tokens}; give the same data, or start a new run"
         )
     return [f"{name} is {now.get(name)}, and was {before.get(name)}" for name in changed]
 

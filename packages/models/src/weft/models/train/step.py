@@ -42,9 +42,9 @@ def find_gradients(
 ) -> Found:
     """Forward, backward, gradient sync, and clipping where a `clip_norm` is given: the parameters' gradients are ready.
 
-    criterion: of the model's output and a microbatch's targets; their losses are added up. ended: called as each phase ends;
-    where a microbatch goes back before another goes forward both are the phase "backward". computing: what the model and the
-    criterion are called in, as autocast.
+    criterion: of the model's output and a microbatch's targets; their losses are added up. ended: called when the forward or the
+    backward of a microbatch is over, and last of all, with the phase to which what was issued since belongs. computing: what
+    the model and the criterion are called in, as autocast.
     Communication: in "forward" what the plan says and the sum of the loss; in "backward" the plan's duals and the buckets of
     gradients that are full; in "gradients" the other buckets, those of parameters that stages share, the loss, which other
     stages do not have, and the norm's one number.
@@ -60,18 +60,16 @@ def find_gradients(
     pipeline = pipeline_of(model)
     losses: list[Tensor] = []
     if pipeline is not None:
-        losses = pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing)
+        losses = pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, ended)
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         with sync.paused() if i + 1 < len(microbatches) else nullcontext():
             with computing():
                 output = model(*microbatch.args, **microbatch.kwargs)
             loss = loss_of(output, microbatch)
             losses.append(loss.detach())
-            if len(microbatches) == 1:
-                ended("forward")
+            ended("forward")
             loss.backward()  # type: ignore[no-untyped-call]
-    if pipeline is not None or len(microbatches) > 1:
-        ended("forward")
+        ended("backward")
     ended("backward")
     sync.wait()
     total, local = _total(losses, model), _total(local_losses, model)

@@ -64,8 +64,8 @@ def reshard(
                 "compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest"
             )
         return _in_graph(dtensor, *_in_words(placements))
-    options: dict[str, Any] = {"topology": topology, "memory_limit": memory_limit}
-    return start_reshard(dtensor, mesh, placements, device_mesh=device_mesh, **options).wait()
+    result: DTensor = _Reshard.apply(*_begun(dtensor, mesh, placements, device_mesh, topology, memory_limit))  # type: ignore[no-untyped-call]
+    return result
 
 
 def _asked(
@@ -88,7 +88,8 @@ def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, words: str | tuple
     """`reshard` where Dynamo traces."""
     placements = words if isinstance(words, str) else tuple(map(as_placement, words))
     named: Any = placements if axes is None else dict(zip(axes, placements, strict=True))
-    return start_reshard(dtensor, None, named).wait()
+    result: DTensor = _Reshard.apply(*_begun(dtensor, None, named))  # type: ignore[no-untyped-call]
+    return result
 
 
 def _in_words(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
@@ -118,7 +119,23 @@ def start_reshard(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> StartedReshard:
-    """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest."""
+    """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest.
+
+    In the backward it is the other way round: that of `wait()` starts the gradient's first collective, and that of
+    `start_reshard` waits for it. What was computed between the two has its backward between them.
+    """
+    return StartedReshard(*_begun(dtensor, mesh, placements, device_mesh, topology, memory_limit))
+
+
+def _begun(
+    dtensor: DTensor,
+    mesh: ProcessMesh | DeviceMesh | Layout | None,
+    placements: Placements | Layout | None,
+    device_mesh: ProcessMesh | DeviceMesh | None = None,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
+) -> tuple[DTensor, _Change, Pending]:
+    """The tensor, what is done to it, and that under way."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     where, placements = _asked(mesh, device_mesh, placements)
@@ -132,7 +149,7 @@ def start_reshard(
         else:
             run = traced if torch.compiler.is_compiling() else started
             pending = run(change.plan, local, dtensor.device_mesh)
-    return StartedReshard(dtensor, change, pending)
+    return dtensor, change, pending
 
 
 class _Change(NamedTuple):
@@ -150,6 +167,15 @@ class _Change(NamedTuple):
     strided: Any
     topology: Topology | None
     memory_limit: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the reshard of the gradient."""
+        return {"topology": self.topology, "memory_limit": self.memory_limit}
+
+    def as_input(self, grad: DTensor) -> DTensor:
+        """The gradient, in the layout of the input, as torch spells that."""
+        return grad if self.strided is None else of_kind(grad.to_local(), self.strided)
 
 
 def _change_of(
@@ -190,11 +216,31 @@ class StartedReshard:
 
     def __init__(self, dtensor: DTensor, change: _Change, pending: Pending) -> None:
         self._arguments = dtensor, change, pending
+        self._backward = _Backward()
+        self._token: Tensor | None = None
+        if dtensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._token = _Started.apply(dtensor, change, self._backward)  # type: ignore[no-untyped-call]
 
     def wait(self) -> DTensor:
         """The resharded tensor. Communication: the collectives of the plan after the first."""
-        result: DTensor = _Reshard.apply(*self._arguments)  # type: ignore[no-untyped-call]
+        dtensor, change, pending = self._arguments
+        token, self._token = self._token, None
+        result: DTensor
+        if token is None:  # no gradient, or not the first time
+            result = _Reshard.apply(dtensor, change, pending)  # type: ignore[no-untyped-call]
+        else:
+            result = _Waited.apply(token, dtensor.shape, change, pending, self._backward)  # type: ignore[no-untyped-call]
         return result
+
+    def token(self, grad: DTensor) -> Tensor:
+        """What autograd hands from the backward of `wait()` to that of `start_reshard`, which looks elsewhere for the gradient."""
+        return grad.to_local().new_empty(0) if self._token is None else self._token
+
+
+class _Backward:
+    """Of a reshard that was started: that of its gradient, from the backward of `wait()` to that of the start."""
+
+    started: StartedReshard | None = None
 
 
 def _misshapen(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
@@ -229,10 +275,43 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        _, _, wanted, _, _, strided, topology, memory_limit = ctx.change
+        change: _Change = ctx.change
+        wanted, options = change.cotangent, change.options
         if layout_of(grad) != wanted:
-            grad = reshard(grad, placements=wanted, topology=topology, memory_limit=memory_limit)
+            grad = reshard(grad, placements=wanted, **options)
         elif this_rank() not in wanted.mesh:
             # One that nobody else holds, so that autograd keeps it: it would copy another, which DTensor cannot do here.
             grad = wrap(grad.to_local(), wanted, grad.shape)
-        return grad if strided is None else of_kind(grad.to_local(), strided), None, None
+        return change.as_input(grad), None, None
+
+
+class _Started(torch.autograd.Function):
+    """The start of a reshard, for autograd: an empty token, which `_Waited` takes. Its dual is `_Waited` of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, change: _Change, backward: _Backward) -> Tensor:
+        ctx.change, ctx.backward_of = change, backward
+        return dtensor.to_local().new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[DTensor, None, None]:
+        started, ctx.backward_of.started = ctx.backward_of.started, None
+        assert started is not None, "the backward of wait() has come before, as only it leads here"
+        return ctx.change.as_input(started.wait()), None, None
+
+
+class _Waited(torch.autograd.Function):
+    """The end of a reshard that was started. Its dual is `_Started` of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, shape: torch.Size, change: _Change, pending: Pending, backward: _Backward
+    ) -> DTensor:
+        ctx.change, ctx.backward_of = change, backward
+        return wrap(pending.wait(), change.target, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None, None]:
+        started = start_reshard(grad, placements=ctx.change.cotangent, **ctx.change.options)
+        ctx.backward_of.started = started
+        return started.token(grad), None, None, None, None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,11 @@ from weft.mesh import Layout, Partial, Replicate, Shard
 from ..planning.costs import padded_part
 from ..planning.layouts import without_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
-from .blocks import cut_to, taken_apart
+from .blocks import Stacking, cut_to, padded, stacking_of
 from .collectives import Pending, Running, all_reduce, reduce_scatter
-from .dtensor import layout_of, wrap
+from .dtensor import kind_of, layout_of, memory_of, of_kind, wrap
 from .groups import group_along, process_mesh, this_rank
-from .order import announce
+from .order import Words, announce
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,46 @@ def way_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Way | None:
     return Way(ReduceScatter(tuple(cut), dims), reduced)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """How the gradients of a parameter that lie in one layout become their target, found once.
+
+    key: equal for what travels together. nbytes: of a gradient on the first rank of the mesh. stacking: of the parts that are
+    scattered. mine: the shape of what this rank receives; None outside the target's mesh. kind: of what arrives, see `kind_of`.
+    """
+
+    way: Way
+    key: Hashable
+    nbytes: int
+    stacking: Stacking
+    mine: tuple[int, ...] | None
+    kind: Any
+
+    @classmethod
+    def of(cls, grad: DTensor, target: Layout) -> Route | None:
+        """None where it is not made of sums over axes alone."""
+        layout, shape = layout_of(grad), tuple(grad.shape)
+        way = way_between(layout, target, shape)
+        if way is None:
+            return None
+        axes = axes_of(way.scatter)
+        local = memory_of(grad)
+        part = padded_part(way.scatter, layout, local.shape)
+        sizes = tuple(layout.mesh.axis_size(axis) for axis in axes)
+        return cls(
+            way=way,
+            key=(grad.device_mesh, way.axes, grad.dtype),
+            nbytes=grad.dtype.itemsize * math.prod(layout.largest_local_shape(shape)),
+            stacking=stacking_of(tuple(part), axes, sizes, way.scatter),
+            mine=target.local_shape(shape, this_rank()) if this_rank() in target.mesh else None,
+            kind=kind_of(wrap(local.new_empty(0), target, shape)),
+        )
+
+    def stacked(self, local: Tensor) -> Tensor:
+        """The parts of a gradient, one in each row."""
+        return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
+
+
 class Bucket:
     """Gradients on one mesh that are summed over the same axes.
 
@@ -63,27 +104,25 @@ class Bucket:
 
     def __init__(self, key: Hashable) -> None:
         self.key, self.nbytes = key, 0
-        self._items: dict[DTensor, tuple[DTensor, Layout, Way]] = {}
+        self._routes: dict[DTensor, Route] = {}
+        self._grads: dict[DTensor, Tensor] = {}  # this rank's parts, until the collective has them
 
-    def add(self, parameter: DTensor, grad: DTensor, target: Layout, way: Way) -> None:
-        """Takes the gradient of `parameter` along, to be brought to `target`; added to one that waits here already."""
-        layout = layout_of(grad)
-        if parameter in self._items:
-            earlier = self._items[parameter][0]
+    def add(self, parameter: DTensor, grad: DTensor, route: Route) -> None:
+        """Takes the gradient of `parameter` along; added to one that waits here already."""
+        local = memory_of(grad)
+        if parameter in self._grads:
             with torch.no_grad():
-                total = wrap(earlier.to_local() + grad.to_local(), layout, grad.shape)
-            self._items[parameter] = (total, target, way)
+                self._grads[parameter] = self._grads[parameter] + local
             return
-        self._items[parameter] = (grad, target, way)
-        self.nbytes += grad.dtype.itemsize * math.prod(layout.largest_local_shape(grad.shape))
+        self._mesh = grad.device_mesh
+        self._grads[parameter], self._routes[parameter] = local, route
+        self.nbytes += route.nbytes
 
     def start(self) -> None:
         """Starts the first collective."""
-        grad, _, way = self._first()
-        mesh = process_mesh(grad.device_mesh)
+        mesh = process_mesh(self._mesh)
         if this_rank() in mesh:
-            shapes = [tuple(parameter.shape) for parameter in self._items]
-            announce(f"gradients of shapes {shapes}, {grad.dtype}, summed over {way.axes}", meshes=(mesh,))
+            announce(Words(self._words), meshes=(mesh,))
         with torch.no_grad():
             self._pending = Pending(self._run())
 
@@ -91,38 +130,34 @@ class Bucket:
         """Each parameter with its gradient as it was to become. Communication: waits for what was started."""
         with torch.no_grad():
             flat, offset = self._pending.wait(), 0
-            for parameter, (grad, target, way) in self._items.items():
-                part, mine = self._part(grad, way), target.local_shape(grad.shape, this_rank())
+            for parameter, route in self._routes.items():
                 local = flat.new_empty(0)
-                if this_rank() in target.mesh:
-                    local = cut_to(flat[offset : offset + math.prod(part)].view(part), mine)
+                if route.mine is not None:
+                    part = route.stacking.part
+                    local = cut_to(flat[offset : offset + math.prod(part)].view(part), route.mine)
                     offset += math.prod(part)
-                yield parameter, wrap(local, target, grad.shape)
+                yield parameter, of_kind(local, route.kind)
 
     def _run(self) -> Running:
-        first, _, way = self._first()
-        if this_rank() not in layout_of(first).mesh:
-            return first.to_local()
-        scattered, reduced = way.axes
+        route = next(iter(self._routes.values()))
+        grads, self._grads = self._grads, {}  # whole gradients live no longer than until they are in the flat tensor
+        if route.mine is None:
+            return next(iter(grads.values()))
+        scattered, reduced = route.way.axes
         if scattered:
-            flat = torch.cat([self._stacked(grad, way) for grad, _, way in self._items.values()], 1)
-            flat = yield from reduce_scatter(flat, "sum", [group_along(first.device_mesh, scattered)])
+            flat = torch.cat([self._routes[parameter].stacked(local) for parameter, local in grads.items()], 1)
+            grads.clear()
+            flat = yield from reduce_scatter(flat, "sum", [group_along(self._mesh, scattered)])
         else:
-            flat = torch.cat([grad.to_local().reshape(-1) for grad, _, _ in self._items.values()])
+            flat = torch.cat([local.reshape(-1) for local in grads.values()])
+            grads.clear()
         if reduced:
-            group, _ = group_along(first.device_mesh, reduced)
+            group, _ = group_along(self._mesh, reduced)
             flat = yield from all_reduce(flat, "sum", group)
         return flat
 
-    def _first(self) -> tuple[DTensor, Layout, Way]:
-        return next(iter(self._items.values()))
-
-    def _part(self, grad: DTensor, way: Way) -> list[int]:
-        return padded_part(way.scatter, layout_of(grad), grad.to_local().shape)
-
-    def _stacked(self, grad: DTensor, way: Way) -> Tensor:
-        """The parts of a gradient, one in each row."""
-        axes = axes_of(way.scatter)
-        sizes = {axis: layout_of(grad).mesh.axis_size(axis) for axis in axes}
-        stacked = taken_apart(grad.to_local(), self._part(grad, way), axes, sizes, way.scatter)
-        return stacked.reshape(math.prod(sizes.values()), -1)
+    def _words(self) -> str:
+        route = next(iter(self._routes.values()))
+        shapes = [tuple(parameter.shape) for parameter in self._routes]
+        dtype = next(iter(self._grads.values())).dtype
+        return f"gradients of shapes {shapes}, {dtype}, summed over {route.way.axes}"

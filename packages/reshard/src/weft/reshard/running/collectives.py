@@ -12,6 +12,7 @@ from weft.mesh.extents import Box, volume
 
 from ..planning.exchange import Messages, within
 from ..planning.identities import reduced
+from .waits import wait_for
 from .worlds import Positions
 
 Running = Generator[dist.Work, None, Tensor]
@@ -45,7 +46,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Waits for what was started, runs the rest, and returns the result."""
         while self._work is not None:
-            self._work.wait()
+            wait_for(self._work)
             self._advance()
         return self._result
 

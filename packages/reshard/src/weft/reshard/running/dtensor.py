@@ -1,4 +1,4 @@
-"""Between Weft's layouts and torch's DTensor, through its public API but for one thing: see `_spec`."""
+"""Between Weft's layouts and torch's DTensor, through its public API but for two things: see `_spec` and `memory_of`."""
 
 from __future__ import annotations
 
@@ -115,6 +115,15 @@ def of_kind(local: Tensor, kind: Any) -> DTensor:
 def kind_of(dtensor: DTensor) -> Any:
     """A value that is equal for DTensors of one layout, shape and dtype, and quickly found."""
     return dtensor._spec
+
+
+def memory_of(dtensor: DTensor) -> Tensor:
+    """The very tensor that a DTensor has, not a view of it: whoever gives it other memory gives it to the DTensor.
+
+    Of a parameter `to_local()` makes a new one each time (torch 2.13). FSDP2 reads the same attribute.
+    """
+    local: Tensor = dtensor._local_tensor
+    return local
 
 
 def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:

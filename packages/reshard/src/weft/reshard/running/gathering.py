@@ -1,12 +1,13 @@
-"""Shards made whole in buckets: those that are gathered over the same ranks travel in one all-gather."""
+"""Shards made whole in bundles: those that are gathered over the same ranks in one dtype travel in one all-gather."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
@@ -14,68 +15,130 @@ from weft.mesh import Layout
 from ..planning.costs import padded_part
 from ..planning.plan import plan
 from ..planning.steps import AllGather, axes_of
-from .blocks import assembled, cut_to, padded
-from .collectives import Pending, Running, all_gather
-from .dtensor import layout_of
+from .blocks import stacking_of
+from .collectives import Pending, all_gather_single
+from .dtensor import layout_of, memory_of
 from .executor import started
 from .groups import group_along, process_mesh, this_rank
-from .order import announce
+from .order import Words, announce
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """A shard, and the layout that it is to have."""
+    """A shard, the layout that it is to have, and the memory that takes this rank's part of that, which may come and go."""
 
     shard: DTensor
     layout: Layout
-
-    @property
-    def part(self) -> tuple[int, ...]:
-        """The shape of this rank's local tensor in the layout."""
-        return self.layout.local_shape(self.shard.shape, this_rank())
+    into: Tensor
 
 
-Items = Sequence[tuple[Gather, AllGather]]
+class Gathers:
+    """What gathers the same shards again and again: all that does not change from one time to the next is found once.
 
-
-class StartedGathers:
-    """Gathers under way; made by `start_gathers`."""
-
-    def __init__(self, together: list[tuple[Items, Pending]], alone: list[tuple[Gather, Pending]]) -> None:
-        self._together, self._alone = together, alone
-
-    def wait(self) -> Iterator[tuple[Gather, Tensor]]:
-        """Each gather with this rank's local tensor, in the order of the collectives. Communication: waits for what was started."""
-        for items, pending in self._together:
-            gathered, offset = pending.wait(), 0  # [parts, elements]
-            for gather, step in items:
-                part, leading = _part(gather, step), axes_of(step)
-                stop = offset + math.prod(part)
-                sizes = [gather.layout.mesh.axis_size(axis) for axis in leading]
-                rows = gathered[:, offset:stop].reshape(*sizes, *part)
-                yield gather, cut_to(assembled(rows, leading, step), gather.part)
-                offset = stop
-        for gather, pending in self._alone:
-            yield gather, pending.wait()
-
-
-def start_gathers(gathers: Iterable[Gather]) -> StartedGathers:
-    """Starts one collective for all that go over the same ranks in one dtype; what is none or several goes by itself.
-
-    Communication: as said, in the order in which they are given. Ranks outside do nothing.
+    Communication: one collective for all shards that go over the same ranks in one dtype, in the order in which they are given;
+    what is none or several goes by itself. Ranks outside do nothing.
     """
-    buckets: dict[object, list[tuple[Gather, AllGather]]] = {}
-    alone: list[Gather] = []
-    for each in gathers:
-        step = _step(each)
-        if step is None:
-            alone.append(each)
-        else:
-            group, _ = group_along(each.shard.device_mesh, axes_of(step))
-            buckets.setdefault((group.group_name, each.shard.dtype), []).append((each, step))
-    with torch.no_grad():
-        together: list[tuple[Items, Pending]] = [(items, _started(items)) for items in buckets.values()]
-        return StartedGathers(together, [(each, _started_alone(each)) for each in alone])
+
+    def __init__(self, gathers: Iterable[Gather]) -> None:
+        bundles: dict[object, list[tuple[Gather, AllGather]]] = {}
+        self._alone: list[Gather] = []
+        for each in gathers:
+            step = _step(each)
+            if step is None:
+                self._alone.append(each)
+            else:
+                group, _ = group_along(each.shard.device_mesh, axes_of(step))
+                bundles.setdefault((group.group_name, each.shard.dtype), []).append((each, step))
+        with torch.no_grad():
+            self._bundles = [_Bundle(items) for items in bundles.values()]
+        self._pending: list[tuple[Gather, Pending]] = []
+
+    def start(self) -> None:
+        """Starts the collectives, of what the shards are now."""
+        with torch.no_grad():
+            for bundle in self._bundles:
+                bundle.start()
+            self._pending = [(each, _started(each)) for each in self._alone]
+
+    def finish(self) -> None:
+        """Waits for them, and fills `into` of each gather."""
+        with torch.no_grad():
+            for bundle in self._bundles:
+                bundle.finish()
+            for each, pending in self._pending:
+                each.into.copy_(pending.wait())
+            self._pending = []
+
+    def give_up(self) -> None:
+        """Waits for them, and fills nothing."""
+        for bundle in self._bundles:
+            bundle.give_up()
+        for _, pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+
+class _Bundle:
+    """One all-gather: each rank's parts of all shards, one after the other, are a row of a buffer.
+
+    The buffer has memory while it is used. Its views, and those of what they are copied to, are made once: each costs the host
+    as much as a small copy.
+    """
+
+    def __init__(self, items: Sequence[tuple[Gather, AllGather]]) -> None:
+        first, step = items[0]
+        self._group, positions = group_along(first.shard.device_mesh, axes_of(step))
+        self._shards = [each.shard for each, _ in items]
+        self._axes, self._meshes = (
+            axes_of(step),
+            tuple(dict.fromkeys(process_mesh(e.device_mesh) for e in self._shards)),
+        )
+        parts = [_part(each, its) for each, its in items]
+        sizes = [math.prod(part) for part in parts]
+        self._buffer = first.into.new_empty((len(positions), sum(sizes)))
+        self._flat = self._buffer.view(-1)
+        self._mine = self._buffer[self._group.rank()]
+        self._places: list[Tensor] = []  # of this rank's shards in its row
+        self._received: list[Tensor] = []  # what is copied, and where to
+        self._filled: list[Tensor] = []
+        columns = zip(self._buffer.split(sizes, 1), self._mine.split(sizes), parts, items, strict=True)
+        for rows, mine, part, (each, its) in columns:
+            held = memory_of(each.shard).shape
+            self._places.append(mine.view(part)[tuple(slice(size) for size in held)])
+            sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(its))
+            stacking = stacking_of(tuple(part), axes_of(its), sizes_along, its)
+            for received, filled in stacking.pairs(rows, each.into, positions):
+                self._received.append(received)
+                self._filled.append(filled)
+        self._storage = self._buffer.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        announce(Words(self._words), meshes=self._meshes)
+        self._storage.resize_(self._nbytes)
+        torch._foreach_copy_(self._places, [memory_of(shard) for shard in self._shards])
+        # In place, as NCCL documents it: a rank's input is its row of the output. gloo copies nothing then either.
+        self._work = all_gather_single(self._flat, self._mine, self._group, async_op=True)
+
+    def finish(self) -> None:
+        self._wait()
+        torch._foreach_copy_(self._filled, self._received)
+        self._storage.resize_(0)
+
+    def give_up(self) -> None:
+        self._wait()
+        self._storage.resize_(0)
+
+    def _words(self) -> str:
+        shapes = [tuple(shard.shape) for shard in self._shards]
+        return f"parameters of shapes {shapes}, {self._shards[0].dtype}, gathered over {self._axes}"
+
+    def _wait(self) -> None:
+        assert self._work is not None, "it was started"
+        self._work.wait()
+        self._work = None
 
 
 def _step(gather: Gather) -> AllGather | None:
@@ -88,25 +151,10 @@ def _step(gather: Gather) -> AllGather | None:
     return step if isinstance(step, AllGather) and not step.apart else None
 
 
-def _started(items: Items) -> Pending:
-    first, step = items[0]
-    meshes = tuple(dict.fromkeys(process_mesh(each.shard.device_mesh) for each, _ in items))
-    shapes = [tuple(each.shard.shape) for each, _ in items]
-    announce(f"parameters of shapes {shapes}, {first.shard.dtype}, gathered over {axes_of(step)}", meshes=meshes)
-    return Pending(_run(items))
-
-
-def _run(items: Items) -> Running:
-    first, step = items[0]
-    parts = [padded(each.shard.to_local(), _part(each, its)).reshape(-1) for each, its in items]
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (yield from all_gather(flat, [group_along(first.shard.device_mesh, axes_of(step))]))
-
-
 def _part(gather: Gather, step: AllGather) -> list[int]:
-    return padded_part(step, layout_of(gather.shard), gather.part)
+    return padded_part(step, layout_of(gather.shard), gather.layout.local_shape(gather.shard.shape, this_rank()))
 
 
-def _started_alone(gather: Gather) -> Pending:
+def _started(gather: Gather) -> Pending:
     made = plan(layout_of(gather.shard), gather.layout, gather.shard.shape, gather.shard.dtype)
     return started(made, gather.shard.to_local(), gather.shard.device_mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft.mesh import Layout, Replicate, Shard
 
 from .api import reshard
-from .buckets import Bucket, way_between
-from .dtensor import layout_of, wrap
+from .buckets import Bucket, Route
+from .dtensor import kind_of, layout_of, wrap
 from .units import units_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
@@ -92,8 +93,10 @@ class GradientSync:
             _dtensor(whole.leaf) for whole in wholes.values() if not whole.sums
         }  # whole gradients never add up
         self._aside: dict[DTensor, dict[Layout, DTensor]] = {}  # earlier gradients, in other layouts than `.grad`
+        self._lying: dict[DTensor, tuple[object, Layout]] = {}  # how the last gradient of a parameter lay
+        self._routes: dict[DTensor, tuple[object, Route | None]] = {}  # and how one that was sent travels
         self._filling: dict[Hashable, Bucket] = {}
-        self._sent: list[Bucket] = []
+        self._sent: deque[Bucket] = deque()
         self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
         self._paused = False
         self._names = {_dtensor(leaves[parameter]): name for name, parameter in named.items()}
@@ -127,9 +130,8 @@ class GradientSync:
             self._add(parameter)
         for bucket in self._filling.values():
             self._send(bucket)
-        for bucket in self._sent:
-            for parameter, grad in bucket.finish():
-                self._accumulate(parameter, grad)
+        while self._sent:
+            self._finish(self._sent.popleft())
         for parameter in list(self._held):
             home = self._homes[parameter]
             if home.grad is not None:  # in its layout from the start
@@ -138,7 +140,6 @@ class GradientSync:
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
             home.grad = held if dtype in (None, held.dtype) else _in_dtype(held, dtype)
         self._filling.clear()
-        self._sent.clear()
         self._held.clear()
         self._unsynchronized.clear()
         for unit in self._units:
@@ -154,6 +155,8 @@ class GradientSync:
         self._targets.clear()
         self._homes.clear()
         self._names.clear()
+        self._lying.clear()
+        self._routes.clear()
         self._unsynchronized.clear()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -188,33 +191,50 @@ class GradientSync:
 
     def _add(self, parameter: DTensor) -> None:
         """Sends the parameter's gradients on their way, but for one that has its layout."""
-        for grad in self._aside.pop(parameter, {}).values():
-            self._bring(parameter, grad)
-        if parameter.grad is not None and layout_of(_gradient(parameter)) != self._targets[parameter]:
+        for layout, grad in self._aside.pop(parameter, {}).items():
+            self._bring(parameter, grad, layout)
+        if parameter.grad is not None:
             grad = _gradient(parameter)
-            parameter.grad = None
-            self._bring(parameter, grad)
+            layout = self._layout_of(parameter, grad)
+            if layout != self._targets[parameter]:
+                parameter.grad = None
+                self._bring(parameter, grad, layout)
 
-    def _bring(self, parameter: DTensor, grad: DTensor) -> None:
+    def _bring(self, parameter: DTensor, grad: DTensor, layout: Layout) -> None:
         target = self._targets[parameter]
         if self._dtype is not None and grad.dtype != self._dtype:
             grad = _in_dtype(grad, self._dtype)
-        if layout_of(grad) == target:
+        if layout == target:
             self._accumulate(parameter, grad)
             return
-        way = way_between(layout_of(grad), target, tuple(parameter.shape))
-        if way is None:
+        kind, route = self._routes.get(parameter, (None, None))
+        if kind is not kind_of(grad):
+            kind, route = self._routes[parameter] = kind_of(grad), Route.of(grad, target)
+        if route is None:
             self._accumulate(parameter, reshard(grad, placements=target))
             return
-        key = (grad.device_mesh, way.axes, grad.dtype)
-        bucket = self._filling.setdefault(key, Bucket(key))
-        bucket.add(parameter, grad, target, way)
+        bucket = self._filling.setdefault(route.key, Bucket(route.key))
+        bucket.add(parameter, grad, route)
         if bucket.nbytes >= self._bucket_bytes:
-            self._send(self._filling.pop(key))
+            self._send(self._filling.pop(route.key))
+
+    def _layout_of(self, parameter: DTensor, grad: DTensor) -> Layout:
+        kind, layout = self._lying.get(parameter, (None, None))
+        if layout is None or kind is not kind_of(grad):
+            layout = layout_of(grad)
+            self._lying[parameter] = kind_of(grad), layout
+        return layout
 
     def _send(self, bucket: Bucket) -> None:
+        """Starts it; of those that were sent before, one stays on its way, and what others brought gives its memory back."""
+        while len(self._sent) > 1:
+            self._finish(self._sent.popleft())
         bucket.start()
         self._sent.append(bucket)
+
+    def _finish(self, bucket: Bucket) -> None:
+        for parameter, grad in bucket.finish():
+            self._accumulate(parameter, grad)
 
     def _accumulate(self, parameter: DTensor, grad: DTensor) -> None:
         self._held[parameter] = _sum(self._held.get(parameter), grad)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.process_mesh import as_mesh
 
-from .rendezvous import PREFIX, make_group
+from .rendezvous import PREFIX
 from .worlds import Positions, world
 
 RANKS = "ranks"  # how the name of a group begins that tells its ranks
@@ -92,15 +92,15 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return world().group_of_ranks(ranks)
 
 
-def group_for(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> dist.ProcessGroup:
     """A group of `ranks`, ascending, of its own for a purpose: what is sent on it waits for nothing on another.
 
-    Communication: the first call makes the group, as in `group_of`.
+    axes: of a mesh, along which these ranks lie. Communication: the first call makes the group, as in `group_of`.
     """
-    kept, key = of_this_world(), ("for", purpose, ranks)
-    if key not in kept:
-        kept[key] = make_group(ranks, purpose)
-    group: dist.ProcessGroup = kept[key]
+    here, key = world(), ("for", purpose, ranks)
+    if key not in here.kept:
+        here.kept[key] = here.group_for(purpose, ranks, axes)
+    group: dist.ProcessGroup = here.kept[key]
     return group
 
 

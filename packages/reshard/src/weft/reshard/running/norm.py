@@ -15,6 +15,7 @@ from weft.mesh.refinement import parts_of_axes
 
 from .dtensor import as_process_mesh, layout_of
 from .groups import device_mesh, device_type, group_of, group_over, this_rank
+from .waits import wait_for
 
 
 def clip_grad_norm_(
@@ -55,9 +56,13 @@ def clip_grad_norm_(
         for parameter, gradient in zip(held, gradients, strict=True)
         if parameter not in uncounted and _counts_here(gradient, first)
     ]
-    total = _powers([each for each in counted if each.numel()], norm_type, gradients)
+    device = next((each.device for each in gradients or given), None)
+    if device is None and group is not None:
+        device = torch.device(device_type())  # of a rank whose stage has nothing that learns
+    total = _powers([each for each in counted if each.numel()], norm_type, gradients, device)
     if group is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        wait_for(dist.all_reduce(total, op, group=group, async_op=True))
     norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
     if gradients:
@@ -98,10 +103,9 @@ def _counts_here(gradient: Tensor, first: bool) -> bool:
     return not any(index for axis, index in coordinate.items() if not isinstance(layout[axis], Shard))
 
 
-def _powers(counted: list[Tensor], norm_type: float, gradients: list[Tensor]) -> Tensor:
+def _powers(counted: list[Tensor], norm_type: float, gradients: list[Tensor], device: torch.device | None) -> Tensor:
     """The sum of the magnitudes' powers; of inf the largest of them."""
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
-    device = gradients[0].device if gradients else None
     if not counted:
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch.stack(torch._foreach_norm(counted, norm_type, dtype=dtype))

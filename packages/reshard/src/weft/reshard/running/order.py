@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -72,6 +72,16 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
         digests = tuple(mesh.digest for mesh in meshes)
         on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or _named(taking_part)
         check.announce(_Said(f"{plan} on {on}", tuple(taking_part), digests))
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What `announce` is given where its words take time to make: they are made where a check is on."""
+
+    make: Callable[[], str]
+
+    def __str__(self) -> str:
+        return self.make()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,19 @@ class Recorded:
         self.axes[group.group_name] = ()
         return group
 
+    def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> _Group:
+        name = f"recorded {purpose} {' '.join(map(str, ranks))}"
+        self.groups[name] = _Group(ranks.index(self.rank), len(ranks), name)
+        c10d._register_process_group(_as_torch(name), self.groups[name])
+        self.axes[name] = axes
+        return self.groups[name]
+
+    def tell(self, what: str, value: bytes) -> None:
+        """Nobody hears it."""
+
+    def hear(self, what: str) -> bytes:
+        raise RuntimeError(f"a rank that is recorded was to be told {what} by another, which does not run")
+
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         return range(part.size)  # another order is a view of what has no data
 
@@ -208,6 +221,12 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._note("all-to-all", sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank()))
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        return self._noted("send", tensors, ())
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        return self._noted("recv", tensors, tensors)
 
     def _noted(self, kind: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> dist.Work:
         size = sum(each.nbytes for each in given), sum(each.nbytes for each in made)

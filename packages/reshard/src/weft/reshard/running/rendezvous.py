@@ -67,6 +67,26 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
     return group
 
 
+def tell(what: str, value: bytes) -> None:
+    """Has a few bytes known to all ranks under a name that is told once. Communication: with the world's store."""
+    PrefixStore("weft", _get_default_store()).set(f"told/{what}", value.hex())
+
+
+def hear(what: str) -> bytes:
+    """What another rank has told under that name. Communication: waits for it, as long as the store's timeout.
+
+    Raises RuntimeError where nobody tells it in that time.
+    """
+    store = _get_default_store()
+    try:
+        return bytes.fromhex(PrefixStore("weft", store).get(f"told/{what}").decode())
+    except dist.DistError as error:
+        seconds = store.timeout.total_seconds()
+        raise RuntimeError(
+            f"rank {dist.get_rank()} waited {seconds:g} s to be told {what}; the other rank has failed, or runs another program"
+        ) from error
+
+
 @contextmanager
 def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
     """The device of the world's communicator, which inside does not count as one to split."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from weft.mesh import Layout
 
 from .dtensor import layout_of
-from .gathering import Gather, StartedGathers, start_gathers
+from .gathering import Gather, Gathers
 from .wholes import Gathering, Whole, Wholes
 
 _UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
@@ -42,6 +43,10 @@ class Place:
         return parameter
 
 
+_Found = tuple[Place, DTensor, Whole]
+_Missing = tuple[DTensor, Whole, object]  # a shard, and its state when its gather was started
+
+
 class Unit:
     """The sharded parameters of a module, gathered together.
 
@@ -53,7 +58,9 @@ class Unit:
         self._calls = 0  # that are running
         self._swapped: list[tuple[Place, DTensor]] = []  # the shards, where wholes compute
         self._held: list[Whole] = []
-        self._ahead: tuple[StartedGathers, dict[Gather, tuple[Whole, object]]] | None = None
+        self._known: list[tuple[DTensor, Whole] | None] = []  # of each place, what it had when it was last looked at
+        self._gathers: dict[tuple[Whole, ...], Gathers] = {}  # by what they make whole
+        self._ahead: tuple[Gathers, list[_Missing]] | None = None
         self._kept: set[_Call] = set()  # whose backward is waited for
         self._backward: set[_Call] = set()  # calls whose backward runs
         self._awaited: set[Whole] = set()  # those to whose gradients it still adds
@@ -68,6 +75,11 @@ class Unit:
                 Place(module=module, name=place.name, layout=place.layout, stays=place.stays, sums=place.sums)
             )
         return copied
+
+    @property
+    def gathered_by(self) -> Wholes:
+        """What it shares with the other units of its model."""
+        return self._wholes
 
     def wholes(self) -> dict[DTensor, Whole]:
         """By shard, between calls of the module."""
@@ -110,23 +122,15 @@ class Unit:
 
     def start(self) -> None:
         """Starts to gather what is not whole, or not what the shards are now."""
-        if self._ahead is not None or self._swapped:
-            return
-        missing = {}
-        for shard, whole in self.wholes().items():
-            state = whole.state_of(shard)
-            if whole.filled != state:
-                missing[Gather(shard, whole.layout)] = whole, state
-        if missing:
-            self._ahead = start_gathers(missing), missing
+        if self._ahead is None and not self._swapped:
+            self._gather(self._found())
 
     def rest(self) -> None:
         """Nothing computes: what a backward pass left whole is given back, and what was gathered ahead in vain."""
         if self._calls:
             return
         if self._ahead is not None:
-            for _ in self._ahead[0].wait():
-                pass
+            self._ahead[0].give_up()
             self._ahead = None
         for call in self._backward:
             call.left = 0
@@ -142,27 +146,53 @@ class Unit:
             if not whole.users:
                 whole.drop()
 
-    def _found(self) -> list[tuple[Place, DTensor, Whole]]:
+    def _found(self) -> list[_Found]:
         """The places, their shards and wholes; without those that another unit, within which this one is called, has made whole."""
-        shards = [(place, place.parameter) for place in self._places]
-        return [
-            (place, shard, self._wholes.find(shard, place.layout, self, stays=place.stays, sums=place.sums))
-            for place, shard in shards
-            if not self._wholes.is_whole(shard)
-        ]
+        if len(self._known) < len(self._places):
+            self._known = [None] * len(self._places)
+        found = []
+        for i, (place, known) in enumerate(zip(self._places, self._known, strict=True)):
+            parameter = place.parameter
+            if known is None or known[0] is not parameter:
+                if self._wholes.is_whole(parameter):
+                    continue
+                whole = self._wholes.find(parameter, place.layout, self, stays=place.stays, sums=place.sums)
+                self._known[i] = known = parameter, whole
+                self._gathers.clear()
+            shard, whole = known
+            whole.follow(shard.requires_grad)
+            found.append((place, shard, whole))
+        return found
 
     def _start(self, unit: Gathering | None) -> None:
         if unit is not None:
             unit.start()
 
+    def _gather(self, found: Sequence[_Found]) -> None:
+        states = {whole: (shard, whole.state_of(shard)) for _, shard, whole in found}
+        missing = [(shard, whole, state) for whole, (shard, state) in states.items() if whole.filled != state]
+        if not missing:
+            return
+        key = tuple(whole for _, whole, _ in missing)
+        if key not in self._gathers:
+            for whole in key:
+                whole.make_room()
+            self._gathers[key] = Gathers([Gather(shard, whole.layout, whole.memory) for shard, whole, _ in missing])
+            for whole in key:
+                if whole.filled is None:
+                    whole.drop()
+        self._gathers[key].start()
+        self._ahead = self._gathers[key], missing
+
     def _make_whole(self) -> None:
         if self._swapped:
             return
+        found = self._found()
         self._finish()
-        self.start()  # what has changed since it was gathered ahead
+        self._gather(found)  # what has changed since it was gathered ahead
         self._finish()
-        for place, shard, whole in self._found():
-            assert whole.filled == whole.state_of(shard), "it was gathered"
+        for place, shard, whole in found:
+            assert whole.filled is not None, "it was gathered"
             if whole not in self._held:
                 self._held.append(whole)
                 whole.users += 1
@@ -170,13 +200,19 @@ class Unit:
             place.module._parameters[place.name] = whole.leaf
 
     def _finish(self) -> None:
+        """Waits for what was gathered ahead, and takes it where the shards are still what they were."""
         if self._ahead is None:
             return
-        started, missing = self._ahead
+        gathers, missing = self._ahead
         self._ahead = None
-        for gather, local in started.wait():
-            whole, state = missing[gather]
-            whole.fill(local, state)
+        if any(whole.state_of(shard) != state for shard, whole, state in missing):
+            gathers.give_up()
+            return
+        for _, whole, _ in missing:
+            whole.make_room()
+        gathers.finish()
+        for shard, whole, state in missing:
+            whole.take(shard, state)
 
     def _settle(self) -> None:
         """Puts the shards back where nothing computes with the wholes, and drops these where backward does not wait for them."""
@@ -185,7 +221,7 @@ class Unit:
         for place, shard in self._swapped:
             place.module._parameters[place.name] = shard  # type: ignore[assignment]  # a DTensor that is a Parameter
         self._swapped.clear()
-        if self._kept:
+        if self._kept or self._wholes.keeps:
             return
         for whole in self._held:
             whole.users -= 1
@@ -265,6 +301,25 @@ def gather_when_called(
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of those within it."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
+
+
+@contextmanager
+def keeping_gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, what the units of `model` gather stays until the end, for several passes that are under way at once.
+
+    Values are not to change meanwhile. Communication: none of its own.
+    """
+    units = units_of(model)
+    wholes = {unit.gathered_by for unit in units}
+    for each in wholes:
+        each.keeps += 1
+    try:
+        yield
+    finally:
+        for each in wholes:
+            each.keeps -= 1
+        for unit in units:
+            unit.rest()
 
 
 def layout_in_call(module: nn.Module, name: str) -> Layout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 from weft.mesh import Layout
 
-from .dtensor import wrap
+from .dtensor import layout_of, memory_of, wrap
 from .groups import this_rank
 
 
@@ -33,19 +33,33 @@ class Gathering(Protocol):
     def accumulated(self, whole: Whole) -> None: ...
 
 
+def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
+    """Where a rank's part of a shard lies in its part of the whole; None where that is not one stretch of contiguous memory."""
+    held, outer = shard.local_slices(shape, rank), whole.local_slices(shape, rank)
+    found = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
+    sizes = [b.stop - b.start for b in outer]
+    cut = next((i for i, (a, size) in enumerate(zip(found, sizes, strict=True)) if a != slice(0, size)), len(found))
+    return found if all(size == 1 for size in sizes[:cut]) else None
+
+
 class Whole:
     """A sharded parameter as its module computes with it: a leaf of autograd whose memory comes and goes.
 
     What autograd keeps of it for backward shares its memory, which is given back and filled again under it.
-    stays: it keeps its memory, and is filled again when its shard has changed. sums: its gradient may add up whole.
+    stays: it keeps its memory, and is filled again when its shard has changed. The shard is then a stretch of that memory, where
+    it can be one, so that what an optimizer updates is held once. sums: its gradient may add up whole.
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
         part = layout.local_shape(shard.shape, this_rank())
-        self._local = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
+        made = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
+        self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
+        self._local = memory_of(self.leaf)
+        self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
+        self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank()) if stays else None
+        self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self.leaf = nn.Parameter(wrap(self._local, layout, shard.shape), requires_grad=False)
         self._storage.resize_(0)
         self.layout, self.stays, self.sums = layout, stays, sums
         self.users = 0
@@ -65,21 +79,27 @@ class Whole:
 
     def state_of(self, shard: DTensor) -> object:
         """What changes when the values of the shard do."""
-        with torch.no_grad():
-            return self.steps, shard._version, shard.to_local()._version
+        return self.steps, shard._version, memory_of(shard)._version
 
-    def fill(self, values: Tensor, state: object) -> None:
-        """Takes this rank's part of the whole."""
+    def make_room(self) -> None:
+        """Has memory, of any values where it had none."""
         self._storage.resize_(self._nbytes)
-        if self._last is None or self._last == state:
-            self._local.data.copy_(values)  # by .data, as autograd has seen these values and is told of no change
-        else:
-            with torch.no_grad():
-                self.leaf.copy_(wrap(values, self.layout, self.leaf.shape))
+
+    def take(self, shard: DTensor, state: object) -> None:
+        """Its memory was filled with what the shard is."""
+        if self._last is not None and self._last != state:
+            torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
+        local = memory_of(shard)
+        if self._stretch is not None and self._lent is not local:
+            local.data = self.memory[self._stretch]
+            self._lent = local
 
     def drop(self) -> None:
         """Gives the memory back."""
+        if self._lent is not None:
+            self._lent.data = self._lent.clone()
+            self._lent = None
         self._storage.resize_(0)
         self.filled = None
 
@@ -91,11 +111,15 @@ def _accumulated(whole: Whole | None) -> None:
 
 
 class Wholes:
-    """The sharded parameters of a model, and the order in which its units come."""
+    """The sharded parameters of a model, and the order in which its units come.
+
+    keeps: above 0 what is gathered is not given back.
+    """
 
     def __init__(self) -> None:
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
+        self.keeps = 0
         self._order: list[Gathering] = []  # in which the last forward opened them first
         self._opened: list[Gathering] = []  # in which this one does
         for hook in (

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .rendezvous import make_group
+from .rendezvous import hear, make_group, tell
 
 Positions = Sequence[
     int
@@ -44,6 +44,15 @@ class World(Protocol):
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """`group_of` for ranks, ascending, that lie on no mesh."""
+
+    def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """A new group of `ranks`, ascending, for a purpose, which lies along these axes of a mesh. Communication: as `group_of`."""
+
+    def tell(self, what: str, value: bytes) -> None:
+        """Has a few bytes known to all ranks under a name. Communication: with the store, no collective."""
+
+    def hear(self, what: str) -> bytes:
+        """What another rank has told under that name; waits for it."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """Where in `part` each member of its group lies."""
@@ -85,6 +94,17 @@ class Processes:
             self._check(f"a group of {ranks}", ranks[-1])
             self._groups[ranks] = make_group(ranks)
         return self._groups[ranks]
+
+    def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
+        group = make_group(ranks, purpose)
+        self.axes[group.group_name] = axes
+        return group
+
+    def tell(self, what: str, value: bytes) -> None:
+        tell(what, value)
+
+    def hear(self, what: str) -> bytes:
+        return hear(what)
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         position = {

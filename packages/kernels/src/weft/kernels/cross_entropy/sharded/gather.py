@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.reshard.running.collectives import Pending, Running, all_gather_single
 from weft.reshard.running.groups import group_named, name_of, of_this_world
+from weft.reshard.running.waits import wait_for
 
 from .. import agreement
 from ..agreement import Classes
@@ -55,7 +56,7 @@ class Summed(_Over):
 
     def __call__(self, part: Tensor) -> Tensor:
         for group in self.groups:
-            dist.all_reduce(part, group=group)
+            wait_for(dist.all_reduce(part, group=group, async_op=True))
         return part
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, library
 from weft.mesh.extents import largest_part
 from weft.reshard.running.collectives import all_gather_single, reduce_scatter_single
 from weft.reshard.running.groups import group_named
+from weft.reshard.running.waits import wait_for
 
 
 class Shared(torch.autograd.Function):
@@ -47,7 +48,7 @@ class Gathered(torch.autograd.Function):
 
 
 def _all_reduce(whole: Tensor, group: str) -> None:
-    dist.all_reduce(whole, group=group_named(group))
+    wait_for(dist.all_reduce(whole, group=group_named(group), async_op=True))
 
 
 def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from weft.mesh import Layout, LayoutError
 
 from ...cross_entropy.options import Options
 from ...cross_entropy.sharded.layouts import CROSS_ENTROPY
-from ...matmul.sharded import LINEAR
+from ...matmul.sharded.linear import LINEAR
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding
 from .. import function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.groups import group_for
+from weft.reshard.running.groups import group_for, of_this_world
+from weft.reshard.running.waits import wait_for
+from weft.reshard.running.worlds import world
+
+from ..styles import PIPELINE_AXIS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +38,37 @@ class Channel:
     """One direction between two neighboring stages, as one of its two ranks has it.
 
     Its group is its own: nothing on another channel waits for it. Sends are started, and return at once. One message is
-    received ahead. The form of messages is told once for microbatches of a kind, by the first of them.
+    received ahead. The form of messages is told once for microbatches of a kind, by the first of them, and not on the channel.
     Both ranks are in the same place of the meshes of their stages, so a shard meets the same shard.
+    forms: by kind those that are known beforehand.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, int], here: int, mesh: ProcessMesh, device: torch.device) -> None:
-        self._group = group_for(f"pipeline {name}", tuple(sorted(ranks)))
-        self._other = next(rank for rank in ranks if rank != here)
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, int],
+        here: int,
+        mesh: ProcessMesh,
+        device: torch.device,
+        forms: Mapping[Any, Any],
+    ) -> None:
+        members = (min(ranks), max(ranks))
+        self._group = group_for(f"pipeline {name}", members, (PIPELINE_AXIS,))
+        self._other = 1 - members.index(here)  # its place in the group
         self._name, self._mesh, self._device = name, mesh, device
-        self._forms: dict[Any, Any] = {}  # messages with a `_Sent` in place of each tensor
+        made = of_this_world()
+        number = made[self._group] = made.get(self._group, 0) + 1  # of the models whose stages these ranks have
+        self._told = f"pipeline {number}: {name}, ranks {members}"
+        self._forms: dict[Any, Any] = dict(forms)  # messages with a `_Sent` in place of each tensor
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None
 
     def send(self, message: Any, kind: Any) -> None:
         """Starts to send a tree of tensors and small values. kind: of microbatches whose messages have one form."""
-        form = tree_map(_described, message)
+        form = form_of(message)
         known = self._forms.get(kind)
         if known is None:
-            told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
-            self._start(torch.tensor([told.numel()], device=self._device))
-            self._start(told)
+            world().tell(f"{self._told}, {kind}", pickle.dumps(form))
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
@@ -69,15 +85,11 @@ class Channel:
     def receive(self, kind: Any, more: bool) -> Any:
         """The next message. more: whether another will follow, which is then received ahead."""
         if kind not in self._forms:
-            size = torch.empty(1, dtype=torch.int64, device=self._device)
-            self._await(size)
-            told = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            self._await(told)
-            self._forms[kind] = pickle.loads(bytes(told.cpu().tolist()))
+            self._forms[kind] = pickle.loads(world().hear(f"{self._told}, {kind}"))
         form = self._forms[kind]
         parts, works = self._ahead or self._receives(form)
         for work in works:
-            work.wait()
+            wait_for(work)
         self._ahead = self._receives(form) if more else None
         arrived = iter(parts)
         return tree_map(lambda leaf: self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf, form)
@@ -85,18 +97,13 @@ class Channel:
     def finish(self) -> None:
         """Waits until all that was sent has been received."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            wait_for(self._sent.popleft()[0])
 
     def _start(self, part: Tensor) -> None:
         if part.numel():
-            work = dist.isend(part, group=self._group, group_dst=self._place(self._other))
+            work = dist.isend(part, group=self._group, group_dst=self._other)
             assert work is not None, "this rank is in the group"
             self._sent.append((work, part))
-
-    def _await(self, part: Tensor) -> None:
-        work = dist.irecv(part, group=self._group, group_src=self._place(self._other))
-        assert work is not None, "this rank is in the group"
-        work.wait()
 
     def _receives(self, form: Any) -> tuple[list[Tensor], list[dist.Work]]:
         parts = [
@@ -104,13 +111,8 @@ class Channel:
             for leaf in tree_leaves(form)
             if isinstance(leaf, _Sent)
         ]
-        works = [
-            dist.irecv(part, group=self._group, group_src=self._place(self._other)) for part in parts if part.numel()
-        ]
+        works = [dist.irecv(part, group=self._group, group_src=self._other) for part in parts if part.numel()]
         return parts, [work for work in works if work is not None]
-
-    def _place(self, rank: int) -> int:
-        return dist.get_group_rank(self._group, rank)
 
     def _made(self, part: Tensor, sent: _Sent) -> Tensor:
         if sent.placements is not None:
@@ -136,6 +138,11 @@ class Handover:
 
     def finish(self) -> None:
         """Nothing is under way."""
+
+
+def form_of(message: Any) -> Any:
+    """What its receiver has to know of a message."""
+    return tree_map(_described, message)
 
 
 def _described(leaf: Any) -> Any:

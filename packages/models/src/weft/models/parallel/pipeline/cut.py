@@ -39,8 +39,7 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
     Raises ValueError for a model without a list of layers, for more stages than layers, for counts that do not add up to them,
     for a point that there is not, and as `follow` does.
     """
-    layers, points = layers_of(model, plan.split)
-    ranges = _ranges(model, plan.split, layers, points, schedule)
+    layers, ranges = ranges_of(model, plan, schedule)
     flow = follow(model, layers)
     everywhere = frozenset(range(len(ranges)))
 
@@ -60,7 +59,15 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
     return Cut(tuple(layers), ranges, units, {first[parameter]: stages for parameter, stages in held.items()})
 
 
-def layers_of(model: nn.Module, split: Split) -> tuple[list[str], list[str]]:
+def ranges_of(
+    model: nn.Module, plan: PipelinePlan, schedule: Schedule
+) -> tuple[list[str], tuple[tuple[int, int], ...]]:
+    """The names of the listed layers, and of them, [start, stop), those of each stage. Raises ValueError as `cut`."""
+    layers, points = _layers_of(model, plan.split)
+    return layers, _ranges(model, plan.split, layers, points, schedule)
+
+
+def _layers_of(model: nn.Module, split: Split) -> tuple[list[str], list[str]]:
     """The names of the listed layers, and of those at which a stage after the first begins where the split says them."""
     lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if isinstance(split, tuple) and isinstance(split[0], str):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -109,10 +108,10 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
     ]
     handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in units_of(model, layers)]
     try:
-        with FakeTensorMode(), _evaluating(model), torch.enable_grad():
+        with torch.device("meta"), _evaluating(model), torch.enable_grad():
             state = {name: _shape_of(value) for name, value in _state(model)}
             names = {id(value): name for name, value in state.items()}
-            output = functional_call(model, state, (torch.zeros(TOKENS, dtype=torch.int64, device=_device(model)),))
+            output = functional_call(model, state, (torch.zeros(TOKENS, dtype=torch.int64),))
             _read(END, tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple()), len(layers) - 1)
     finally:
         for handle in handles:
@@ -131,15 +130,9 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=True)
 
 
-def _device(model: nn.Module) -> torch.device:
-    device = next((value.device for _, value in _state(model)), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
-
-
 def _shape_of(value: Tensor) -> Tensor:
     """The same without data; differentiable where it can be, so that what comes of it can be followed."""
-    device = torch.device("cpu") if value.device.type == "meta" else value.device
-    shape = torch.empty(value.shape, dtype=value.dtype, device=device)
+    shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return shape.requires_grad_(value.is_floating_point())
 
 

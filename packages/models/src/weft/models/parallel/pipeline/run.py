@@ -16,7 +16,10 @@ from weft.kernels.weights import Later, waiting_weights
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
+from weft.reshard.running.units import keeping_gathered
+from weft.reshard.running.waits import wait_for
 
+from ...communication import Phase
 from ...schedules.plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
 from ..styles import PIPELINE_AXIS
@@ -46,7 +49,8 @@ LossOf = Callable[[Any, Microbatch], Tensor]
 class Pipeline:
     """A cut model on this rank: its stages, its schedule, and its neighbors. mesh: with the axis "pp".
 
-    parameters: those of all stages, without data. ran: the actions of the last step, in order. in_flight: the most microbatches on a stage that were held at once.
+    parameters: those of all stages, without data. ran: the actions of the last step, in order. in_flight: the most microbatches
+    on a stage that were held at once. forms: of the messages into a stage, "F" or "B", where they are known beforehand.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Pipeline:
         self.ran: list[Action] = []
         self.in_flight = 0
         self._channels: dict[tuple[str, int], Channel | Handover] = {}
+        self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise TypeError("a model that is cut into stages is not copied; parallelize a new one")
@@ -86,20 +91,23 @@ class Pipeline:
         loss_of: LossOf,
         accumulating: Within = nullcontext,
         computing: Within = nullcontext,
+        ended: Callable[[Phase], None] = lambda phase: None,
     ) -> list[Tensor]:
         """Takes each microbatch forward and backward; the losses, on the ranks of the last stage, else none.
 
         loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up. computing: what the model is
-        called in.
-        Communication: of activations, and of their gradients, to the rank in the same place of the next stage.
+        called in. ended: called after each action.
+        Communication: of activations, and of their gradients, to the rank in the same place of the next stage. What parameters on
+        shards are gathered to stays until all microbatches are back, so that it is gathered once.
         """
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         run = _Run(self, model, microbatches, loss_of, computing)
-        with accumulating():
+        with keeping_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
                 run.take(action)
+                ended("forward" if action.kind == "F" else "backward")
         self.ran, self.in_flight = run.ran, run.most_held
         run.finish()
         return run.losses
@@ -107,9 +115,10 @@ class Pipeline:
     def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
         """Takes each microbatch forward alone; what the model gave, on the ranks of the last stage, else none."""
         run = _Run(self, model, microbatches, None)
-        for stage in self.stages.own:
-            for number in range(len(microbatches)):
-                run.take(Action("F", stage, number))
+        with keeping_gathered(model):
+            for stage in self.stages.own:
+                for number in range(len(microbatches)):
+                    run.take(Action("F", stage, number))
         run.finish()
         return run.outputs
 
@@ -127,7 +136,7 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            dist.all_reduce(local, group=self._group("shared parameters", coordinates))
+            wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
 
     def whole_parameter(self, model: nn.Module, name: str) -> Tensor:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
@@ -147,12 +156,13 @@ class Pipeline:
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
         """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
-        dist.all_reduce(number, group=self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))))
+        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
+        wait_for(dist.all_reduce(number, group=group, async_op=True))
         return number
 
     def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
         ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
-        return group_for(f"pipeline {purpose}", tuple(sorted(ranks)))
+        return group_for(f"pipeline {purpose}", tuple(sorted(ranks)), (PIPELINE_AXIS,))
 
     def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
         """What brings activations ("F") into a stage, or their gradients ("B"). Made when first asked for, all in one order."""
@@ -167,7 +177,9 @@ class Pipeline:
                     elif here in ends:
                         first, second = (self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: end}) for end in ends)
                         name = f"{each} into stage {into}"
-                        self._channels[each, into] = Channel(name, (first, second), this_rank(), stage_mesh, device)
+                        self._channels[each, into] = Channel(
+                            name, (first, second), this_rank(), stage_mesh, device, self.forms.get((each, into), {})
+                        )
         return self._channels[way, stage]
 
 
@@ -222,7 +234,7 @@ class _Run:
             given = self._loss_of(given, microbatch)
             self.losses.append(given.detach())
         if self._loss_of is not None:
-            self._held[stage, action.microbatch] = _differentiable(received), _differentiable(given)
+            self._held[stage, action.microbatch] = differentiable(received), differentiable(given)
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
@@ -232,11 +244,10 @@ class _Run:
         else:
             received, given = self._held[key]
             is_loss = action.stage == self._last
-            arrived = [None] * len(given) if is_loss else self._receive("B", action)
-            pairs = [(x, grad) for x, grad in zip(given, arrived, strict=True) if is_loss or grad is not None]
+            arrived = [torch.ones_like(x) for x in given] if is_loss else self._receive("B", action)
             waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
             with waiting as later:
-                torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+                go_back(given, arrived)
             self._send_back(action, [x.grad for x in received])
             if action.kind == "I":
                 self._later[key] = later
@@ -256,7 +267,15 @@ class _Run:
         )
 
 
-def _differentiable(tree: Any) -> list[Tensor]:
+def go_back(given: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Backward from what a stage gave, but for what has no gradient; where nothing has one there is none."""
+    pairs = [(x, gradient) for x, gradient in zip(given, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def differentiable(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that autograd follows."""
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad]
 
 

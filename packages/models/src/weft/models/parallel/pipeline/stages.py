@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -35,13 +35,18 @@ class Stages:
         self.cut, self.own = cut, tuple(own)
         self._running: int | None = None
         self._received: Any = None
+        self._around: list[tuple[nn.Module, str, Tensor]] = []  # of the forward's own, which other stages have
+        self._device: torch.device | None = None  # where their shapes are
         partly = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
-        absent = {unit: _without_data(model.get_submodule(unit)) for unit in partly}
+        self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in partly}
         self._remove_others(model)
-        for i, name in enumerate(cut.layers):
+
+    def take_calls(self, model: nn.Module) -> None:
+        """Has the stage that runs decide what a layer or a unit does; last, so that what else answers a call is within."""
+        for i, name in enumerate(self.cut.layers):
             _take_calls(model.get_submodule(name), lambda layer, args, kwargs, i=i: self._layer(i, layer, args, kwargs))
-        for unit, stages in cut.units.items():
-            shapes = absent.get(unit)
+        for unit, stages in self.cut.units.items():
+            shapes = self._absent.get(unit)
             _take_calls(
                 model.get_submodule(unit),
                 lambda unit, args, kwargs, stages=stages, shapes=shapes: self._unit(stages, shapes, unit, args, kwargs),
@@ -56,12 +61,21 @@ class Stages:
         """
         assert self._running is None, "one stage runs at a time"
         self._running, self._received = stage, received
+        self._place_shapes((args, kwargs))
         try:
             return model(*args, **kwargs)
         except _Left as left:
             return left.value
         finally:
             self._running = self._received = None
+
+    def _place_shapes(self, given: Any) -> None:
+        """Puts shapes in the places of parameters that other stages have, on the device of what the model is given."""
+        device = _device_of(given)
+        if self._around and device != self._device:
+            self._device = device
+            for module, leaf, shape in self._around:
+                object.__setattr__(module, leaf, _fake(shape, device))
 
     def _layer(self, index: int, layer: Any, args: Any, kwargs: Any) -> Any:
         start, stop = self._range()
@@ -102,7 +116,7 @@ class Stages:
                     continue
                 if within is None:  # read by the forward of a module around the layers
                     del module._parameters[leaf]
-                    object.__setattr__(module, leaf, _fake(parameter))
+                    self._around.append((module, leaf, parameter.detach().to("meta")))
                 else:
                     module.register_parameter(leaf, None)
             if within is not None and not inside[within] & own:
@@ -134,25 +148,36 @@ def _shapes() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _fake(x: Tensor) -> Tensor:
-    """The shape of a tensor, where it is or will be, without data; of all of it where it is sharded."""
-    device = torch.device("cpu") if x.device.type == "meta" else x.device
+def _device_of(given: Any) -> torch.device:
+    return next((x.device for x in tree_leaves(given) if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def _fake(x: Tensor, device: torch.device) -> Tensor:
+    """The shape of a tensor on a device, without data; of all of it where it is sharded."""
     with _shapes():
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-def _without_data(module: nn.Module) -> Any:
-    """What calls the module on shapes alone: a copy of it without data."""
+class _Absent:
+    """What calls a module of other stages on shapes alone: a copy of it without data, on the device of what it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = _replaced(module, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")).eval()
+        self._on: dict[torch.device, nn.Module] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = _device_of((args, kwargs))
+        if device not in self._on:
+            self._on[device] = _replaced(self._module, lambda x: _fake(x, device))
+        with torch.no_grad():
+            given = tree_map(lambda x: _fake(x, device) if isinstance(x, DTensor) else x, (args, kwargs))
+            return self._on[device](*given[0], **given[1])
+
+
+def _replaced(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of the module with what `make` gives in the places of its tensors."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        fake = _fake(tensor)
-        memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
-    copied = copy.deepcopy(module, memo)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            given = tree_map(lambda x: _fake(x) if isinstance(x, DTensor) else x, (args, kwargs))
-            copied.train(module.training)
-            return copied(*given[0], **given[1])
-
-    return call
+        made = make(tensor)
+        memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,110 @@
+"""A Llama on torch's own stack: `parallelize_module`, `fully_shard` and the schedules of `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from weft.models import Llama
+from weft.models.rope import rotary_tables
+
+from benchmarks.baselines import PLAN, TorchLlama
+
+
+class Stage(nn.Module):
+    """One of `count` stages of a TorchLlama, cut by hand as even as it goes: pipelining wants a module for each.
+
+    The first takes tokens [B, T], the others what the one before gave [B, T, H]; the last gives logits.
+    """
+
+    def __init__(self, whole: TorchLlama, index: int, count: int) -> None:
+        super().__init__()
+        self.rotary = whole.config.rotary
+        size = len(whole.layers) // count
+        assert size * count == len(whole.layers), "the stages are of one size"
+        if index == 0:
+            self.embed_tokens = whole.embed_tokens
+        self.layers = nn.ModuleList(whole.layers[index * size : (index + 1) * size])
+        if index == count - 1:
+            self.norm, self.lm_head = whole.norm, whole.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "embed_tokens" in self._modules:
+            x = self.embed_tokens(x)
+        cos, sin = rotary_tables(self.rotary, x.shape[1], x.device)  # kept from step to step
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.lm_head(self.norm(x)) if "lm_head" in self._modules else x
+
+
+def torch_step(
+    source: Llama, mesh: DeviceMesh, tokens: Tensor, targets: Tensor, *, reshard_after_forward: bool, microbatches: int
+) -> tuple[Callable[[], float], nn.Module]:
+    """A training step that returns the mean loss, on every rank, and the module of this rank's stage.
+
+    mesh: with axes of "pp", "dp" and "tp", the last two in that order. tokens, targets: [B, T], the whole batch.
+    """
+    axes = mesh.mesh_dim_names
+    assert axes is not None, "it was made with names"
+    count, index = (mesh["pp"].size(), mesh["pp"].get_local_rank()) if "pp" in axes else (1, 0)
+    stage: nn.Module = Stage(TorchLlama(source), index, count)
+    if "tp" in axes:
+        own = {name for name, _ in stage.named_children()}
+        stage = parallelize_module(stage, mesh["tp"], {k: v for k, v in PLAN.items() if k.partition(".")[0] in own})
+    outside = [child for name, child in stage.named_children() if name != "layers"]
+    for unit in (*stage.layers, *outside):
+        fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+    fully_shard(stage, mesh=mesh["dp"])
+    optimizer = adamw(stage)
+    ranks, part = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    tokens, targets = tokens.chunk(ranks)[part], targets.chunk(ranks)[part]
+    schedule = None
+    if "pp" in axes:
+        pipeline = PipelineStage(stage, index, count, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = Schedule1F1B(pipeline, microbatches, loss_fn=_loss)
+
+    def step() -> float:
+        with loss_parallel() if "tp" in axes else nullcontext():
+            if schedule is None:
+                loss = _loss(stage(tokens), targets)
+                loss.backward()  # type: ignore[no-untyped-call]
+                mean = _plain(loss)
+            else:
+                losses: list[Tensor] = []
+                schedule.step(*([tokens] if index == 0 else []), target=targets, losses=losses, return_outputs=False)
+                mean = torch.stack([_plain(each) for each in losses]).mean() if losses else torch.zeros(())
+        mean = mean / ranks
+        dist.all_reduce(mean, group=mesh["dp"].get_group())
+        if "pp" in axes:
+            dist.all_reduce(mean, group=mesh["pp"].get_group())
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean.item()
+
+    return step, stage
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused, whose step takes tensors of one mesh alone: a group of parameters for each."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-3, fused=True)
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _plain(loss: Tensor) -> Tensor:
+    loss = loss.detach()
+    return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -1,0 +1,149 @@
+"""A training step of Weft beside torch's own stack, `parallelize_module` + `fully_shard` + `torch.distributed.pipelining`, as a ratio.
+
+Eight gloo processes on a CPU, a small Llama, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
+step by step in turn. These are CPU times: they say what the host spends, and nothing of a GPU's speed.
+
+FSDP2 has no level between its two: zero=1 and 2 stand beside it with parameters that stay whole from forward to backward, and
+hold what the table shows. torch's schedules add up the whole gradients of all microbatches and reduce them once: that is zero=1.
+What torch's stack has no form of is left out: tied weights across stages, fewer microbatches than stages, stages that are cut by
+themselves, and sharded parameters of which one is a number or has fewer rows than ranks beside tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import Llama, LlamaConfig, PipelinePlan, forward_backward, initialize, parallelize
+from weft.models.train.observe import CollectiveCount
+
+from benchmarks.conftest import Tell
+from benchmarks.stages import adamw, torch_step
+from benchmarks.timing import Timed
+from tests.support.pool import Pool
+
+WARMUP, STEPS = 2, 9
+BATCH, TOKENS, MICROBATCHES = 16, 32, 4
+MODEL = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=4, num_heads=4, num_kv_heads=4, max_seq_len=64
+)
+CASES = [
+    pytest.param({"dp": 8}, 1, id="dp8-zero1"),
+    pytest.param({"dp": 8}, 2, id="dp8-zero2"),
+    pytest.param({"dp": 8}, 3, id="dp8-zero3"),
+    pytest.param({"dp": 4, "tp": 2}, 3, id="dp4-tp2-zero3"),
+    pytest.param({"pp": 2, "dp": 2, "tp": 2}, 1, id="pp2-dp2-tp2-zero1"),
+    pytest.param({"pp": 4, "dp": 2}, 1, id="pp4-dp2-zero1"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way to take a step, seen from one rank. collectives, received: of a step, and their bytes. held: bytes of parameters between steps."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    collectives: int
+    received: int
+    held: int
+
+
+def measure(axes: dict[str, int], zero: int, steps: int) -> dict[str, Measured]:
+    """On every rank: steps of each way in turn, and what one of each communicates."""
+    ids = torch.randint(0, MODEL.vocab_size, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    ways = {
+        "Weft": _weft(axes, zero, tokens, targets),
+        "torch": torch_step(
+            _model(), mesh, tokens, targets, reshard_after_forward=zero == 3, microbatches=MICROBATCHES
+        ),
+    }
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(WARMUP + steps):
+        for name in list(ways) if number % 2 else list(ways)[::-1]:
+            dist.barrier()
+            start = time.perf_counter()
+            losses[name].append(ways[name][0]())
+            seconds[name].append(time.perf_counter() - start)
+    found = {}
+    for name, (step, model) in ways.items():
+        with CollectiveCount() as count:
+            step()
+            issued = count.take_each()
+        received = sum(each.nbytes for each in issued)
+        found[name] = Measured(tuple(losses[name]), tuple(seconds[name][WARMUP:]), len(issued), received, _held(model))
+    return found
+
+
+def _weft(
+    axes: dict[str, int], zero: int, tokens: torch.Tensor, targets: torch.Tensor
+) -> tuple[Callable[[], float], nn.Module]:
+    model = _model()
+    pipeline = PipelinePlan(schedule="1f1b", microbatches=MICROBATCHES) if "pp" in axes else None
+    parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), zero=zero, pipeline=pipeline))
+    optimizer = adamw(model)
+
+    def step() -> float:
+        loss = forward_backward(model, cross_entropy, tokens, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, model
+
+
+def _model() -> Llama:
+    model = Llama(MODEL)
+    initialize(model, seed=0)
+    return model
+
+
+def _held(model: nn.Module) -> int:
+    with torch.no_grad():
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in locals_}
+    return sum(storages.values())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("axes", "zero"), CASES)
+def test_a_step_beside_torchs_stack(axes: dict[str, int], zero: int, pool: Pool, tell: Tell) -> None:
+    ranks = tell.measuring(pool.run, measure, axes, zero, STEPS, ranks=ProcessMesh.grid(**axes).size, timeout=840)
+    case = f"a step of a small Llama, {' x '.join(f'{axis}={size}' for axis, size in axes.items())}, zero={zero}"
+    check(ranks)
+    # A step lasts until its slowest rank is done.
+    seconds = {
+        name: [max(each) for each in zip(*(rank[name].seconds for rank in ranks), strict=True)] for name in ranks[0]
+    }
+    ratios = sorted(a / b for a, b in zip(seconds["Weft"], seconds["torch"], strict=True))
+    low, *_, high = statistics.quantiles(ratios, n=5)
+    print(f"\n{case}: {statistics.median(ratios):.2f} ({low:.2f} - {high:.2f}) of torch's time")
+    for name, way in ranks[0].items():
+        print(
+            f"{name:8}{statistics.median(seconds[name]) * 1e3:9.1f} ms{way.collectives:5} collectives"
+            f"{way.received:9} bytes received{way.held:9} bytes of parameters"
+        )
+        counted = {"collectives": way.collectives, "received_bytes": way.received, "parameter_bytes": way.held}
+        tell(case, name, "host_time", **Timed(tuple(seconds[name])).figures | counted)
+
+
+def check(ranks: list[dict[str, Measured]]) -> None:
+    """Both compute the same losses on every rank, which fall. Raises AssertionError."""
+    truth = ranks[0]["torch"].losses
+    assert truth[-1] < truth[0], "the steps train"
+    for rank in ranks:
+        for way in rank.values():
+            assert way.losses[0] == pytest.approx(truth[0], rel=1e-6)
+            assert way.losses == pytest.approx(truth, rel=1e-4)  # later, rounding has grown

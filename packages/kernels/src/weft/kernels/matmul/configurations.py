@@ -1,0 +1,165 @@
+"""How a product is computed: the tiles of a kernel, or torch's GEMM; by a table of measurements, and by rules where it is silent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_matmul.py writes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """The tiles of a product [M, K] @ [K, N].
+
+    group_m: rows of tiles that are gone down before the next column. parts: in which a tile goes through its epilogue.
+    splits: of K, whose products are added up by a second kernel. descriptors: whether tiles are loaded by TMA, where memory is
+    aligned for it. specialized: whether warps that load and warps that multiply are told apart; only with 4 warps, for triton 3.6
+    and 3.7 silently leave it with 8, and in one part, for triton 3.6 cannot cut a tile there.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    parts: int = 1
+    splits: int = 1
+    descriptors: bool = True
+    specialized: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n", "tile_k", "warps", "parts"):
+            size = getattr(self, name)
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"{name} is {size}; give a power of two")
+        if min(self.group_m, self.splits, self.stages) < 1:
+            raise ValueError(f"{self}: group_m, splits and stages are 1 at least")
+        if self.specialized and not (self.warps == 4 and self.parts == 1 and self.descriptors):
+            raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
+
+
+class Class(NamedTuple):
+    """Products that are computed alike. m, n, k: the sizes, rounded up to powers of two. chip: as "sm_90". fused: whether an
+    epilogue follows that torch's GEMM does not have."""
+
+    chip: str
+    dtype: str
+    fused: bool
+    m: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, chip: str, dtype: torch.dtype, fused: bool, M: int, N: int, K: int) -> Class:
+        m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
+        return cls(chip, str(dtype).removeprefix("torch."), fused, m, n, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a tuning run found of a class: the fastest configuration, its time, and that of torch's GEMM with the same epilogue.
+
+    where: the device and the versions of torch and triton.
+    """
+
+    of: Class
+    configuration: Configuration
+    seconds: float
+    torch_seconds: float
+    where: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "of": self.of._asdict(),
+            "configuration": asdict(self.configuration),
+            "seconds": self.seconds,
+            "torch_seconds": self.torch_seconds,
+            "where": self.where,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Measured:
+        given = dict(row) | {"of": Class(**row["of"]), "configuration": Configuration(**row["configuration"])}
+        return cls(**given)
+
+
+def read(file: Path) -> dict[Class, Measured]:
+    return {row.of: row for row in map(Measured.from_json, json.loads(file.read_text()))}
+
+
+def write(rows: Mapping[Class, Measured], file: Path) -> None:
+    """One line a row, so that a new measurement is a change of one line."""
+    lines = [json.dumps(rows[of].as_json()) for of in sorted(rows)]
+    file.write_text("[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n")
+
+
+MEASURED = read(TABLE)
+
+
+def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> Configuration | None:
+    """The configuration that was measured faster than torch's GEMM and the epilogue; None where none was."""
+    row = measured.get(of)
+    return row.configuration if row is not None and row.seconds < row.torch_seconds else None
+
+
+# Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
+LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
+MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
+FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
+EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
+BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
+NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
+GROUPED = Configuration(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3, descriptors=False)
+ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
+SINGLE = Configuration(
+    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, descriptors=False
+)  # float32 without tensor cores
+INTERPRETED = Configuration(tile_m=16, tile_n=32, tile_k=16, warps=1, stages=1, group_m=2, parts=2)
+WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
+
+
+@lru_cache(maxsize=65536)
+def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, processors: int) -> Configuration:
+    """The configuration of a class that was not measured. aligned: for descriptors. processors: that run programs at once."""
+    if chip == "interpreted":
+        return INTERPRETED
+    if itemsize == 4:
+        chosen = SINGLE
+    elif not aligned:
+        chosen = NOT_ALIGNED
+    elif chip.startswith("gfx"):
+        chosen = ON_AMD
+    elif int(chip.removeprefix("sm_")) < 90:
+        chosen = BY_POINTERS
+    elif itemsize == 1:
+        chosen = EIGHT_BITS
+    elif FLAT.tile_m >= M:
+        chosen = FLAT
+    else:
+        chosen = LARGE if _tiles(LARGE, M, N) >= processors else MIDDLE
+    idle = processors // max(1, WAVES * _tiles(chosen, M, N))
+    splits = min(idle, MOST_SPLITS, K // SPLIT_K)
+    return _replaced(chosen, splits=splits) if splits > 1 else chosen
+
+
+def halved(configuration: Configuration) -> Configuration:
+    """For two products at once: tiles of half the columns, which take as many registers together."""
+    if configuration.tile_n <= 16:
+        return configuration
+    return _replaced(configuration, tile_n=configuration.tile_n // 2, parts=max(1, configuration.parts // 2), splits=1)
+
+
+def _tiles(configuration: Configuration, M: int, N: int) -> int:
+    return -(-M // configuration.tile_m) * -(-N // configuration.tile_n)
+
+
+def _replaced(configuration: Configuration, **changes: int) -> Configuration:
+    return Configuration(**(asdict(configuration) | changes))

@@ -1,0 +1,122 @@
+"""What a product's tile goes through before it is stored: scales, bias, activation, residual, the sum that it is added to."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """The place of a tile: down GROUP_M rows of tiles before the next column, so that programs at work share panels in the L2."""
+    in_group = GROUP_M * tiles_n
+    first = tile // in_group * GROUP_M
+    rows = min(tiles_m - first, GROUP_M)
+    return first + tile % in_group % rows, tile % in_group // rows
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """The activation in float32. gelu_tanh: x * sigmoid(2 u), which is x * (1 + tanh(u)) / 2."""
+    if ACTIVATION == "gelu":
+        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))  # 1 / sqrt(2)
+    elif ACTIVATION == "gelu_tanh":
+        z = z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))  # 2 sqrt(2 / pi)
+    elif ACTIVATION == "silu":
+        z = z * sigmoid(z)
+    elif ACTIVATION == "relu":
+        z = tl.where(z > 0.0, z, tl.where(z == z, 0.0, z))  # NaN stays, as in torch
+    elif ACTIVATION == "relu2":
+        positive = tl.where(z > 0.0, z, tl.where(z == z, 0.0, z))
+        z = positive * positive
+    return z
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The columns of the left half and of the right half of [ROWS, COLS]."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def finish(
+    product, row, col,
+    bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
+    M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
+    alpha, beta,
+    ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Stores the tile [ROWS, COLS] at (row, col), in PARTS that follow one another: fewer registers are alive at once.
+
+    z = alpha * product * scales + bias, also stored where z_ptr is given, which lies as out; out = act(z) + beta * residual,
+    or out += z. Rows and columns are int64.
+    """
+    if PARTS > 1:
+        left, right = halves(product, ROWS, COLS)
+        finish(
+            left, row, col,
+            bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
+            M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
+            alpha, beta,
+            ACTIVATION, ACCUMULATE, ROWS, COLS // 2, PARTS // 2,
+        )  # fmt: skip
+        finish(
+            right, row, col + COLS // 2,
+            bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
+            M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
+            alpha, beta,
+            ACTIVATION, ACCUMULATE, ROWS, COLS // 2, PARTS // 2,
+        )  # fmt: skip
+    else:
+        rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+        in_rows, in_cols = rows < M, cols < N
+        inside = in_rows[:, None] & in_cols
+        z = product
+        if a_scale_ptr is not None:
+            z *= tl.load(a_scale_ptr + rows * stride_sm, mask=in_rows, other=0.0)[:, None]
+        if b_scale_ptr is not None:
+            z *= tl.load(b_scale_ptr + cols * stride_sn, mask=in_cols, other=0.0)
+        if alpha is not None:
+            z *= alpha
+        if bias_ptr is not None:
+            z += tl.load(bias_ptr + cols * stride_biasn, mask=in_cols, other=0.0).to(tl.float32)
+        at = rows[:, None] * stride_om + cols * stride_on
+        if z_ptr is not None:
+            tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=inside)
+        out = activate(z, ACTIVATION)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + rows[:, None] * stride_rm + cols * stride_rn, mask=inside, other=0.0)
+            residual = residual.to(tl.float32)
+            out += residual if beta is None else beta * residual
+        if ACCUMULATE:
+            out += tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_gated(
+    gate, up, row, col, out_ptr, gate_ptr, up_ptr, M, N, stride_om, stride_on,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out = silu(gate) * up of a tile, in PARTS as of `finish`; and gate and up, which lie as out, where there is memory for them."""
+    if PARTS > 1:
+        left, right = halves(gate, ROWS, COLS)
+        left_up, right_up = halves(up, ROWS, COLS)
+        finish_gated(
+            left, left_up, row, col, out_ptr, gate_ptr, up_ptr, M, N, stride_om, stride_on, ROWS, COLS // 2, PARTS // 2
+        )
+        finish_gated(
+            right, right_up, row, col + COLS // 2,
+            out_ptr, gate_ptr, up_ptr, M, N, stride_om, stride_on, ROWS, COLS // 2, PARTS // 2,
+        )  # fmt: skip
+    else:
+        rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+        inside = (rows < M)[:, None] & (cols < N)
+        at = rows[:, None] * stride_om + cols * stride_on
+        if gate_ptr is not None:
+            tl.store(gate_ptr + at, gate.to(gate_ptr.dtype.element_ty), mask=inside)
+            tl.store(up_ptr + at, up.to(up_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, (activate(gate, "silu") * up).to(out_ptr.dtype.element_ty), mask=inside)

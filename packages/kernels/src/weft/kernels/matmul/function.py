@@ -1,0 +1,188 @@
+"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is the faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backend import use_triton
+from ..op import Tensors
+from . import reference
+from .configurations import MEASURED, Class, by_measurement
+from .reference import derivative, rows_of, shaped
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    add_bias: bool = True,
+    keep: bool = True,
+) -> tuple[Tensor, Tensors]:
+    """input [..., K], weight [M, K], bias [M] -> [..., M]; one GEMM.
+
+    add_bias: False leaves the bias out of this rank's output, where the ranks' outputs are summed and another rank
+        adds it. The bias' gradient does not change: the sum is linear in the bias, wherever it was added.
+    keep: whether there is a backward. It needs input, weight and, with an activation, z = input @ weight.T + bias, from which
+        the activation's derivative is computed again; of relu the output says enough.
+    """
+    bias = bias if add_bias else None
+    if activation is None and not MEASURED:
+        return torch.nn.functional.linear(input, weight, bias), (input, weight)
+    keep_z = keep and activation not in (None, "relu")
+    out, z = product(rows_of(input), weight.mT, bias, activation=activation, keep_z=keep_z)
+    out = shaped(out, input)
+    return out, (input, weight) if activation is None else (input, weight, out if z is None else shaped(z, input))
+
+
+def linear_backward(
+    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str | None = None, add_bias: bool = True
+) -> Tensors:
+    """dz = grad * act'(z), dinput = dz @ weight, dweight = dz.T @ input, dbias = dz summed over the rows; one GEMM each."""
+    input, weight, *z = saved
+    assert input is not None and weight is not None, "forward saves both"
+    if z and z[0] is not None:
+        grad = derivative(grad, z[0], activation)
+    rows = rows_of(grad)  # [N, M]
+    dinput = shaped(plain(rows, weight), input) if needed[0] else None
+    dweight = plain(rows.mT, rows_of(input)) if needed[1] else None  # [M, K]
+    dbias = rows.sum(0) if len(needed) > 2 and needed[2] else None
+    return (dinput, dweight, dbias)[: len(needed)]
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    add_bias: bool = True,
+    add_residual: bool = True,
+    keep: bool = True,
+) -> tuple[Tensor, Tensors]:
+    """The output, and what backward needs: a, b and, with an activation, z; of relu without a residual the output.
+
+    a: [..., K], b: [K, N]; or both with the same leading dims, [..., M, K] and [..., K, N]. bias: [N]. residual: broadcast.
+    a_scale: one number or one for each row of a; b_scale: one or [N].
+    add_bias, add_residual: as of `linear`, for this rank.
+    """
+    left, right = _flat(a, b)
+    shape = (*a.shape[:-1], b.shape[-1])
+    added = residual if add_residual else None
+    if added is not None:
+        added = added.expand(shape).reshape(*left.shape[:-1], shape[-1])
+    of_rows = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.flatten()
+    by_output = activation == "relu" and added is None
+    out, z = product(
+        left, right, bias if add_bias else None, added, of_rows, b_scale,
+        activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype,
+        keep_z=keep and activation is not None and not by_output,
+    )  # fmt: skip
+    out = out.view(shape)
+    z = None if activation is None else out if by_output else None if z is None else z.view(shape)
+    # Of the residual backward needs the shape alone: one number that says it.
+    told = None if residual is None else residual.new_empty(()).expand(residual.shape)
+    return out, (a, b, z, told)
+
+
+def matmul_backward(
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    add_bias: bool = True,
+    add_residual: bool = True,
+) -> Tensors:
+    """dz = grad * act'(z), da = alpha dz @ b.T, db = alpha a.T @ dz, dbias = dz summed over the rows, dresidual = beta grad.
+
+    Bias and residual have theirs wherever they were added. Scales have none.
+    """
+    a, b, z, residual = saved
+    assert a is not None and b is not None, "forward saves both"
+    dresidual = None
+    if needed[3] and residual is not None:
+        dresidual = (grad if beta == 1 else grad * beta).sum_to_size(residual.shape).to(residual.dtype)
+    dz = grad if z is None else derivative(grad, z, activation)
+    dbias = rows_of(dz).sum(0) if needed[2] else None
+    da = db = None
+    if needed[0] or needed[1]:
+        dz = (dz if alpha == 1 else dz * alpha).to(a.dtype)
+        left, right = _flat(a, b)
+        rows = rows_of(dz) if b.ndim == 2 else dz.flatten(0, -3)
+        da = plain(rows, right.mT).view(a.shape) if needed[0] else None
+        db = plain(left.mT, rows).view(b.shape) if needed[1] else None
+    return (da, db, dbias, dresidual, None, None)[: len(needed)]
+
+
+def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """With one leading dim, or with none where b has none."""
+    return (rows_of(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    keep_z: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """See `reference.product`. torch's GEMM where all that follows it is a bias, unless the kernel was measured faster."""
+    given = any(each is not None for each in (activation, residual, a_scale, b_scale))
+    fused = given or alpha != 1 or a.dtype.itemsize == 1
+    if use_triton(a) and (fused or _is_faster(a, b)):
+        from . import custom_ops
+
+        out, *z = custom_ops.product(a, b, bias, residual, a_scale, b_scale, activation, alpha, beta, out_dtype, keep_z)
+        return out, z[0] if z else None
+    return reference.product(
+        a, b, bias, residual, a_scale, b_scale,
+        activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype, keep_z=keep_z,
+    )  # fmt: skip
+
+
+def plain(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, which nothing follows."""
+    return a @ b if not MEASURED else product(a, b)[0]
+
+
+def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
+    """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]."""
+    rows, total = rows_of(a), into.view(-1, into.shape[-1]) if into.ndim != 2 else into
+    if use_triton(a) and _is_faster(rows, b):
+        from . import custom_ops
+
+        custom_ops.accumulate(rows, b, total)
+    else:
+        reference.accumulate(rows, b, total)
+    return into, ()
+
+
+def _is_faster(a: Tensor, b: Tensor) -> bool:
+    """Whether the kernel was measured faster than torch's GEMM."""
+    if not MEASURED or not a.is_cuda:
+        return False
+    from .launch import chip_of
+
+    chip, _ = chip_of(a.device)
+    return by_measurement(Class.of(chip, a.dtype, False, a.shape[-2], b.shape[-1], a.shape[-1])) is not None

@@ -1,0 +1,142 @@
+"""Products of matrices: tiles by persistent programs, loaded by descriptors where memory is aligned for them, else by pointers."""
+
+import triton
+import triton.language as tl
+
+from .epilogue import finish, finish_gated, tile_of
+
+
+@triton.jit
+def multiplied(left, right, total, PRECISION: tl.constexpr):
+    """total + left @ right. Hopper sums products of 8 bits in fewer bits than a float32 has: no longer than over a tile."""
+    if left.dtype.primitive_bitwidth == 8:
+        return tl.dot(left, right, total, input_precision=PRECISION, max_num_imprecise_acc=left.shape[1])
+    else:
+        return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@triton.jit
+def product(
+    a_ptr, b_ptr, up_ptr, bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr, z_up_ptr,
+    M, N, K, K_SPLIT,
+    stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
+    stride_biasn, stride_rb, stride_rm, stride_rn, stride_sm, stride_sn, stride_ob, stride_os, stride_om, stride_on,
+    alpha, beta,
+    DESCRIPTORS: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, SPECIALIZED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out = epilogue(a @ b) for a [B, M, K] and b [B, K, N]; see `finish`. Grid: programs, B, splits of K.
+
+    With up_ptr, which lies as b: out = silu(a @ b) * (a @ up), see `finish_gated`; B is 1, and K is not split.
+    K_SPLIT: of a split, a multiple of TILE_K, or K; the products of the splits lie stride_os apart.
+    DESCRIPTORS: a and b lie in 16-byte rows: A_BY_ROWS along K, else along M; B_BY_ROWS along N, else along K.
+    """
+    batch, split = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    a_ptr += batch * stride_ab
+    b_ptr += batch * stride_bb
+    out_ptr += batch * stride_ob + split * stride_os
+    if z_ptr is not None:
+        z_ptr += batch * stride_ob
+    if residual_ptr is not None:
+        residual_ptr += batch * stride_rb
+    first, last = split * K_SPLIT, min(K, (split + 1) * K_SPLIT)
+    if DESCRIPTORS:
+        if A_BY_ROWS:
+            a = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_am, 1], [TILE_M, TILE_K])
+        else:
+            a = tl.make_tensor_descriptor(a_ptr, [K, M], [stride_ak, 1], [TILE_K, TILE_M])
+        if B_BY_ROWS:
+            b = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_bk, 1], [TILE_K, TILE_N])
+            if up_ptr is not None:
+                up = tl.make_tensor_descriptor(up_ptr, [K, N], [stride_bk, 1], [TILE_K, TILE_N])
+        else:
+            b = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [TILE_N, TILE_K])
+            if up_ptr is not None:
+                up = tl.make_tensor_descriptor(up_ptr, [N, K], [stride_bn, 1], [TILE_N, TILE_K])
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=False, warp_specialize=SPECIALIZED
+    ):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+        total_up = tl.zeros([TILE_M, TILE_N], tl.float32)
+        if DESCRIPTORS:
+            for k in range(first.to(tl.int32), last.to(tl.int32), TILE_K):
+                if A_BY_ROWS:
+                    left = a.load([tile_m * TILE_M, k])
+                else:
+                    left = a.load([k, tile_m * TILE_M]).T
+                if B_BY_ROWS:
+                    right = b.load([k, tile_n * TILE_N])
+                else:
+                    right = b.load([tile_n * TILE_N, k]).T
+                total = multiplied(left, right, total, PRECISION)
+                if up_ptr is not None:
+                    if B_BY_ROWS:
+                        right = up.load([k, tile_n * TILE_N])
+                    else:
+                        right = up.load([tile_n * TILE_N, k]).T
+                    total_up = multiplied(left, right, total_up, PRECISION)
+        else:
+            rows = tile_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+            cols = tile_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+            inner = first + tl.arange(0, TILE_K)
+            a_tile = a_ptr + rows[:, None] * stride_am + inner * stride_ak
+            to_b = inner[:, None] * stride_bk + cols * stride_bn
+            in_rows, in_cols = (rows < M)[:, None], cols < N
+            for k in range(first, last, TILE_K):
+                in_k = k + tl.arange(0, TILE_K) < last
+                left = tl.load(a_tile, mask=in_rows & in_k, other=0.0)
+                right = tl.load(b_ptr + to_b, mask=in_k[:, None] & in_cols, other=0.0)
+                total = multiplied(left, right, total, PRECISION)
+                if up_ptr is not None:
+                    right = tl.load(up_ptr + to_b, mask=in_k[:, None] & in_cols, other=0.0)
+                    total_up = multiplied(left, right, total_up, PRECISION)
+                a_tile += tl.cast(TILE_K, tl.int64) * stride_ak
+                to_b += tl.cast(TILE_K, tl.int64) * stride_bk
+        row, col = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
+        if up_ptr is not None:
+            finish_gated(
+                total, total_up, row, col, out_ptr, z_ptr, z_up_ptr, M, N, stride_om, stride_on, TILE_M, TILE_N, PARTS
+            )
+        else:
+            finish(
+                total, row, col,
+                bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
+                M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
+                alpha, beta,
+                ACTIVATION, ACCUMULATE, TILE_M, TILE_N, PARTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def combine(
+    partial_ptr, bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
+    M, N, SPLITS,
+    stride_ps, stride_pb, stride_pm, stride_biasn, stride_rb, stride_rm, stride_rn, stride_sm, stride_sn,
+    stride_ob, stride_om, stride_on,
+    alpha, beta,
+    ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out = epilogue of the sum of the splits' products [SPLITS, B, M, N] in float32, in the order of the splits."""
+    batch = tl.program_id(2).to(tl.int64)
+    row, col = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLS
+    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    inside = (rows < M)[:, None] & (cols < N)
+    partial = partial_ptr + batch * stride_pb + rows[:, None] * stride_pm + cols
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for _ in range(SPLITS):
+        total += tl.load(partial, mask=inside, other=0.0)
+        partial += stride_ps
+    if z_ptr is not None:
+        z_ptr += batch * stride_ob
+    if residual_ptr is not None:
+        residual_ptr += batch * stride_rb
+    finish(
+        total, row, col,
+        bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr + batch * stride_ob, z_ptr,
+        M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
+        alpha, beta,
+        ACTIVATION, ACCUMULATE, ROWS, COLS, 1,
+    )  # fmt: skip

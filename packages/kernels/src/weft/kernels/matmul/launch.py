@@ -1,0 +1,177 @@
+"""Launches the kernels: memory for what they make, and the configuration."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..backend import device_of
+from . import kernel
+from .configurations import Class, Configuration, by_measurement, by_rule, halved
+
+INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
+COMBINED = 32, 128  # of a tile that the splits' products are added up in
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    keep_z: bool = False,
+    into: Tensor | None = None,
+    configuration: Configuration | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """act(alpha * a @ b * scales + bias) + beta * residual, and what the activation is of where `keep_z`.
+
+    a: [M, K] or [B, M, K], b: as many dims, any strides. bias: [N]. residual: expands to the output. a_scale: one number or
+    [M]; b_scale: one or [N]; float32. into: float32, to which the product is added instead.
+    """
+    M, K = a.shape[-2:]
+    N = b.shape[-1]
+    batches = a.shape[0] if a.ndim == 3 else 1
+    out = a.new_empty((*a.shape[:-1], N), dtype=out_dtype or a.dtype) if into is None else into
+    z = torch.empty_like(out) if keep_z else None
+    if out.numel() == 0:
+        return out, z
+    aligned = has_descriptor(a) and has_descriptor(b)
+    chosen = configuration or _chosen(a, b, aligned)
+    splits = max(1, min(chosen.splits, -(-K // chosen.tile_k)))
+    split_size = -(-K // splits)
+    split_size = K if splits == 1 else -(-split_size // chosen.tile_k) * chosen.tile_k
+    by_descriptors = chosen.descriptors and aligned
+    partial = torch.empty((splits, batches, M, N), dtype=torch.float32, device=a.device) if splits > 1 else None
+    wide = out if residual is None else residual.expand(out.shape)
+    vectors = (
+        bias, None if residual is None else wide, _scale(a_scale), _scale(b_scale)
+    )  # fmt: skip
+    of_vectors = (
+        0 if bias is None else bias.stride(0), _batch(wide), *wide.stride()[-2:], _step(a_scale), _step(b_scale)
+    )  # fmt: skip
+    scalars = (None if alpha == 1 else alpha, None if beta == 1 else beta)
+    tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
+    first, ends = (out, (*vectors, out, z)) if partial is None else (partial[0], (None,) * 4 + (partial, None))
+    with device_of(a):
+        if by_descriptors and a.is_cuda:
+            triton.set_allocator(_scratch)
+        kernel.product[(min(tiles, _programs(a, batches * splits)), batches, splits)](
+            a, b, None, *ends, None,
+            M, N, K, split_size,
+            _batch(a), *a.stride()[-2:], _batch(b), *b.stride()[-2:],
+            *of_vectors, _batch(first), 0 if partial is None else partial.stride(0), *first.stride()[-2:],
+            *(scalars if partial is None else (None, None)),
+            DESCRIPTORS=by_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a),
+            ACTIVATION=activation if partial is None else None, ACCUMULATE=into is not None and partial is None,
+            SPECIALIZED=chosen.specialized and by_descriptors,
+            TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+        if partial is not None:
+            rows, cols = COMBINED
+            kernel.combine[(-(-M // rows), -(-N // cols), batches)](
+                partial, *vectors, out, z,
+                M, N, splits,
+                *partial.stride()[:3], *of_vectors, _batch(out), *out.stride()[-2:],
+                *scalars,
+                ACTIVATION=activation, ACCUMULATE=into is not None, ROWS=rows, COLS=cols,
+            )  # fmt: skip
+    return out, z
+
+
+def gated(
+    x: Tensor, gate: Tensor, up: Tensor, *, keep: bool = False, configuration: Configuration | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """silu(x @ gate) * (x @ up), and the two products where `keep`; x is read once for both.
+
+    x: [M, K]. gate, up: [K, N], which lie alike.
+    """
+    (M, K), N = x.shape, gate.shape[-1]
+    out = x.new_empty((M, N))
+    products = (torch.empty_like(out), torch.empty_like(out)) if keep else (None, None)
+    if out.numel() == 0:
+        return out, *products
+    aligned = all(map(has_descriptor, (x, gate, up)))
+    chosen = configuration or halved(_chosen(x, gate, aligned))
+    by_descriptors = chosen.descriptors and aligned
+    tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
+    with device_of(x):
+        if by_descriptors and x.is_cuda:
+            triton.set_allocator(_scratch)
+        kernel.product[(min(tiles, _programs(x, 1)), 1, 1)](
+            x, gate, up, None, None, None, None, out, *products,
+            M, N, K, K,
+            0, *x.stride(), 0, *gate.stride(), 0, 0, 0, 0, 0, 0, 0, 0, *out.stride(),
+            None, None,
+            DESCRIPTORS=by_descriptors, A_BY_ROWS=x.stride(-1) == 1, B_BY_ROWS=gate.stride(-1) == 1,
+            PRECISION=precision(x), ACTIVATION=None, ACCUMULATE=False, SPECIALIZED=False,
+            TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+    return out, *products
+
+
+def _chosen(a: Tensor, b: Tensor, aligned: bool) -> Configuration:
+    (M, K), N = a.shape[-2:], b.shape[-1]
+    chip, processors = chip_of(a.device) if a.is_cuda else ("interpreted", INTERPRETED_PROGRAMS)
+    measured = by_measurement(Class.of(chip, a.dtype, True, M, N, K)) if aligned else None
+    return measured or by_rule(chip, a.itemsize, aligned, M, N, K, processors)
+
+
+@lru_cache
+def chip_of(device: torch.device) -> tuple[str, int]:
+    """The chip as Triton's targets are named, and its multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
+    return name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+
+
+def has_descriptor(x: Tensor) -> bool:
+    """Whether TMA can load tiles of x: one of the last two dims has neighbours in memory, all else begins at 16 bytes."""
+    rows, cols = x.stride()[-2:]
+    if cols != 1:
+        if rows != 1:
+            return False
+        rows = cols
+    wide = min(x.shape[-2:]) > 0 and rows > 0 and max(x.shape[-2:]) < 2**31
+    return wide and (rows * x.itemsize) % 16 == 0 and (_batch(x) * x.itemsize) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _batch(x: Tensor) -> int:
+    return x.stride(0) if x.ndim == 3 else 0
+
+
+def _scale(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.reshape(-1)
+
+
+def _step(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else scale.reshape(-1).stride(0)
+
+
+def _programs(a: Tensor, others: int) -> int:
+    """How many go through the tiles of one product, beside as many of the others."""
+    processors = chip_of(a.device)[1] if a.is_cuda else INTERPRETED_PROGRAMS
+    return max(1, -(-processors // others))
+
+
+def precision(a: Tensor) -> str:
+    """Of float32: tf32 where torch is told so, by `torch.set_float32_matmul_precision` or `fp32_precision`; never otherwise."""
+    if a.dtype != torch.float32 or not a.is_cuda:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _scratch(size: int, alignment: int, stream: Any) -> Tensor:
+    """Where a kernel writes its descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

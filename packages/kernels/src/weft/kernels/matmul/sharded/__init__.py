@@ -1,0 +1,7 @@
+"""Products on plain tensors and DTensors."""
+
+from .linear import linear
+from .overlapped import all_gather_matmul, matmul_reduce_scatter
+from .product import matmul
+
+__all__ = ["all_gather_matmul", "linear", "matmul", "matmul_reduce_scatter"]

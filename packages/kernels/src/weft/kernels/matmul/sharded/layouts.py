@@ -1,0 +1,48 @@
+"""What the rules of products share: bias and residual that are added once, and activations of sums that are complete."""
+
+from __future__ import annotations
+
+from weft.mesh import Layout, LayoutError, Partial, infer
+
+
+def summed_axes(layout: Layout) -> dict[str, str]:
+    """The axes over which the ranks' parts are added up or averaged, each with what a whole tensor is there."""
+    return {
+        axis: "R"
+        for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
+        if isinstance(placement, Partial)
+    }
+
+
+def whole(layout: Layout) -> Layout:
+    """The layout when all is added up."""
+    return layout.replace(**summed_axes(layout))
+
+
+def kept(layout: Layout, dims: str, of: str) -> Layout:
+    """How a tensor with the dims `of` lies beside one with `dims` that lies so: cut where that is cut, else whole."""
+    return whole(infer.einsum(f"{dims}->{of}", whole(layout)))
+
+
+def check_operand(op: str, name: str, layout: Layout | None, wanted: Layout, output: Layout) -> None:
+    """Raises LayoutError where an operand beside the factors does not lie as `wanted`."""
+    if layout is not None and layout != wanted:
+        raise LayoutError(
+            f"{op} gives its output as ({output}) and has a {name} ({layout}); reshard the {name} to ({wanted})",
+            (wanted,),
+        )
+
+
+def check_activation(op: str, activation: str | None, output: Layout) -> None:
+    """Raises LayoutError for an activation of addends."""
+    if activation is not None and summed_axes(output):
+        raise LayoutError(
+            f"{op}: {activation} of an output that is ({output}) would be of addends, and not of their sum; call {op} "
+            f"without it, reshard the output to ({whole(output)}), and apply {activation} there"
+        )
+
+
+def adds(output: Layout, rank: int) -> bool:
+    """Whether this rank adds what is added once: on axes of a sum the first coordinate alone; every part of an average."""
+    coordinate = output.mesh.coordinate(rank) or {}
+    return not any(coordinate[axis] for axis in output.mesh.axis_names if output[axis] == Partial("sum"))

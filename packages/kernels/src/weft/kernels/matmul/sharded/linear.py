@@ -1,0 +1,75 @@
+"""linear on plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, infer
+
+from ...op import Op
+from ...sharded import Shapes, Sharding, apply, autocasts
+from .. import function
+from ..checks import check_activation_name
+from .layouts import adds, check_activation, check_operand, kept
+
+
+@autocasts("linear")
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
+    """`act(input @ weight.T + bias)`.
+
+    input: [..., K]. weight: [M, K]. bias: [M]. Returns [..., M]. activation: "gelu", "gelu_tanh" (the form that GPT-2 was trained
+    with), "silu", "relu" or "relu2" (relu squared; So et al. 2021); on a GPU it is computed before the product is stored.
+    Saved for backward: input, weight and, with an activation, what it is applied to; of relu the output instead.
+    Layouts: as of the einsum "...k,mk->...m": a weight sharded on M shards the output (column parallel), an input and
+    a weight sharded on K leave it Partial(sum) (row parallel); the bias is then added at one coordinate alone, and there is no
+    activation of a Partial. Communication: none. Raises LayoutError for any other layouts, ValueError for another activation.
+    """
+    _check(input, weight, bias)
+    if activation is None:
+        return apply(LINEAR, input, weight, bias)
+    check_activation_name("linear", activation)
+    return apply(LINEAR, input, weight, bias, activation=activation)
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear takes a bias of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    input, weight, bias = layouts
+    input_shape, weight_shape, _ = shapes
+    assert input is not None and weight is not None and input_shape and weight_shape, "both are given"
+    lead = ascii_lowercase[: len(input_shape) - 1]
+    output = infer.einsum(f"{lead}z,yz->{lead}y", input, weight)
+    check_operand("linear", "bias", bias, kept(output, f"{lead}y", "y"), output)
+    activation = options.get("activation")
+    check_activation("linear", activation, output)
+
+    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+        if activation is not None:
+            grad = infer.gradient(output, grad, output, (output,))
+        return (
+            infer.einsum(f"{lead}y,yz->{lead}z", grad, weight),
+            infer.einsum(f"{lead}y,{lead}z->yz", grad, input),
+            None if bias is None else infer.einsum(f"{lead}y->y", grad),
+        )
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"add_bias": adds(output, rank)}
+
+    return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradients, local)
+
+
+def _inferred(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    return function.linear(input, weight, bias, keep=False, **options)[0]
+
+
+LINEAR = Op("linear", function.linear, function.linear_backward, _rule, inference=_inferred, weights=(1, 2))

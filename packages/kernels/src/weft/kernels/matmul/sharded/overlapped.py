@@ -1,0 +1,307 @@
+"""all_gather_matmul and matmul_reduce_scatter: products whose factor or output travels in steps, beside the products of other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
+from weft.reshard.running.groups import name_of
+
+from ...op import Op, Tensors
+from ...sharded import Shapes, Sharding, apply, autocasts
+from ..checks import check_matmul
+from ..function import matmul_backward, plain
+from ..reference import accumulate, rows_of, shaped
+from .product import Terms, matmul
+from .steps import Steps
+
+
+@autocasts("all_gather_matmul")
+def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`matmul` of a gathered over one axis: while a rank multiplies its own rows, the others' travel to it.
+
+    a: [..., K], b: [K, N]. Layouts: on one axis a is sharded on a dim of its rows, as a sequence is, and b on N; there the output
+    is sharded on N. On other axes as of `matmul`. Plain tensors, and DTensors without such an axis, are `matmul`'s.
+    Saved for backward: the rank's own rows, which are gathered again beside the products of b's gradient.
+    Communication: forward sends each rank's rows to each other rank of the axis, backward those, and back the addends of a's
+    gradient, which is sharded as a: the bytes of an all-gather, and of an all-gather and a reduce-scatter.
+    Raises LayoutError for several such axes, or one that is not the innermost of its dim; ValueError as `matmul`.
+    """
+    check_matmul(a, b, None, None, None, None, None, None)
+    return matmul(a, b) if b.ndim > 2 else apply(ALL_GATHER_MATMUL, a, b)
+
+
+@autocasts("matmul_reduce_scatter")
+def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
+    """`matmul` whose Partial output is summed and scattered over one axis along `dim`: parts travel while others are multiplied.
+
+    a: [..., K], b: [K, N]. dim: of the output's rows, -2 a sequence's. Layouts: on one axis a and b are sharded on K; there the
+    output is sharded on `dim`, within the shards of other axes. On other axes as of `matmul`. Plain tensors are `matmul`'s.
+    Sums over the ranks are of float32, in the order of the ranks, rounded once.
+    Communication: forward sends each other rank of the axis what is added to its part, backward each rank's part of the output's
+    gradient: the bytes of a reduce-scatter, and of an all-gather.
+    Raises LayoutError for several such axes; ValueError as `matmul`, and for a dim that is none of the rows'.
+    """
+    check_matmul(a, b, None, None, None, None, None, None)
+    rows = dim + a.ndim if dim < 0 else dim
+    if not 0 <= rows < a.ndim - 1:
+        raise ValueError(
+            f"matmul_reduce_scatter: dim {dim} is none of the rows of a {a.ndim}-d output; give 0 to {a.ndim - 2}"
+        )
+    return matmul(a, b) if b.ndim > 2 else apply(MATMUL_REDUCE_SCATTER, a, b, dim=rows)
+
+
+def _axis(a: Layout, b: Layout, is_it: Callable[[Placement, Placement], bool]) -> str | None:
+    """The axis on which the factors lie so; None for none. Raises LayoutError for several."""
+    axes = [axis for axis in a.mesh.axis_names if is_it(a[axis], b[axis])]
+    if len(axes) > 1:
+        raise LayoutError(
+            f"a ({a}) and b ({b}) would travel over {' and '.join(map(repr, axes))}; reshard one of them on all but one"
+        )
+    return axes[0] if axes else None
+
+
+class Scattered(NamedTuple):
+    """A layout that is cut along `dim` over `axis`, within all others that cut it."""
+
+    layout: Layout
+    axis: str
+    dim: int
+
+    @classmethod
+    def of(cls, whole: Layout, axis: str, dim: int) -> Scattered:
+        """From the layout without the axis, or with the axis as a sum."""
+        others = whole.shard_order.get(dim, ())
+        order = {each: whole[each] for each in (*others, *(n for n in whole.mesh.axis_names if n not in others))}
+        order.pop(axis)
+        return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
+
+    def local(self, shape: Sequence[int], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        """The group over the axis, and the sizes of its members' parts."""
+        layout = self.layout
+        at = layout.mesh.coordinate(rank) or {}
+        members = [layout.mesh.rank_at(**at | {self.axis: i}) for i in range(layout.mesh.axis_size(self.axis))]
+        sizes = tuple(layout.local_shape(shape, member)[self.dim] for member in members)
+        return {"group": name_of(mesh.get_group(self.axis)), "sizes": sizes, "dim": self.dim}
+
+
+def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    a, b = layouts
+    a_shape, b_shape = shapes
+    assert a is not None and b is not None and a_shape and b_shape, "both are given"
+    last = len(a_shape) - 1
+    axis = _axis(a, b, lambda of_a, of_b: isinstance(of_a, Shard) and of_a.dim < last and of_b == Shard(1))
+    if axis is None:
+        return _rule_without_steps(a, b, Terms(a_shape, b_shape))
+    placement = a[axis]
+    assert isinstance(placement, Shard), "the axis was chosen so"
+    terms, gathered = Terms(a_shape, b_shape), a.replace(**{axis: "R"})
+    scattered = Scattered.of(gathered, axis, placement.dim)
+    if scattered.layout != a:
+        raise LayoutError(
+            f"all_gather_matmul: a ({a}) is cut over {axis!r} and within that over others; reshard it to ({scattered.layout})",
+            (scattered.layout,),
+        )
+    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", gathered, b)
+
+    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+        summed = infer.einsum(f"{terms.output},{terms.b}->{terms.a}", grad, b)
+        _check_sum(summed, axis)
+        of_a = Scattered.of(summed.replace(**{axis: "R"}), axis, placement.dim).layout
+        return of_a, infer.einsum(f"{terms.output},{terms.a}->{terms.b}", grad, gathered)
+
+    return Sharding(output, terms.shape, gradients, lambda rank, mesh: scattered.local(a_shape, rank, mesh))
+
+
+def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    a, b = layouts
+    a_shape, b_shape = shapes
+    assert a is not None and b is not None and a_shape and b_shape, "both are given"
+    dim, last = options["dim"], len(a_shape) - 1
+    axis = _axis(a, b, lambda of_a, of_b: of_a == Shard(last) and of_b == Shard(0))
+    terms = Terms(a_shape, b_shape)
+    if axis is None:
+        return _rule_without_steps(a, b, terms)
+    summed = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+    scattered = Scattered.of(summed.replace(**{axis: "R"}), axis, dim)
+
+    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+        infer.gradient(scattered.layout, grad, scattered.layout, (scattered.layout,))
+        gathered = grad.replace(**{axis: "R"})
+        return (
+            infer.einsum(f"{terms.output},{terms.b}->{terms.a}", gathered, b),
+            infer.einsum(f"{terms.output},{terms.a}->{terms.b}", gathered, a),
+        )
+
+    return Sharding(
+        scattered.layout, terms.shape, gradients, lambda rank, mesh: scattered.local(terms.shape, rank, mesh)
+    )
+
+
+def _rule_without_steps(a: Layout, b: Layout, terms: Terms) -> Sharding:
+    """As of `matmul`."""
+    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+
+    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+        return (
+            infer.einsum(f"{terms.output},{terms.b}->{terms.a}", grad, b),
+            infer.einsum(f"{terms.output},{terms.a}->{terms.b}", grad, a),
+        )
+
+    return Sharding(output, terms.shape, gradients)
+
+
+def _check_sum(summed: Layout, axis: str) -> None:
+    assert summed[axis] == Partial("sum"), "the output is sharded on N there, and its gradient lies alike"
+
+
+def gather_forward(
+    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), dim: int = 0
+) -> tuple[Tensor, Tensors]:
+    """The rows of all members times b; without a group this rank's alone."""
+    if group is None:
+        return _product(a, b), (a, b)
+    return _all_gather_matmul(a, b, group, sizes, dim), (a, b)
+
+
+def gather_backward(
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    group: str | None = None,
+    sizes: tuple[int, ...] = (),
+    dim: int = 0,
+) -> Tensors:
+    """da is the sum of the members' addends of this rank's rows; db of all rows, which are gathered again."""
+    a, b = saved
+    if group is None:
+        return matmul_backward((a, b, None, None), grad, (*needed, False, False))[:2]
+    da, db = _all_gather_matmul_backward(a, b, grad, needed[0], needed[1], group, sizes, dim)
+    return da if needed[0] else None, db if needed[1] else None
+
+
+def scatter_forward(
+    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), dim: int = 0
+) -> tuple[Tensor, Tensors]:
+    """This member's rows of the sum of all members' products; without a group the product."""
+    if group is None:
+        return _product(a, b), (a, b)
+    return _matmul_reduce_scatter(a, b, group, sizes, dim), (a, b)
+
+
+def scatter_backward(
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    group: str | None = None,
+    sizes: tuple[int, ...] = (),
+    dim: int = 0,
+) -> Tensors:
+    """Both gradients are of all members' parts of the output's gradient, each used when it arrives."""
+    a, b = saved
+    if group is None:
+        return matmul_backward((a, b, None, None), grad, (*needed, False, False))[:2]
+    da, db = _matmul_reduce_scatter_backward(a, b, grad, needed[0], needed[1], group, sizes, dim)
+    return da if needed[0] else None, db if needed[1] else None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return shaped(plain(rows_of(a), b), a)
+
+
+def _add(total: Tensor, a: Tensor, grad: Tensor) -> None:
+    accumulate(rows_of(a).mT, rows_of(grad), total)
+
+
+def _sum_like(b: Tensor) -> Tensor:
+    return torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32))
+
+
+def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim], shape[-1] = size, last
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
+def _all_gather_matmul(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
+    steps = Steps.named(group, sizes, dim)
+    out = _with_size(a, dim, sum(sizes), b.shape[-1])
+    for member, part in steps.gathered(a):
+        steps.part(out, member).copy_(_product(part, b))
+    return out
+
+
+@_all_gather_matmul.register_fake
+def _(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
+    return _with_size(a, dim, sum(sizes), b.shape[-1])
+
+
+@torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())
+def _all_gather_matmul_backward(
+    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this member's rows and of b; empty where they are not asked for."""
+    steps = Steps.named(group, sizes, dim)
+    arriving = steps.gathered(a) if of_b else iter(())
+    own = next(arriving, None)  # the transfers have begun
+    da = steps.reduced(lambda member: _product(steps.part(grad, member), b.mT)) if of_a else a.new_empty(0)
+    if own is None:
+        return da, b.new_empty(0)
+    total = _sum_like(b)
+    for member, part in (own, *arriving):
+        _add(total, part, steps.part(grad, member))
+    return da, total.to(b.dtype)
+
+
+@_all_gather_matmul_backward.register_fake
+def _(
+    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
+) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape if of_a else 0), b.new_empty(b.shape if of_b else 0)
+
+
+@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
+def _matmul_reduce_scatter(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
+    steps = Steps.named(group, sizes, dim)
+    return steps.reduced(lambda member: _product(steps.part(a, member), b))
+
+
+@_matmul_reduce_scatter.register_fake
+def _(a: Tensor, b: Tensor, group: str, sizes: Sequence[int], dim: int) -> Tensor:
+    return _with_size(
+        a, dim, Steps.named(group, sizes, dim).sizes[Steps.named(group, sizes, dim).position], b.shape[-1]
+    )
+
+
+@torch.library.custom_op("weft::matmul_reduce_scatter_backward", mutates_args=())
+def _matmul_reduce_scatter_backward(
+    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a and b, from all members' parts of the output's gradient as they arrive."""
+    steps = Steps.named(group, sizes, dim)
+    da = torch.empty_like(a) if of_a else a.new_empty(0)
+    total = _sum_like(b) if of_b else b.new_empty(0)
+    for member, part in steps.gathered(grad):
+        if of_a:
+            steps.part(da, member).copy_(_product(part, b.mT))
+        if of_b:
+            _add(total, steps.part(a, member), part)
+    return da, total.to(b.dtype)
+
+
+@_matmul_reduce_scatter_backward.register_fake
+def _(
+    a: Tensor, b: Tensor, grad: Tensor, of_a: bool, of_b: bool, group: str, sizes: Sequence[int], dim: int
+) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape if of_a else 0), b.new_empty(b.shape if of_b else 0)
+
+
+ALL_GATHER_MATMUL = Op("all_gather_matmul", gather_forward, gather_backward, _rule_of_gather)
+MATMUL_REDUCE_SCATTER = Op("matmul_reduce_scatter", scatter_forward, scatter_backward, _rule_of_scatter)

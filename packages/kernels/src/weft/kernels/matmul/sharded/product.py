@@ -1,0 +1,143 @@
+"""matmul on plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, infer
+
+from ...op import Op
+from ...sharded import Shapes, Sharding, apply, autocasts
+from .. import function
+from ..checks import check_accumulation, check_matmul
+from .layouts import adds, check_activation, check_operand, kept, whole
+
+
+@autocasts("matmul")
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+) -> Tensor:
+    """`act(alpha * a @ b + bias) + beta * residual`, in one kernel on a GPU where more than a bias follows the product.
+
+    a: [..., M, K], b: [K, N] or, with the leading dims of a, [..., K, N]; any strides, none is copied. Returns [..., M, N], in
+    out_dtype or a's dtype, bfloat16 for 8-bit factors; sums are of float32, rounded once.
+    bias: [N]. residual: any shape that broadcasts to the output. activation: as of `linear`.
+    accumulate_into: a tensor of the output's shape, float32 for 16-bit factors, to which a @ b is added in place, and which is
+    returned: the gradient of a weight over microbatches. Nothing follows the product then, and no gradient is recorded.
+    a_scale, b_scale: float32, what 8-bit factors are multiplied by: one number, or one a row of a, and one a column of b. Such
+    factors have no gradient.
+    float32 is multiplied in tf32 where torch is told so, by `torch.set_float32_matmul_precision`, and never otherwise.
+    Saved for backward: a, b and, with an activation, what it is applied to; of relu without a residual the output instead.
+    Layouts: as of the einsum "...mk,kn->...mn", or "...mk,...kn->...mn". A bias lies as the output's last dim, a residual as the
+    output; where that is Partial(sum) they are whole, and are added at one coordinate alone, and there is no activation.
+    accumulate_into lies as the output. Communication: none.
+    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not go together.
+    """
+    check_matmul(a, b, bias, activation, residual, out_dtype, a_scale, b_scale)
+    if accumulate_into is not None:
+        check_accumulation(a, b, accumulate_into, bias, residual, a_scale, b_scale, activation, out_dtype, alpha, beta)
+        with torch.no_grad():
+            apply(ACCUMULATE, a, b, accumulate_into)
+        return accumulate_into
+    if a.dtype.itemsize == 1:
+        out_dtype = out_dtype or torch.bfloat16
+    return apply(
+        MATMUL,
+        a,
+        b,
+        bias,
+        residual,
+        a_scale,
+        b_scale,
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        out_dtype=out_dtype,
+    )
+
+
+class Terms:
+    """The dims of a product as letters."""
+
+    def __init__(self, a: tuple[int, ...], b: tuple[int, ...]) -> None:
+        self.rows = ascii_lowercase[: len(a) - 1]
+        self.a = f"{self.rows}z"
+        self.b = "zy" if len(b) == 2 else f"{self.rows[:-1]}zy"
+        self.output = f"{self.rows}y"
+        self.shape = (*a[:-1], b[-1])
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    a, b, bias, residual, a_scale, b_scale = layouts
+    a_shape, b_shape, _, residual_shape, a_scale_shape, b_scale_shape = shapes
+    assert a is not None and b is not None and a_shape and b_shape, "both are given"
+    terms = Terms(a_shape, b_shape)
+    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+    check_operand("matmul", "bias", bias, kept(output, terms.output, "y"), output)
+    check_operand("matmul", "a_scale", a_scale, kept(a, terms.a, terms.rows if a_scale_shape else ""), output)
+    check_operand("matmul", "b_scale", b_scale, kept(b, terms.b, "y" if b_scale_shape else ""), output)
+    check_activation("matmul", options["activation"], output)
+    complete = whole(output)
+    if residual is not None:
+        assert residual_shape is not None, "it has a layout"
+        broadcast = (terms.shape, residual_shape)
+        if residual_shape == terms.shape:
+            check_operand("matmul", "residual", residual, complete, output)
+        else:
+            infer.elementwise("matmul", True, complete, residual, shapes=broadcast)
+
+    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+        if options["activation"] is not None:
+            grad = infer.gradient(output, grad, output, (output,))
+        return (
+            infer.einsum(f"{terms.output},{terms.b}->{terms.a}", grad, b),
+            infer.einsum(f"{terms.output},{terms.a}->{terms.b}", grad, a),
+            None if bias is None else infer.einsum(f"{terms.output}->y", grad),
+            None if residual is None else infer.gradient(complete, grad, residual, (complete, residual)),
+            None,
+            None,
+        )
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        adding = adds(output, rank)
+        return {"add_bias": adding, "add_residual": adding}
+
+    return Sharding(output, terms.shape, gradients, local)
+
+
+def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    a, b, into = layouts
+    a_shape, b_shape, _ = shapes
+    assert a is not None and b is not None and into is not None and a_shape and b_shape, "all are given"
+    terms = Terms(a_shape, b_shape)
+    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+    check_operand("matmul", "sum to accumulate into", into, output, output)
+    return Sharding(output, terms.shape, lambda grad: (None, None, None))
+
+
+def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
+    wanted: torch.dtype | None = options["out_dtype"]
+    return wanted or dtype
+
+
+def _inferred(*tensors: Tensor | None, **options: Any) -> Tensor:
+    return function.matmul(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # the factors are given
+
+
+MATMUL = Op("matmul", function.matmul, function.matmul_backward, _rule, _dtype, inference=_inferred)
+ACCUMULATE = Op("matmul_accumulate", function.accumulate, lambda *_, **__: (None, None, None), _rule_of_accumulation)

@@ -1,0 +1,101 @@
+"""What the launches specialize, to be compiled without a GPU: each configuration where it is chosen, with what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..aot import Variant
+from . import kernel
+from .configurations import BY_POINTERS, EIGHT_BITS, LARGE, MIDDLE, NOT_ALIGNED, ON_AMD, SINGLE, Configuration, halved
+from .launch import COMBINED
+
+ALIGNED = "i32:16"
+SPECIALIZED = replace(MIDDLE, stages=3, parts=1, specialized=True)
+EIGHT, EIGHT_BITS_OF = "fp8e4nv", {"sm_80": "fp8e5", "gfx": "fp8e4b8"}  # what each chip has
+
+
+def _arguments(
+    of: str, to: str, asked: tuple[str, ...], aligned: bool, a_transposed: bool, b_transposed: bool
+) -> dict[str, str]:
+    size = ALIGNED if aligned else "i32"
+
+    def given(name: str, kind: str) -> str:
+        return kind if name in asked else "None"
+
+    return {
+        "a_ptr": f"*{of}:16", "b_ptr": f"*{of}:16", "up_ptr": given("gated", f"*{of}:16"),
+        "bias_ptr": given("bias", f"*{to}:16"), "residual_ptr": given("residual", f"*{to}:16"),
+        "a_scale_ptr": given("scales", "*fp32:16"), "b_scale_ptr": given("scales", "*fp32:16"),
+        "out_ptr": f"*{to}:16", "z_ptr": given("z", f"*{to}:16"),
+        "z_up_ptr": f"*{to}:16" if {"gated", "z"} <= set(asked) else "None",
+        "M": "i32", "N": size, "K": size, "K_SPLIT": size,
+        "stride_ab": ALIGNED, "stride_am": "1" if a_transposed else size, "stride_ak": size if a_transposed else "1",
+        "stride_bb": ALIGNED, "stride_bk": "1" if b_transposed else size, "stride_bn": size if b_transposed else "1",
+        "stride_biasn": "1", "stride_rb": ALIGNED, "stride_rm": size, "stride_rn": "1", "stride_sm": "1", "stride_sn": "1",
+        "stride_ob": ALIGNED, "stride_os": ALIGNED, "stride_om": size, "stride_on": "1",
+        "alpha": "None", "beta": "None",
+    }  # fmt: skip
+
+
+def _product(
+    name: str,
+    chosen: Configuration,
+    *asked: str,
+    of: str = "bf16",
+    to: str = "bf16",
+    activation: str | None = None,
+    precision: str = "ieee",
+    transposed: str = "b",
+    aligned: bool = True,
+    elsewhere: Mapping[str, Configuration] | None = None,
+) -> Variant:
+    """asked: of "gated", "bias", "residual", "scales", "z", "sum". transposed: which factors lie so. elsewhere: on other chips."""
+    at, bt = "a" in transposed, "b" in transposed
+
+    def launched(configuration: Configuration, target: str = "") -> Variant:
+        return Variant(
+            f"matmul.product/{name}",
+            kernel.product,
+            _arguments(EIGHT_BITS_OF.get(target, of) if of == EIGHT else of, to, asked, aligned, at, bt),
+            {
+                "DESCRIPTORS": int(configuration.descriptors), "A_BY_ROWS": int(not at), "B_BY_ROWS": int(not bt),
+                "PRECISION": precision, "ACTIVATION": activation, "ACCUMULATE": int("sum" in asked),
+                "SPECIALIZED": int(configuration.specialized),
+                "TILE_M": configuration.tile_m, "TILE_N": configuration.tile_n, "TILE_K": configuration.tile_k,
+                "GROUP_M": configuration.group_m, "PARTS": configuration.parts,
+            },
+            configuration.warps,
+            configuration.stages,
+        )  # fmt: skip
+
+    others = {target: launched(other, target) for target, other in (elsewhere or {}).items()}
+    return replace(launched(chosen), elsewhere=others)
+
+
+OLDER = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
+COMBINE = Variant(
+    "matmul.combine/bf16-bias-gelu",
+    kernel.combine,
+    {
+        "partial_ptr": "*fp32:16", "bias_ptr": "*bf16:16", "residual_ptr": "None", "a_scale_ptr": "None", "b_scale_ptr": "None",
+        "out_ptr": "*bf16:16", "z_ptr": "None", "M": "i32", "N": ALIGNED, "SPLITS": "i32",
+        "stride_ps": ALIGNED, "stride_pb": ALIGNED, "stride_pm": ALIGNED, "stride_biasn": "1",
+        "stride_rb": "i32", "stride_rm": "i32", "stride_rn": "i32", "stride_sm": "i32", "stride_sn": "i32",
+        "stride_ob": ALIGNED, "stride_om": ALIGNED, "stride_on": "1", "alpha": "None", "beta": "None",
+    },
+    {"ACTIVATION": "gelu", "ACCUMULATE": 0, "ROWS": COMBINED[0], "COLS": COMBINED[1]},
+    4,
+)  # fmt: skip
+
+VARIANTS = (
+    _product("bf16-bias-gelu-residual", LARGE, "bias", "residual", "z", activation="gelu", elsewhere=OLDER),
+    _product("bf16-transposed-sum", MIDDLE, "sum", to="fp32", transposed="a", elsewhere=OLDER),
+    # A tcgen05 loop has registers to spare, and gains nothing from it.
+    _product("bf16-specialized", SPECIALIZED, "bias", activation="silu", elsewhere=OLDER | {"sm_100": MIDDLE}),
+    _product("bf16-not-aligned", NOT_ALIGNED, "bias", activation="silu", aligned=False),
+    _product("fp32", SINGLE, of="fp32", to="fp32"),
+    _product("fp8-scales", EIGHT_BITS, "scales", of=EIGHT, elsewhere=OLDER),
+    _product("bf16-swiglu", halved(LARGE), "gated", "z", elsewhere={of: halved(each) for of, each in OLDER.items()}),
+    COMBINE,
+)

@@ -1,0 +1,102 @@
+"""Launches the kernels on rows: [N, H], each contiguous."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..aot import Variant
+from ..backend import device_of
+from ..rows import Tile, programs_of, rows_of
+from . import kernel
+
+# Forward has 32 bytes of a row of bf16 a thread, two 16-byte loads, until 16 warps have more. Rows that are shorter than a warp's
+# share are several to a program. Backward keeps beside a row its gradient, the weight and float32 sums: half as much a thread.
+# Compiled without spills for sm_80 to sm_100 and gfx942; their speed is not measured yet.
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 16, 8
+# Of a multiprocessor: at 32 registers a thread, and at 64.
+WARPS_AT_WORK, BACKWARD_WARPS_AT_WORK = 64, 32
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    y: Tensor,
+    total: Tensor | None,
+    rrms: Tensor,
+    H: int,
+    eps: float,
+) -> None:
+    """Writes y, rrms [N] of float32 and, with a residual, total = x + residual, of rows of H."""
+    if not x.numel():
+        return
+    rows, residual = rows_of(x, H), None if residual is None else rows_of(residual, H)
+    tile = Tile.of(H, FORWARD_ELEMENTS)
+    with device_of(x):
+        kernel.forward[(programs_of(x, -(-len(rows) // tile.rows), tile.warps, WARPS_AT_WORK),)](
+            rows, residual, weight,
+            y, total, rrms,
+            *rows.shape, rows.stride(0), 0 if residual is None else residual.stride(0),
+            eps,
+            KEEP_WEIGHT=keeps_weight(tile, FORWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rrms: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    H: int,
+) -> None:
+    """Writes what is given of dx and dweight [H]: the latter is the sum of what the programs write, in their order."""
+    if not x.numel():
+        return None if dweight is None else dweight.zero_()
+    tile = Tile.of(H, BACKWARD_ELEMENTS)
+    grad, x, grad_sum = rows_of(grad, H), rows_of(x, H), None if grad_sum is None else rows_of(grad_sum, H)
+    programs = programs_of(x, -(-len(x) // tile.rows), tile.warps, BACKWARD_WARPS_AT_WORK)
+    addends = None if dweight is None else x.new_empty(programs, H, dtype=torch.float32)
+    with device_of(x):
+        kernel.backward[(programs,)](
+            grad, grad_sum, x, weight, rrms,
+            dx, addends,
+            *x.shape, grad.stride(0), 0 if grad_sum is None else grad_sum.stride(0), x.stride(0),
+            KEEP_WEIGHT=keeps_weight(tile, BACKWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
+        )  # fmt: skip
+    if dweight is not None and addends is not None:
+        dweight.copy_(addends.sum(0))
+
+
+def keeps_weight(tile: Tile, elements: int) -> bool:
+    """Whether there are registers for the weight from row to row: where a thread has no more elements than it is meant to."""
+    return tile.block <= 32 * tile.warps * elements
+
+
+def _variants(dtype: str, H: int, residual: bool) -> tuple[Variant, Variant]:
+    name = f"{dtype}-{H}{'-residual' if residual else ''}"
+    given = {"x_ptr": f"*{dtype}:16", "weight_ptr": f"*{dtype}:16", "rrms_ptr": "*fp32:16"}
+    sizes = {"N": "i32", "H": "i32:16"} | dict.fromkeys(("stride_xn", "stride_rn", "stride_gn", "stride_sn"), "i32:16")
+    other = f"*{dtype}:16" if residual else "None"
+    kinds = given | sizes | {"residual_ptr": other, "sum_ptr": other, "grad_sum_ptr": other, "eps": "fp32"}
+    kinds |= dict.fromkeys(("y_ptr", "grad_ptr", "dx_ptr"), f"*{dtype}:16") | {"dweight_ptr": "*fp32:16"}
+
+    def variant(of: str, elements: int) -> Variant:
+        function, tile = getattr(kernel, of), Tile.of(H, elements)
+        arguments = {each: kinds[each] for each in function.arg_names if each in kinds}
+        constexprs = {"KEEP_WEIGHT": int(keeps_weight(tile, elements)), "ROWS": tile.rows, "BLOCK_H": tile.block}
+        constexprs = {each: constexprs[each] for each in function.arg_names if each in constexprs}
+        return Variant(f"rms_norm.{of}/{name}", function, arguments, constexprs, tile.warps)
+
+    return variant("forward", FORWARD_ELEMENTS), variant("backward", BACKWARD_ELEMENTS)
+
+
+VARIANTS = (
+    *_variants("bf16", 128, False),
+    *_variants("bf16", 16384, False),
+    *_variants("fp32", 8192, True),
+    *_variants("bf16", 4096, True),
+)

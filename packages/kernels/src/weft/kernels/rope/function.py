@@ -1,0 +1,93 @@
+"""rope of local tensors, forward and backward, by the kernels or in plain torch; alone, and after a norm of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backend import use_triton
+from ..launched import launched
+from ..op import Tensors
+from ..rms_norm import reference as norm
+from . import reference
+
+
+def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensors]:
+    """See `reference.forward`."""
+    reference.check(x, cos)
+    return _turned(x, cos, sin, False, interleaved), (cos, sin)
+
+
+def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, interleaved: bool = False) -> Tensors:
+    """The turn back, by the negative angle and the same scale; cos and sin get no gradient."""
+    cos, sin = saved
+    assert cos is not None and sin is not None, "forward saves both"
+    return _turned(grad, cos, sin, True, interleaved) if needed[0] else None, None, None
+
+
+def norm_forward(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float, interleaved: bool = False
+) -> tuple[Tensor, Tensors]:
+    """x [..., T, heads * D], weight [D] -> each head normalized and then turned. Saves x, and one number a head."""
+    D = weight.shape[0]
+    if not use_triton(x):
+        y, (_, _, rrms) = norm.forward(x, weight, eps=eps, head_dim=D)
+        return reference.forward(y, cos, sin, interleaved=interleaved), (x, weight, cos, sin, rrms)
+    reference.check(x, cos)
+    y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    rrms = torch.empty((*x.shape[:-1], x.shape[-1] // D, 1), dtype=torch.float32, device=x.device)
+    _norm_forward(x, weight, cos, sin, y, rrms, eps, interleaved)
+    return y, (x, weight, cos, sin, rrms)
+
+
+def norm_backward(
+    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float, interleaved: bool = False
+) -> Tensors:
+    """The gradient turned back, and then that of the norm; cos and sin get no gradient."""
+    x, weight, cos, sin, rrms = saved
+    assert x is not None and weight is not None and cos is not None and sin is not None, "forward saves them"
+    if not use_triton(x):
+        back = reference.turned_back(grad, cos, sin, interleaved=interleaved)
+        dx, dweight = norm.backward((x, weight, rrms), back, needed[:2], eps=eps, head_dim=weight.shape[0])
+        return dx, dweight, None, None
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
+    dweight = torch.empty_like(weight) if needed[1] else None
+    _norm_backward(grad, x, weight, cos, sin, rrms, dx, dweight, interleaved)
+    return dx, dweight, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+    if not use_triton(x):
+        turned = reference.turned_back if inverse else reference.forward
+        return turned(x, cos, sin, interleaved=interleaved)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _turn(x, cos, sin, y, inverse, interleaved)
+    return y
+
+
+@launched("rope(Tensor x, Tensor cos, Tensor sin, Tensor(a!) y, bool inverse, bool interleaved)")
+def _turn(*arguments: Tensor) -> None:
+    from . import launch  # imports triton, which a CPU run may not have
+
+    launch.turn(*arguments)
+
+
+@launched(
+    "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) y, Tensor(b!) rrms, float eps, bool interleaved)"
+)
+def _norm_forward(*arguments: Tensor) -> None:
+    from . import launch
+
+    launch.normalize_and_turn(*arguments)
+
+
+@launched(
+    "rms_norm_rope_backward(Tensor grad, Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor rrms, "
+    "Tensor(a!)? dx, Tensor(b!)? dweight, bool interleaved)"
+)
+def _norm_backward(*arguments: Tensor) -> None:
+    from . import launch
+
+    launch.normalize_and_turn_backward(*arguments)

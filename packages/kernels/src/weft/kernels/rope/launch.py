@@ -1,0 +1,133 @@
+"""Launches the kernels on x [..., T, heads * D], viewed as [N, heads * D]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..aot import Variant
+from ..backend import device_of
+from ..rows import programs_of, rows_of
+from . import kernel
+
+# 16 elements of a pair's first, and as many of its second, a thread: two 16-byte loads of bf16 each. Backward of a norm keeps
+# beside them the gradient, the weight and two float32 sums. Compiled without spills for sm_80 to sm_100 and gfx942; their speed is
+# not measured yet.
+PAIRS_PER_THREAD, BACKWARD_PAIRS_PER_THREAD = 16, 8
+WARPS = 4
+WARPS_AT_WORK = 16  # of a multiprocessor in backward: 128 registers a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tokens by heads of a program, and the power of two at or above half a head."""
+
+    tokens: int
+    heads: int
+    half: int
+
+    @classmethod
+    def of(cls, heads: int, D: int, pairs: int) -> Tile:
+        """With so many pairs a thread: all heads of a token where they fit, so that its angles are read once."""
+        half = 1 << (D // 2 - 1).bit_length()
+        rows = max(1, 32 * WARPS * pairs // half)  # of a head each
+        fitting = min(rows, 1 << (heads - 1).bit_length())
+        return cls(rows // fitting, fitting, half)
+
+    def count(self, N: int, heads: int) -> int:
+        """How many tiles there are."""
+        return -(-N // self.tokens) * -(-heads // self.heads)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, inverse: bool, interleaved: bool) -> None:
+    """Writes x, turned or turned back, into y: contiguous."""
+    if not x.numel():
+        return
+    D = 2 * cos.shape[-1]
+    rows, heads = rows_of(x, x.shape[-1]), x.shape[-1] // D
+    tile = Tile.of(heads, D, PAIRS_PER_THREAD)
+    with device_of(x):
+        kernel.turn[(tile.count(len(rows), heads),)](
+            rows, cos.contiguous(), sin.contiguous(),
+            y,
+            len(rows), heads, D, cos.numel() // (D // 2), rows.stride(0),
+            INVERSE=inverse, INTERLEAVED=interleaved,
+            TOKENS=tile.tokens, HEADS=tile.heads, HALF=tile.half, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def normalize_and_turn(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, y: Tensor, rrms: Tensor, eps: float, interleaved: bool
+) -> None:
+    """Writes y and rrms [N, heads]."""
+    if not x.numel():
+        return
+    D = 2 * cos.shape[-1]
+    rows, heads = rows_of(x, x.shape[-1]), x.shape[-1] // D
+    tile = Tile.of(heads, D, PAIRS_PER_THREAD)
+    with device_of(x):
+        kernel.normalize_and_turn[(tile.count(len(rows), heads),)](
+            rows, weight.contiguous(), cos.contiguous(), sin.contiguous(),
+            y, rrms,
+            len(rows), heads, D, cos.numel() // (D // 2), rows.stride(0),
+            eps,
+            INTERLEAVED=interleaved, TOKENS=tile.tokens, HEADS=tile.heads, HALF=tile.half, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def normalize_and_turn_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rrms: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    interleaved: bool,
+) -> None:
+    """Writes what is given of dx and dweight [D]: the latter is the sum of what the programs write, in their order."""
+    if not x.numel():
+        return None if dweight is None else dweight.zero_()
+    D = 2 * cos.shape[-1]
+    grad, x, heads = rows_of(grad, x.shape[-1]), rows_of(x, x.shape[-1]), x.shape[-1] // D
+    tile = Tile.of(heads, D, BACKWARD_PAIRS_PER_THREAD)
+    programs = programs_of(x, tile.count(len(x), heads), WARPS, WARPS_AT_WORK)
+    addends = None if dweight is None else x.new_empty(programs, D, dtype=torch.float32)
+    with device_of(x):
+        kernel.normalize_and_turn_backward[(programs,)](
+            grad, x, weight.contiguous(), cos.contiguous(), sin.contiguous(), rrms,
+            dx, addends,
+            len(x), heads, D, cos.numel() // (D // 2), grad.stride(0), x.stride(0),
+            INTERLEAVED=interleaved, TOKENS=tile.tokens, HEADS=tile.heads, HALF=tile.half, num_warps=WARPS,
+        )  # fmt: skip
+    if dweight is not None and addends is not None:
+        dweight.copy_(addends.sum(0))
+
+
+def _variant(of: str, dtype: str, heads: int, D: int, interleaved: bool = False) -> Variant:
+    function = getattr(kernel, of)
+    tile = Tile.of(heads, D, BACKWARD_PAIRS_PER_THREAD if of.endswith("backward") else PAIRS_PER_THREAD)
+    kinds = dict.fromkeys(("x_ptr", "y_ptr", "grad_ptr", "dx_ptr", "weight_ptr"), f"*{dtype}:16")
+    kinds |= dict.fromkeys(("cos_ptr", "sin_ptr", "rrms_ptr", "dweight_ptr"), "*fp32:16")
+    kinds |= dict.fromkeys(("D", "stride_xn", "stride_gn"), "i32:16") | {"N": "i32", "heads": "i32", "R": "i32"}
+    kinds["eps"] = "fp32"
+    constexprs = {"INVERSE": 0, "INTERLEAVED": int(interleaved)}
+    constexprs |= {"TOKENS": tile.tokens, "HEADS": tile.heads, "HALF": tile.half}
+    return Variant(
+        f"rope.{of}/{dtype}-{heads}x{D}{'-interleaved' if interleaved else ''}",
+        function,
+        {each: kinds[each] for each in function.arg_names if each in kinds},
+        {each: constexprs[each] for each in function.arg_names if each in constexprs},
+        WARPS,
+    )
+
+
+VARIANTS = (
+    _variant("turn", "bf16", 32, 128),
+    _variant("turn", "bf16", 8, 128, interleaved=True),
+    _variant("normalize_and_turn", "bf16", 32, 128),
+    _variant("normalize_and_turn_backward", "bf16", 32, 128),
+)

@@ -1,0 +1,67 @@
+"""Gates of local tensors, forward and backward, by the kernels or in plain torch: activation(gate) * up, or an activation alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backend import use_triton
+from ..launched import launched
+from ..op import Tensors
+from . import reference
+
+ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # as the kernel counts them; gelu's by its `approximate`
+
+
+def forward(gate: Tensor, up: Tensor, *, activation: str = "silu") -> tuple[Tensor, Tensors]:
+    """See `reference.forward`. Saves the two alone: the activation is computed again in backward."""
+    if use_triton(gate) and gate.dtype == up.dtype:
+        return activated(gate, up, activation), (gate, up)
+    return reference.forward(gate, up, activation=activation), (gate, up)
+
+
+def again(saved: Tensors, *, activation: str = "silu") -> Tensor:
+    """The output, from what `forward` saved."""
+    gate, up = saved
+    assert gate is not None and up is not None, "forward saves both"
+    return forward(gate, up, activation=activation)[0]
+
+
+def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str = "silu") -> Tensors:
+    """See `reference.backward`."""
+    gate, up = saved
+    assert gate is not None and up is not None, "forward saves both"
+    if use_triton(gate) and gate.dtype == up.dtype:
+        return gradients(grad, gate, up, needed, activation)
+    return reference.backward(saved, grad, needed, activation=activation)
+
+
+def activated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up, or the activation alone, by the kernel."""
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _forward(gate, up, y, ACTIVATIONS[activation])
+    return y
+
+
+def gradients(grad: Tensor, gate: Tensor, up: Tensor | None, needed: Sequence[bool], activation: str) -> Tensors:
+    """Those of gate and of up, by the kernel."""
+    made = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need else None for need in needed]
+    dgate, dup = made if up is not None else (*made, None)
+    _backward(grad, gate, up, dgate, dup, ACTIVATIONS[activation])
+    return tuple(made)
+
+
+@launched("gate(Tensor gate, Tensor? up, Tensor(a!) y, int activation)")
+def _forward(*arguments: Tensor) -> None:
+    from . import launch  # imports triton, which a CPU run may not have
+
+    launch.forward(*arguments)
+
+
+@launched("gate_backward(Tensor grad, Tensor gate, Tensor? up, Tensor(a!)? dgate, Tensor(b!)? dup, int activation)")
+def _backward(*arguments: Tensor) -> None:
+    from . import launch
+
+    launch.backward(*arguments)

@@ -1,0 +1,154 @@
+"""The manifest of a prepared folder: what its shards hold, with their checksums. It is written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+FORMAT = "weft-tokens"
+VERSION = 1
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Some documents in two files: their tokens, and as 64-bit numbers where each ends.
+
+    sha256: of both files. empty: documents without text; skipped: files that are no text; bad: lines of JSONL that are left out.
+    None of these is among the documents.
+    """
+
+    number: int
+    tokens: int
+    documents: int
+    sha256: tuple[str, str]
+    empty: int
+    skipped: tuple[str, ...]
+    bad: int
+    prompt: str
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the file of tokens, and of that of documents."""
+        return f"tokens-{self.number:05}.bin", f"documents-{self.number:05}.bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a prepared folder holds.
+
+    dtype: of the tokens, little-endian: uint16 or uint32. tokenizer: its sha256. request: what was asked for, as JSON.
+    """
+
+    dtype: str
+    vocab_size: int
+    end: int
+    tokenizer: str
+    tokenizer_files: dict[str, str]
+    shards: tuple[Shard, ...]
+    request: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Writes the file, whole or not at all."""
+        counts = {name: sum(getattr(shard, name) for shard in self.shards) for name in ("tokens", "documents", "empty")}
+        content = {"format": FORMAT, "version": VERSION, **counts, **asdict(self)}
+        write_whole(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_shard(content: dict[str, Any]) -> Shard:
+    """What `asdict` and JSON made of a shard."""
+    return Shard(**{**content, "sha256": tuple(content["sha256"]), "skipped": tuple(content["skipped"])})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises ValueError for a folder without one, one of a newer version, and files of another size than it says.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise KeyError("format")
+    except OSError as error:
+        raise ValueError(
+            f"{folder} holds no prepared data: {error.strerror} ({MANIFEST}); run weft data prepare"
+        ) from None
+    except (ValueError, KeyError, AttributeError):
+        raise ValueError(f"{path} is not a manifest of prepared data; prepare it again") from None
+    version = content.pop("version", None)
+    if version != VERSION:
+        raise ValueError(
+            f"{path} is of version {version}; this reads version {VERSION}: update weft, or prepare it again"
+        )
+    try:
+        content = {name: content[name] for name in Manifest.__dataclass_fields__}
+        shards = [
+            Shard(**{**each, "sha256": tuple(each["sha256"]), "skipped": tuple(each["skipped"])})
+            for each in content.pop("shards")
+        ]
+        manifest = Manifest(shards=tuple(shards), **content)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} lacks a part: {error}; prepare it again") from None
+    _check_sizes(folder, manifest)
+    return manifest
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    width = int(manifest.dtype.removeprefix("uint")) // 8
+    for shard in manifest.shards:
+        for name, size in zip(shard.names, (shard.tokens * width, shard.documents * 8), strict=True):
+            file = folder / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes, and the manifest says {size}"
+                raise ValueError(f"{file} {what}; copy it again, or prepare it again")
+
+
+def verify(folder: Path) -> Manifest:
+    """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
+    manifest = read_manifest(folder)
+    sums = {f"{TOKENIZER_FOLDER}/{name}": each for name, each in manifest.tokenizer_files.items()}
+    for shard in manifest.shards:
+        sums |= dict(zip(shard.names, shard.sha256, strict=True))
+    for name, wanted in sums.items():
+        if not (folder / name).is_file() or file_sha256(folder / name) != wanted:
+            raise ValueError(
+                f"{folder / name} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again"
+            )
+    return manifest
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, read in parts."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file aside, syncs it and gives it its name, so that it is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(content)
+        finish(file, path)
+
+
+def finish(file: Any, path: Path) -> None:
+    """Syncs an open file that was written aside, and gives it its name."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.rename(file.name, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,293 @@
+"""Text to token shards: in parts, by several processes, so that what is interrupted goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..train.processes import ProcessFailed, run_together
+from ..versions import versions
+from .inputs import Columns, LeftOut, Part, find_parts, read_part
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, Shard, finish, read_manifest, read_shard, write_whole
+from .text import first_words
+from .tokenizer import Tokenizer
+
+PART_BYTES = 64 << 20  # of input to a shard: its tokens are some 30 MB, and a process needs about a GB for them
+TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
+PROGRESS = "progress.json"
+STOPPED = 3  # exit status of a process that has said why it stops
+POLL_SECONDS = 0.2
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What every process is told."""
+
+    parts: tuple[Part, ...]
+    columns: Columns
+    tokenizer: Tokenizer
+    dtype: str
+    output: Path
+
+
+def prepare(
+    inputs: Sequence[Path],
+    output: Path,
+    *,
+    tokenizer: Tokenizer,
+    columns: Columns | None = None,
+    workers: int = 1,
+    part_bytes: int = PART_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> Manifest:
+    """Makes a folder of token shards, or goes on with one that was begun; the same bytes by any number of workers and restarts.
+
+    Each document is followed by the tokenizer's end; those without text, and files of a folder that are no text, are left
+    out and counted. workers: processes; above 1 they are started by multiprocessing's forkserver, so a program must guard its
+    main module. progress: called with the bytes that are read, and those of all inputs.
+    The manifest is written last: a folder that has one is whole. Raises ValueError for input that cannot be used, an output
+    that holds something else or that another process is preparing, and where it cannot be written.
+    """
+    columns = columns or Columns()
+    parts = find_parts(inputs, columns, part_bytes)
+    request = _request(inputs, parts, columns, tokenizer, part_bytes)
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    job = _Job(parts=tuple(parts), columns=columns, tokenizer=tokenizer, dtype=dtype, output=output)
+    try:
+        with _begun(output, request, parts) as whole:
+            if whole is None:
+                _make_shards(job, workers, progress)
+                whole = _end(job, request)
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written: {error}; when it can be, the same command goes on") from None
+    for number in range(len(parts)):
+        _record(output, number).unlink(missing_ok=True)
+    (output / PROGRESS).unlink(missing_ok=True)
+    return whole
+
+
+def _request(
+    inputs: Sequence[Path], parts: Sequence[Part], columns: Columns, tokenizer: Tokenizer, part_bytes: int
+) -> dict[str, Any]:
+    """What the bytes of the result follow from."""
+    pieces = [[str(piece.path), piece.start, piece.stop] for part in parts for piece in part]
+    return {
+        "inputs": [str(path) for path in inputs],
+        "pieces": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
+        **asdict(columns),
+        "part_bytes": part_bytes,
+        "tokenizer": tokenizer.sha256,
+        "versions": {
+            "weft-models": versions()["weft-models"],
+            **({} if tokenizer.is_bytes else {"tokenizers": version("tokenizers")}),
+        },
+    }
+
+
+@contextmanager
+def _begun(output: Path, request: dict[str, Any], parts: Sequence[Part]) -> Iterator[Manifest | None]:
+    """The folder, made or found, and kept from others; its manifest where it is whole already. Raises ValueError."""
+    output.mkdir(parents=True, exist_ok=True)
+    folder = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{output} is being prepared by another process; wait for it, or give another --output"
+            ) from None
+        if (output / MANIFEST).exists():
+            found = read_manifest(output)
+            if found.request != request:
+                raise ValueError(
+                    f"{output} holds other data, prepared from {_shown(found.request)}; give another --output"
+                )
+            yield found
+            return
+        times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
+        modified = hashlib.sha256(json.dumps(times).encode()).hexdigest()
+        wanted = {"request": request, "modified": modified}
+        if (output / PROGRESS).exists():
+            begun = json.loads((output / PROGRESS).read_text(encoding="utf-8"))
+            if begun != wanted:
+                changed = (
+                    "the inputs have changed since" if begun["request"] == request else f"of {_shown(begun['request'])}"
+                )
+                raise ValueError(
+                    f"{output} holds the beginning of another preparation: {changed}; remove it, or give another --output"
+                )
+            for partial in output.glob(".*.partial-*"):
+                partial.unlink()
+        elif any(output.iterdir()):
+            raise ValueError(f"the output folder {output} exists and holds something else; give another --output")
+        else:
+            write_whole(output / PROGRESS, json.dumps(wanted).encode())
+        yield None
+    finally:
+        os.close(folder)
+
+
+def _shown(request: dict[str, Any]) -> str:
+    return f"{', '.join(request['inputs'])} by tokenizer {request['tokenizer'][:8]}"
+
+
+def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
+    """The shards that are not there yet."""
+    sizes = [sum(piece.nbytes for piece in part) for part in job.parts]
+    missing = [number for number in range(len(job.parts)) if not _record(job.output, number).exists()]
+    total, there = sum(sizes), sum(sizes) - sum(sizes[number] for number in missing)
+    progress(there, total)
+    if min(workers, len(missing)) <= 1:
+        for number in missing:
+            _make_shard(job, number, lambda done, there=there: progress(there + done, total))  # type: ignore[misc]
+            there += sizes[number]
+        return
+    with tempfile.TemporaryDirectory(prefix="weft-prepare-") as name:
+        folder = Path(name)
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(POLL_SECONDS):
+                progress(min(total, there + sum(int(each.read_text() or 0) for each in folder.glob("read-*"))), total)
+
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        try:
+            run_together(
+                *(_work, job, missing, name),
+                processes=min(workers, len(missing)),
+                folder=folder,
+                preload=[__name__],
+            )
+        except ProcessFailed as failure:
+            if failure.status != STOPPED:
+                raise
+            raise ValueError((folder / "error").read_text(encoding="utf-8")) from None
+        finally:
+            ended.set()
+            watching.join()
+    progress(total, total)
+
+
+def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
+    """Makes shards that no other process has begun, until there are none."""
+    read = 0
+
+    def report(done: int) -> None:
+        (Path(folder) / f"read-{rank}").write_text(str(read + done))
+
+    for number in missing:
+        try:
+            os.close(os.open(Path(folder) / f"begun-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        try:
+            _make_shard(job, number, report)
+        except (ValueError, OSError) as error:
+            said = str(error) if isinstance(error, ValueError) else f"{job.output} cannot be written: {error}"
+            (Path(folder) / "error").write_text(said, encoding="utf-8")
+            sys.exit(STOPPED)
+        read += sum(piece.nbytes for piece in job.parts[number])
+
+
+def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
+    """The two files of a part, and last the record that they are whole."""
+    import numpy as np
+
+    part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0)
+    size, read, prompt, place = sum(piece.nbytes for piece in part), 0, "", 0
+    ends: list[int] = []
+    digest = hashlib.sha256()
+    dtype = np.dtype(job.dtype).newbyteorder("<")
+    end = np.array(job.tokenizer.end, dtype=dtype).tobytes()
+    shard = Shard(number=number, tokens=0, documents=0, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
+    names = [job.output / name for name in shard.names]
+    partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
+    with partial.open("wb") as file:
+        for texts in _together(read_part(part, job.columns, left_out)):
+            prompt = prompt or next(filter(None, map(first_words, texts)), "")
+            for tokens in job.tokenizer.encode_each(texts):
+                known = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
+                for encoded in (known.astype(dtype).tobytes(), end):
+                    digest.update(encoded)
+                    file.write(encoded)
+                place += len(tokens) + 1
+                ends.append(place)
+            read += sum(map(len, texts))
+            report(min(read, size))
+        finish(file, names[0])
+    index = np.array(ends, dtype="<u8").tobytes()
+    write_whole(names[1], index)
+    record = Shard(
+        number=number,
+        tokens=place,
+        documents=len(ends),
+        sha256=(digest.hexdigest(), hashlib.sha256(index).hexdigest()),
+        empty=left_out.empty,
+        skipped=tuple(left_out.skipped),
+        bad=left_out.bad,
+        prompt=prompt,
+    )
+    write_whole(_record(job.output, number), json.dumps(asdict(record)).encode())
+    report(size)
+
+
+def _together(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Texts of about TEXTS_AT_ONCE characters."""
+    batch: list[str] = []
+    held = 0
+    for text in texts:
+        batch.append(text)
+        held += len(text)
+        if held >= TEXTS_AT_ONCE:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _record(output: Path, number: int) -> Path:
+    """What says that a shard is whole, until the manifest does."""
+    return output / f"part-{number:05}.json"
+
+
+def _end(job: _Job, request: dict[str, Any]) -> Manifest:
+    """The tokenizer's files, and the manifest. Raises ValueError where there is no document."""
+    records = [_record(job.output, number) for number in range(len(job.parts))]
+    shards = [read_shard(json.loads(record.read_text(encoding="utf-8"))) for record in records]
+    if not sum(shard.documents for shard in shards):
+        shutil.rmtree(job.output)
+        skipped = sum(len(shard.skipped) for shard in shards)
+        raise ValueError(
+            f"{', '.join(request['inputs'])} hold no text: {sum(shard.empty for shard in shards)} empty documents, {skipped} "
+            f"files that are not UTF-8, {sum(shard.bad for shard in shards)} lines without text; give files that do"
+        )
+    folder = job.output / TOKENIZER_FOLDER
+    folder.mkdir(exist_ok=True)
+    for name, content in job.tokenizer.files:
+        write_whole(folder / name, content)
+    manifest = Manifest(
+        dtype=job.dtype,
+        vocab_size=job.tokenizer.vocab_size,
+        end=job.tokenizer.end,
+        tokenizer=job.tokenizer.sha256,
+        tokenizer_files={name: hashlib.sha256(content).hexdigest() for name, content in job.tokenizer.files},
+        shards=tuple(shards),
+        request=request,
+    )
+    manifest.write(job.output)
+    return read_manifest(job.output)

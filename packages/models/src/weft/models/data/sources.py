@@ -1,0 +1,184 @@
+"""What a run is trained on: text, a prepared folder, or several of them by weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, read_manifest
+from .text import Corpus, find_corpus
+from .tokenizer import Tokenizer, find_tokenizer
+
+if TYPE_CHECKING:
+    from .streams import ShardStream, Stream
+
+
+class Source(Protocol):
+    """Documents that a run may be trained on. is_prepared: from token shards, not from text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def skipped(self) -> tuple[Path, ...]: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def is_prepared(self) -> bool: ...
+    def open(self) -> Stream:
+        """The tokens, of which what is asked for is read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A folder that `weft data prepare` has made."""
+
+    folder: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+
+    @property
+    def name(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    @property
+    def num_tokens(self) -> int:
+        """Ends of documents included."""
+        return sum(shard.tokens for shard in self.manifest.shards)
+
+    @property
+    def prompt(self) -> str:
+        """What a sample of such text may begin with."""
+        return next((shard.prompt for shard in self.manifest.shards if shard.prompt), " ")
+
+    @property
+    def skipped(self) -> tuple[Path, ...]:
+        """None: what was left out was said when it was prepared."""
+        return ()
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it is of token shards."""
+        return True
+
+    def open(self) -> ShardStream:
+        """The tokens, memory-mapped."""
+        from .streams import ShardStream
+
+        shards = []
+        for shard in self.manifest.shards:
+            tokens, documents = (self.folder / name for name in shard.names)
+            shards.append((tokens, documents, shard.tokens, shard.documents))
+        return ShardStream(shards, self.manifest.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Several sources, of which samples are taken by weight; all of one tokenizer."""
+
+    parts: tuple[tuple[Source, Fraction], ...]
+
+    @property
+    def name(self) -> str:
+        """Each with its weight."""
+        return " + ".join(f"{float(weight):g} x {source.name}" for source, weight in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sources."""
+        return sum(source.num_tokens for source, _ in self.parts)
+
+    @property
+    def prompt(self) -> str:
+        """That of the first."""
+        return self.parts[0][0].prompt
+
+    @property
+    def skipped(self) -> tuple[Path, ...]:
+        """Of all sources."""
+        return tuple(path for source, _ in self.parts for path in source.skipped)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of all."""
+        return self.parts[0][0].tokenizer
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether any source is."""
+        return any(source.is_prepared for source, _ in self.parts)
+
+
+Data = Corpus | Prepared | Mixture
+
+
+def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
+    """The text or the prepared folder at `path`, or what `mixture` names with weights, as "books=0.7".
+
+    Raises ValueError for what cannot be read, weights that are none, both at once, and sources of several tokenizers.
+    """
+    if not mixture:
+        return _find(path)
+    if path is not None:
+        raise ValueError(f"data.path {path} and data.mixture are both given; give one of the two")
+    parts = []
+    for item in mixture:
+        name, _, number = item.rpartition("=")
+        try:
+            weight = Fraction(number)
+        except (ValueError, ZeroDivisionError):
+            weight = Fraction(0)
+        if not name or weight <= 0:
+            raise ValueError(
+                f"{item!r} in data.mixture is not FOLDER=WEIGHT with a weight above 0; write it like books=0.7"
+            )
+        parts.append((_find(Path(name)), weight))
+    first = parts[0][0]
+    for source, _ in parts[1:]:
+        if source.tokenizer.sha256 != first.tokenizer.sha256:
+            raise ValueError(
+                f"data.mixture: {source.name} and {first.name} have different tokenizers; prepare both with one"
+            )
+    return Mixture(tuple(parts))
+
+
+def _find(path: Path | None) -> Corpus | Prepared:
+    if path is None or not (path / MANIFEST).is_file():
+        return find_corpus(path)
+    manifest = read_manifest(path)
+    tokenizer = find_tokenizer(path / TOKENIZER_FOLDER)
+    if tokenizer.sha256 != manifest.tokenizer:
+        raise ValueError(f"{path / TOKENIZER_FOLDER} is not the tokenizer that {path} was prepared with; copy it again")
+    return Prepared(path, manifest, tokenizer)
+
+
+def check_enough(data: Data, sequence_length: int) -> None:
+    """Raises ValueError where a source has not two whole sequences: one to train on, one to hold out."""
+    for source in [each for each, _ in data.parts] if isinstance(data, Mixture) else [data]:
+        if source.num_tokens <= 2 * sequence_length:
+            raise ValueError(
+                f"{source.name} has {source.num_tokens} tokens, fewer than two sequences of data.sequence_length "
+                f"{sequence_length} and the next token, to train on one and hold one out; give more text or a shorter sequence"
+            )
+
+
+def check_vocabulary(data: Data, size: int) -> None:
+    """Raises ValueError where a model of `size` tokens has not all that the data may have."""
+    tokenizer = data.tokenizer
+    if size < tokenizer.vocab_size:
+        what = (
+            "a text's tokens are its bytes, 0 to 255, and the end of a document"
+            if tokenizer.is_bytes
+            else f"the tokens of {data.name}"
+        )
+        raise ValueError(
+            f"model.vocab_size {size} is below {tokenizer.vocab_size}: {what}; give --model.vocab-size {tokenizer.vocab_size} or more"
+        )

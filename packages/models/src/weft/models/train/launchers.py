@@ -1,0 +1,62 @@
+"""What launchers tell the processes that they start, in the words of torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+PORT = 29500  # torch's own
+
+
+def adopt_launcher() -> None:
+    """Where srun or mpirun has started this process, sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    What is set already stays: torchrun sets all, and a script may name the machine or the port.
+    Raises ValueError where mpirun has started processes on several machines and nobody says where rank 0 is.
+    """
+    for name, value in world_of(os.environ).items():
+        os.environ.setdefault(name, value)
+
+
+def world_of(said: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torchrun, from those of srun, of Open MPI, or of MPICH and Intel MPI; none where neither has spoken.
+
+    A process that is started alone is no world: it starts its own.
+    """
+    if "RANK" in said:
+        return {}
+    # In a batch script too there is a SLURM_PROCID; the number of a step's tasks is srun's alone.
+    if int(said.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return {
+            **_ranks(said, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+            "MASTER_ADDR": first_host(said["SLURM_STEP_NODELIST"]),
+            # One for each job of a machine, below those that Linux gives to clients.
+            "MASTER_PORT": str(15000 + int(said["SLURM_JOB_ID"]) % 15000),
+        }
+    for rank, size, local_rank, local_size in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if int(said.get(size, "1")) <= 1:
+            continue
+        if "MASTER_ADDR" not in said and said.get(local_size) != said[size]:
+            raise ValueError(
+                f"mpirun has started {said[size]} processes, {said.get(local_size, 'an unknown number')} of them on this "
+                f"machine, and does not say on which rank 0 is; set MASTER_ADDR to its name, for all of them"
+            )
+        return {**_ranks(said, rank, size, local_rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+    return {}
+
+
+def first_host(hosts: str) -> str:
+    """The first of Slurm's list of hosts: "gpu[07-09,12],cpu1" begins with gpu07."""
+    found = re.match(r"([^\[,]+)(?:\[(\w+))?([^,]*)", hosts)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST is {hosts!r}, which names no host")
+    prefix, number, _ = found.groups()
+    return prefix + (number or "")
+
+
+def _ranks(said: Mapping[str, str], rank: str, size: str, local_rank: str) -> dict[str, str]:
+    return {"RANK": said[rank], "WORLD_SIZE": said[size], "LOCAL_RANK": said.get(local_rank, said[rank])}

@@ -1,0 +1,25 @@
+"""The learning rate over the steps of a run."""
+
+from __future__ import annotations
+
+import math
+
+from .config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The rate of step `step`, counted from 0, of `steps`: a linear warmup, then as `config.schedule` says.
+
+    cosine: half a cosine to `final_share` (Loshchilov & Hutter, 2017). linear: a line to it. constant: the highest throughout.
+    wsd: the highest, then a line to it over the last `decay_steps` (Hu et al., "MiniCPM", 2024).
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    first, last = config.warmup_steps, config.final_share
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "wsd":
+        first = max(first, steps - (steps // 5 if config.decay_steps is None else config.decay_steps))
+    progress = min(1.0, max(0.0, (step - first) / max(1, steps - first)))
+    above = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.lr * (last + (1 - last) * above)

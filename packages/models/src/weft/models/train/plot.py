@@ -1,0 +1,86 @@
+"""The loss and the speed of a run, as pictures of its metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+HEIGHT = 10  # lines of the picture on a terminal, without its axis
+AXIS = 24  # columns of what stands beside it
+NARROW = 50  # columns that a picture needs
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The numbers of the steps that were logged; held_out: (step, loss) of those that took it."""
+
+    steps: list[int]
+    losses: list[float]
+    speeds: list[float]
+    held_out: list[tuple[int, float]]
+
+
+def read_curves(metrics: Path) -> Curves:
+    """The curves of a metrics.jsonl."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return Curves(
+        [line["step"] for line in lines],
+        [line["loss"] for line in lines],
+        [line["tokens_per_second"] for line in lines],
+        [(line["step"], line["held_out_loss"]) for line in lines if line["held_out_loss"] is not None],
+    )
+
+
+def drawn(curves: Curves, width: int) -> str:
+    """Loss and speed for a terminal of `width` columns, beside one another where they find room; without colors."""
+    beside = width >= 2 * NARROW
+    panels = [
+        _panel(title, curves.steps, values, width // 2 - 1 if beside else width)
+        for title, values in (("loss", curves.losses), ("tokens/s", curves.speeds))
+    ]
+    if not beside:
+        return "\n".join(panels)
+    left, right = (panel.splitlines() for panel in panels)
+    wide = max(map(len, left))
+    return "\n".join(f"{one:{wide}}  {other}".rstrip() for one, other in zip(left, right, strict=True))
+
+
+def _panel(title: str, steps: list[int], values: list[float], width: int) -> str:
+    from plotille import Figure
+
+    low, high = min(values), max(values)
+    room = (high - low or abs(high) or 1.0) * 0.05  # a curve that is flat has a picture too
+    figure = Figure()
+    figure.width, figure.height, figure.with_colors = max(10, width - AXIS), HEIGHT, False
+    figure.x_label, figure.y_label = "step", title
+    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
+    figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
+    figure.set_x_limits(0, steps[-1])
+    figure.set_y_limits(low - room, high + room)
+    figure.plot(steps, values)
+    picture: str = figure.show()
+    return picture
+
+
+def save_picture(curves: Curves, path: Path) -> None:
+    """Loss and speed over the steps, as SVG or PNG, by the path's suffix."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    FigureCanvasSVG(figure)
+    loss, speed = figure.subplots(1, 2)
+    loss.plot(curves.steps, curves.losses, label="training")
+    if curves.held_out:
+        loss.plot(*zip(*curves.held_out, strict=True), "o-", label="held out")
+        loss.legend(frameon=False)
+    loss.set_ylabel("loss")
+    speed.plot(curves.steps, curves.speeds, color="tab:green")
+    speed.set_ylabel("tokens/s")
+    speed.set_ylim(bottom=0)
+    for panel in (loss, speed):
+        panel.set_xlabel("step")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    figure.savefig(path)

@@ -1,0 +1,64 @@
+"""A run's configuration as a TOML file, and back as arguments of the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import TrainConfig
+
+_OF_ONE_RUN = ("output", "resume")  # where its results go, and what it goes on with, is not taken over by another
+
+
+def as_toml(recipe: str, config: TrainConfig) -> str:
+    """The recipe's name and every option that has a value; `weft train --config` takes it."""
+    import tomlkit  # where configurations are only read there need be none
+
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
+    return tomlkit.dumps({"recipe": recipe, **_given(values)})
+
+
+def read_toml(path: Path) -> tuple[str | None, list[str]]:
+    """The recipe that the file names, None where it names none, and its options as arguments of the command.
+
+    Raises ValueError for a file that cannot be read, or is not TOML.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {path} is not TOML: {error}") from None
+    recipe = values.pop("recipe", None)
+    if recipe is not None and not isinstance(recipe, str):
+        raise ValueError(f"config {path} has recipe = {recipe!r}; it is a name")
+    return recipe, list(_arguments(values, ""))
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are None, which TOML has no word for."""
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            given[name] = _given(value)
+        elif isinstance(value, tuple):
+            given[name] = list(value)
+        elif value is not None:
+            given[name] = str(value) if isinstance(value, Path) else value
+    return given
+
+
+def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, dict):
+            yield from _arguments(value, f"{prefix}{option}.")
+        elif isinstance(value, bool):
+            yield f"--{prefix}{'' if value else 'no-'}{option}"
+        elif isinstance(value, list):
+            yield from (f"--{prefix}{option}", *map(str, value))
+        else:
+            yield from (f"--{prefix}{option}", str(value))

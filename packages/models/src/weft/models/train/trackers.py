@@ -1,0 +1,63 @@
+"""Where metrics go beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .config import TrackerName, TrainConfig
+from .report import Metrics
+
+Send = Callable[[int, dict[str, float]], None]  # of a step
+
+
+def check_trackers(names: tuple[TrackerName, ...]) -> None:
+    """Raises ValueError for one that is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ValueError(f"track is {name}, which is not installed; pip install 'weft-models[{name}]' brings it")
+
+
+class Trackers:
+    """Sends the numbers of each step to TensorBoard, or to Weights & Biases."""
+
+    def __init__(self, names: tuple[TrackerName, ...], folder: Path, config: TrainConfig) -> None:
+        self._sends = [_MAKERS[name](folder, config) for name in names]
+
+    def add(self, metrics: Metrics) -> None:
+        numbers = {
+            name: float(value)
+            for name, value in dataclasses.asdict(metrics).items()
+            if name != "step" and value is not None
+        }
+        if metrics.held_out_loss is not None:
+            numbers["perplexity"] = math.exp(metrics.held_out_loss)
+        for send in self._sends:
+            send(metrics.step, numbers)
+
+
+def _tensorboard(folder: Path, config: TrainConfig) -> Send:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def send(step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()  # a run that is killed has them
+
+    return send
+
+
+def _wandb(folder: Path, config: TrainConfig) -> Send:
+    import wandb
+
+    run: Any = wandb.init(project="weft", name=folder.name, dir=str(folder), config=dataclasses.asdict(config))
+    return lambda step, numbers: run.log(numbers, step=step)
+
+
+_MAKERS: dict[TrackerName, Callable[[Path, TrainConfig], Send]] = {"tensorboard": _tensorboard, "wandb": _wandb}

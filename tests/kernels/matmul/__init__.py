@@ -1,0 +1,1 @@
+"""matmul, linear and the products that go with them."""

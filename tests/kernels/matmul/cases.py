@@ -1,0 +1,51 @@
+"""Factors, and products in float64 that share no code with the kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# Written out, not torch's own.
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda z: z,
+    "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda z: z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+    "silu": lambda z: z / (1 + torch.exp(-z)),
+    "relu": lambda z: z.clamp(min=0),
+    "relu2": lambda z: z.clamp(min=0) ** 2,
+}
+
+
+def expected(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:
+    """In the dtype of what is given: in float64 the truth, in another what eager torch makes of it."""
+    z = torch.matmul(a, b) * alpha
+    out = ACTIVATIONS[activation](z if bias is None else z + bias)
+    return out if residual is None else out + beta * residual
+
+
+def largest(error: Tensor) -> float:
+    return float(error.abs().max()) if error.numel() else 0.0
+
+
+def assert_as_good_as_eager(found: Tensor, eager: Tensor, truth: Tensor) -> None:
+    """Off by no more than twice what eager torch is off in the same dtype."""
+    assert found.shape == truth.shape
+    allowed = 2 * largest(eager.double() - truth) + 4 * torch.finfo(eager.dtype).eps * largest(truth)
+    assert largest(found.double() - truth) <= allowed

@@ -1,0 +1,187 @@
+"""Norms, rotary positions and gates against torch in float64: values, gradients, and bytes moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from weft import kernels
+from weft.kernels.traffic import counted_traffic
+
+from tests.kernels.cases import normal
+
+HEAD = 6
+Outputs = tuple[Tensor, ...]
+
+
+def mean_square_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def of_heads(x: Tensor, weight: Tensor) -> Tensor:
+    return mean_square_norm(x.unflatten(-1, (-1, HEAD)), weight).flatten(-2)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """By complex numbers: element i is the real part, element i + D / 2 the imaginary one."""
+    first, second = x.unflatten(-1, (-1, 2, HEAD // 2)).unbind(-2)  # [..., T, heads, D / 2] each
+    wide = torch.promote_types(x.dtype, torch.float32)
+    found = torch.complex(first.to(wide), second.to(wide)) * torch.complex(cos.to(wide), sin.to(wide)).unsqueeze(-2)
+    return torch.stack((found.real, found.imag), -2).flatten(-3).to(x.dtype)
+
+
+def turned_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    apart = x.unflatten(-1, (-1, HEAD // 2, 2)).transpose(-1, -2).flatten(-3)
+    return turned(apart, cos, sin).unflatten(-1, (-1, 2, HEAD // 2)).transpose(-1, -2).flatten(-3)
+
+
+# The op, what it means, and its operands by name, of x [*rows, T, width] or [*rows, T, 2 * HEAD].
+LAYERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "rms_norm": (kernels.rms_norm, mean_square_norm, "x weight"),
+    "rms_norm-plain": (kernels.rms_norm, lambda x: torch.rms_norm(x, x.shape[-1:], None, 1e-6), "x"),
+    "rms_norm-heads": (lambda x, w: kernels.rms_norm(x, w, head_dim=HEAD), of_heads, "heads of_head"),
+    "add_rms_norm": (kernels.add_rms_norm, lambda x, r, w: (x + r, mean_square_norm(x + r, w)), "x y weight"),
+    "layer_norm": (kernels.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), "x weight bias"),
+    "add_layer_norm": (
+        kernels.add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), "x y weight bias"
+    ),
+    "rope": (kernels.rope, turned, "heads cos sin"),
+    "rope-interleaved": (
+        lambda *tensors: kernels.rope(*tensors, interleaved=True), turned_interleaved, "heads cos sin"
+    ),
+    "rms_norm_rope": (
+        kernels.rms_norm_rope, lambda x, w, cos, sin: turned(of_heads(x, w), cos, sin), "heads of_head cos sin"
+    ),
+    "swiglu": (kernels.swiglu, lambda gate, up: F.silu(gate) * up, "x y"),
+    "geglu": (kernels.geglu, lambda gate, up: F.gelu(gate) * up, "x y"),
+    "geglu-tanh": (
+        lambda *tensors: kernels.geglu(*tensors, approximate="tanh"),
+        lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+        "x y",
+    ),
+    "gelu": (kernels.gelu, F.gelu, "x"),
+}  # fmt: skip
+ROWS = [pytest.param((2, 5), id="rows"), pytest.param((0, 3), id="none"), pytest.param((1,), id="one")]
+
+
+def operands(names: str, rows: tuple[int, ...], width: int) -> list[Tensor]:
+    """In float64, of numbers that bf16 has."""
+    made = {
+        "x": normal(*rows, width), "y": normal(*rows, width, seed=1), "weight": normal(width, seed=2), "bias": normal(width, seed=3),
+        "heads": normal(*rows, 2 * HEAD), "of_head": normal(HEAD, seed=2),
+        "cos": normal(rows[-1], HEAD // 2), "sin": normal(rows[-1], HEAD // 2, seed=1),
+    }  # fmt: skip
+    return [made[name].bfloat16().double() for name in names.split()]
+
+
+def run(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
+    """The outputs, and the gradients of all but the tables."""
+    leaves = [
+        each.clone().requires_grad_(name not in ("cos", "sin")) for name, each in zip(names.split(), given, strict=True)
+    ]
+    found = op(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    upstream = [normal(*each.shape, seed=7 + i).bfloat16().to(each) for i, each in enumerate(outputs)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return *(each.detach() for each in outputs), *torch.autograd.grad(outputs, wanted, upstream)
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found.cpu().double() - truth).abs().max()) if truth.numel() else 0.0
+
+
+@pytest.mark.parametrize("width", [7, 16, 130])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_errs_no_more_than_torch(
+    name: str, dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str
+) -> None:
+    op, meaning, names = LAYERS[name]
+    wide = operands(names, rows, width)
+    truths = run(meaning, names, wide)
+    narrow = [
+        each.to(dtype if of not in ("cos", "sin") else torch.float32)
+        for of, each in zip(names.split(), wide, strict=True)
+    ]
+    eager = run(meaning, names, narrow)
+    found = run(op, names, [each.to(device) for each in narrow])
+    for one, other, truth in zip(found, eager, truths, strict=True):
+        assert one.dtype == other.dtype and one.shape == truth.shape
+        scale = float(truth.abs().max()) if truth.numel() else 0.0
+        assert error(one, truth) <= 2 * error(other, truth) + 4 * torch.finfo(dtype).eps * scale
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_torch_path_has_the_gradients_of_its_values(name: str) -> None:
+    op, _, names = LAYERS[name]
+    given = operands(names, (2, 3), 4)
+    fixed = {i for i, of in enumerate(names.split()) if of in ("cos", "sin")}
+    leaves = [each.requires_grad_(i not in fixed) for i, each in enumerate(given)]
+    torch.autograd.gradcheck(op, leaves)
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm", "rms_norm_rope"])
+def test_a_sum_over_rows_is_the_same_to_the_bit_each_time(name: str, device: str) -> None:
+    op, _, names = LAYERS[name]
+    given = [each.float().to(device) for each in operands(names, (3, 3), 16)]
+    for one, other in zip(run(op, names, given), run(op, names, given), strict=True):
+        assert torch.equal(one, other)
+
+
+def strided(x: Tensor, names: str) -> list[Tensor]:
+    """The operands as parts of wider tensors: rows apart, or elements."""
+    return [F.pad(each, (0, 3))[..., :-3] if name in ("x", "heads") else each.mT.contiguous().mT if each.ndim > 1 else each
+            for name, each in zip(names.split(), x, strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_any_strides(name: str, device: str) -> None:
+    op, _, names = LAYERS[name]
+    given = [each.float().to(device) for each in operands(names, (4, 3), 16)]
+    for one, other in zip(run(op, names, strided(given, names)), run(op, names, given), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# What a forward and a backward move: passes over x, which are reads and writes of it, and bytes beside. There are N rows of H, or
+# of 32 heads of D; three programs that each read the weight, and write float32 addends of its gradient; a float32 number a row.
+N, H, D = 24, 512, 16
+NORM = (6 * H + 4 * N, (2 + 4) * 3 * H + 4 * N)
+OF_LAYER = (2 * 6 * H + 8 * N, (2 + 4 + 4) * 3 * H + 8 * N)
+ANGLES = 4 * D * N
+MOVED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "rms_norm": ((2, 3), NORM),
+    "add_rms_norm": ((4, 4), NORM),
+    "layer_norm": ((2, 3), OF_LAYER),
+    "add_layer_norm": ((4, 4), OF_LAYER),
+    "rope": ((2, 2), (ANGLES, ANGLES)),
+    "rope-interleaved": ((2, 2), (ANGLES, ANGLES)),
+    "rms_norm_rope": ((2, 3), (ANGLES + 2 * 3 * D + 4 * N * 32, ANGLES + (2 + 4) * 3 * D + 4 * N * 32)),
+    "swiglu": ((3, 5), (0, 0)),
+    "geglu": ((3, 5), (0, 0)),
+    "gelu": ((2, 3), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_bytes_moved(name: str, interpreted: None) -> None:
+    op, _, names = LAYERS[name]
+    made = {"x": normal(N, H), "heads": normal(N, 32 * D), "of_head": normal(D), "weight": normal(H), "bias": normal(H)}
+    made |= {"y": made["x"], "cos": normal(N, D // 2), "sin": normal(N, D // 2)}
+    leaves = [
+        made[each].float() if each in ("cos", "sin") else made[each].bfloat16().requires_grad_()
+        for each in names.split()
+    ]
+    with counted_traffic() as forward:
+        outputs = op(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    upstream = [torch.ones_like(each) for each in outputs]
+    with counted_traffic() as backward:
+        torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], upstream)
+    passes, beside = MOVED[name]
+    found = [traffic.loaded + traffic.stored for traffic in (forward, backward)]
+    assert found == [count * leaves[0].nbytes + more for count, more in zip(passes, beside, strict=True)]

@@ -1,0 +1,137 @@
+"""A run's configuration as a file, and back."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from weft.models.cli import main
+from weft.models.cli.train import _parsed
+from weft.models.rope_scaling import LinearRopeScaling
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig
+from weft.models.train.recipes import RECIPES, recipe
+from weft.models.train.toml import as_toml
+
+from tests.architecture.rules import ROOT
+
+OTHER = replace(
+    recipe("llama-tiny"),
+    steps=7,
+    check=False,
+    track=("tensorboard",),
+    data=DataConfig(path=Path("my book.txt")),
+    mesh=MeshConfig(dp=2, tp=1),
+    plan=PlanConfig(sequence=True, recompute="full", zero=2),
+    optimizer=OptimizerConfig(schedule="wsd", decay_steps=3, lr=1e-3),
+    model=replace(recipe("llama-tiny").model, dropout=0.1),
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_what_its_file_says(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(name, recipe(name)))
+    assert _parsed([], file) == (name, recipe(name))
+
+
+def test_every_option_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml("llama-tiny", OTHER))
+    assert _parsed([], file) == ("llama-tiny", OTHER)
+
+
+def test_what_is_given_overrides_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml("llama-tiny", OTHER))
+    _, config = _parsed(["--steps", "9", "--plan.no-sequence", "--optimizer.lr", "0.5"], file)
+    assert config == replace(
+        OTHER,
+        steps=9,
+        plan=replace(OTHER.plan, sequence=False),
+        optimizer=replace(OTHER.optimizer, lr=0.5),
+    )
+
+
+def test_a_part_of_a_file_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 3\n[optimizer]\nlr = 0.125\n")
+    assert _parsed(["qwen3-tiny"], file)[1] == replace(
+        recipe("qwen3-tiny"), steps=3, optimizer=replace(recipe("qwen3-tiny").optimizer, lr=0.125)
+    )
+
+
+def test_where_results_go_is_not_taken_over(tmp_path: Path) -> None:
+    assert "output" not in as_toml("llama-tiny", replace(OTHER, output=Path("somewhere")))
+
+
+def test_print_config_prints_what_would_run_and_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--print-config", "--mesh.tp", "4", "--steps", "5"])
+    assert ended.value.code == 0
+    file = tmp_path / "run.toml"
+    file.write_text(capsys.readouterr().out)
+    _, config = _parsed([], file)
+    assert (config.steps, config.mesh) == (5, MeshConfig(pp=1, dp=1, cp=1, tp=4))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("steps = ", "run.toml is not TOML: Invalid value", id="not-toml"),
+        pytest.param(None, "run.toml cannot be read: No such file", id="missing"),
+        pytest.param("recipe = 3", "recipe = 3; it is a name", id="recipe-a-number"),
+        pytest.param('recipe = "lama-tiny"', "did you mean 'llama-tiny'", id="recipe-unknown"),
+    ],
+)
+def test_a_file_that_cannot_be_used(text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        _parsed([], file)
+
+
+def test_a_file_of_another_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml("llama-tiny", recipe("llama-tiny")))
+    with pytest.raises(ValueError, match="is of the recipe llama-tiny, and gpt-tiny is asked for"):
+        _parsed(["gpt-tiny"], file)
+
+
+def test_an_option_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[optimizer]\nlearning_rate = 3\n")
+    with pytest.raises(SystemExit) as ended:
+        _parsed([], file)
+    assert ended.value.code == 2
+    assert "--optimizer.learning-rate" in capsys.readouterr().err
+
+
+def commands() -> list[str]:
+    """Those of `weft train` that the documents show."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    shown = (re.findall(r"^(?:weft|\./run) (train\b.*)$", page.read_text(), re.MULTILINE) for page in pages)
+    return sorted({command for of_page in shown for command in of_page})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_that_is_shown_is_taken(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.models.cli.train.gpu_count", lambda: 8)
+    (tmp_path / "book.txt").write_text("Call me Weft. " * 500)
+    (tmp_path / "run.toml").write_text(as_toml("llama-tiny", recipe("llama-tiny")))
+    _, *arguments = shlex.split(command.partition(">")[0], comments=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments, "--print-config"])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_a_rope_scaling_is_written() -> None:
+    model = replace(recipe("llama-tiny").model, rope_scaling=LinearRopeScaling(factor=2.0))
+    text = as_toml("llama-tiny", replace(OTHER, model=model))
+    assert "[model.rope_scaling]\nfactor = 2.0" in text

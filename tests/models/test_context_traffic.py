@@ -1,0 +1,137 @@
+"""What a block of a context-parallel model communicates: how much, how often, and beside what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, ProcessMesh, Shard
+from weft.models import GPT, GPTConfig, Llama, LlamaConfig, Qwen, QwenConfig, initialize, parallelize
+from weft.reshard import distribute
+
+from tests.support.collectives import Collectives
+from tests.support.events import Events
+
+CONFIG = LlamaConfig(
+    vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=8, num_kv_heads=4, max_seq_len=64
+)
+
+
+def made() -> Llama:
+    model = Llama(CONFIG)
+    initialize(model, seed=3)
+    return model
+
+
+class Traffic(Collectives):
+    """Kinds of collectives, and the bytes of the largest tensor of each: what is gathered, scattered or arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.kinds)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.kinds) > before:
+            leaves = torch.utils._pytree.tree_leaves(args)
+            self.nbytes.append(max(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)))
+        return result
+
+    def take(self) -> list[tuple[str, int]]:
+        taken = list(zip(self.kinds, self.nbytes, strict=True))
+        self.kinds.clear()
+        self.nbytes.clear()
+        return taken
+
+
+def one_block(mesh: dict[str, int], kind: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    grid = ProcessMesh.grid(**mesh)
+    model = made()
+    parallelize(model, grid, replace(model.parallel_plan(), context=kind))
+    stream = Layout(grid, {"cp": Shard(1)})
+    x, upstream = (distribute(torch.randn(2, 16, CONFIG.hidden_size), stream) for _ in range(2))
+    cos, sin = (distribute(torch.ones(16, CONFIG.head_dim // 2), Layout(grid, {"cp": Shard(0)})) for _ in range(2))
+    with Traffic() as seen:
+        y = model.layers[0](x.requires_grad_(), cos, sin)
+        forward = seen.take()
+        y.backward(upstream)
+        return forward, seen.take()
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_block_gathers_keys_and_values_once_and_scatters_their_gradients_once(cp: int, pool: Any) -> None:
+    gathered = 2 * 2 * 16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4  # keys and values, B, T, their width, bytes
+    for forward, backward in pool.run(one_block, {"cp": cp}, "all_gather", ranks=cp):
+        assert forward == [("all-gather", gathered)]
+        assert backward == [("reduce-scatter", gathered)]
+
+
+def block_events(family: str, recompute: str) -> tuple[list[str], list[str]]:
+    """What one block starts, computes of its queries, and waits for; in the forward and in the backward."""
+    grid = ProcessMesh.grid(cp=2)
+    rope: tuple[DTensor, ...] = ()
+    model: Any
+    if family == "gpt":
+        model = GPT(GPTConfig(vocab_size=31, hidden_size=32, num_layers=1, num_heads=4, max_seq_len=16))
+    else:
+        model = Qwen(
+            QwenConfig(version=3, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4)
+        )
+        angles = torch.ones(16, model.config.head_dim // 2)
+        rope = tuple(distribute(angles, Layout(grid, {"cp": Shard(0)})) for _ in range(2))
+    initialize(model, seed=3)
+    parallelize(model, grid, replace(model.parallel_plan(), context="all_gather", recompute=recompute))
+    stream = Layout(grid, {"cp": Shard(1)})
+    x, upstream = (distribute(torch.ones(2, 16, 32), stream) for _ in range(2))
+    q_proj = model.get_submodule("h.0.attn.q_proj" if family == "gpt" else "layers.0.self_attn.q_proj")
+    with Events() as seen:
+        q_proj.register_forward_hook(lambda *_: seen.events.append("queries"))
+        q_proj.weight.register_post_accumulate_grad_hook(
+            lambda _: seen.events.append("gradient of the queries' weight")
+        )
+        y = model.blocks[0](x.requires_grad_(), *rope)
+        forward = list(seen.events)
+        seen.events.clear()
+        y.backward(upstream)
+        return forward, seen.events
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        ("qwen", "none"),
+        pytest.param("gpt", "none", marks=pytest.mark.exhaustive),
+        pytest.param("qwen", "selective", marks=pytest.mark.exhaustive),
+        pytest.param("qwen", "full", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_queries_are_computed_while_keys_and_values_travel(family: str, recompute: str, pool: Any) -> None:
+    forward = ["all-gather", "queries", "waited"]
+    again = {"none": [], "selective": ["queries"], "full": forward}[recompute]
+    for seen in pool.run(block_events, family, recompute, ranks=2):
+        assert seen[0] == forward
+        assert seen[1] == [*again, "reduce-scatter", "gradient of the queries' weight", "waited"]
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_ulysses_block_exchanges_twice_each_way(cp: int, pool: Any) -> None:
+    width = CONFIG.num_heads * CONFIG.head_dim
+    kv_width = CONFIG.num_kv_heads * CONFIG.head_dim
+    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but what stays
+    for forward, backward in pool.run(one_block, {"cp": cp}, "ulysses", ranks=cp):
+        assert forward == [("all-to-all", nbytes) for nbytes in arrives]
+        assert backward == [("all-to-all", nbytes) for nbytes in reversed(arrives)]
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
+def test_beside_tensor_parallelism_a_block_has_those_and_its_all_reduces(kind: str, pool: Any) -> None:
+    own = {"all_gather": [{"all-gather": 1}, {"reduce-scatter": 1}], "ulysses": [{"all-to-all": 2}] * 2}[kind]
+    for phases in pool.run(one_block, {"cp": 2, "tp": 2}, kind, ranks=4):
+        for phase, its in zip(phases, own, strict=True):
+            assert Counter(name for name, _ in phase) == Counter({"all-reduce": 2, **its})

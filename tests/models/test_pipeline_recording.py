@@ -1,0 +1,147 @@
+"""What a step on stages communicates, recorded on shapes by each of its ranks, and issued."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import ParallelPlan, PipelinePlan, parallelize, record
+from weft.models.communication import Communication
+from weft.models.decoder import CausalModel
+from weft.models.families import make_model
+from weft.models.microbatches import divide, weighing
+
+from tests.models.stepping import observed_microbatches
+from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, Residual, batch, flat, layers_for, make
+
+Both = tuple[Communication, Communication]
+
+
+def both(model: nn.Module, axes: dict[str, int], plan: ParallelPlan, criterion: Any, count: int = 1) -> Both:
+    """Recorded before, and issued by the second of two steps."""
+    mesh, (tokens, targets) = ProcessMesh.grid(**axes), batch()
+    key = torch.tensor(77, dtype=torch.uint64)
+    inputs = {"dropout_key": key} if isinstance(model, CausalModel) else {}
+    options = {"microbatches": count, "clip_norm": 1e9, "inputs": inputs}
+    recorded = record(model, mesh, plan, batch=(tokens, targets), criterion=criterion, rank=dist.get_rank(), **options)
+    parallelize(model, mesh, plan)
+    parts = divide(model, tokens, targets, plan.pipeline.microbatches if plan.pipeline else count, inputs)
+    _, issued = observed_microbatches(model, weighing(criterion, parts, targets), parts, clip_norm=1e9)
+    return recorded, issued
+
+
+def of_family(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any]) -> Both:
+    model = make(name, layers_for(axes))
+    cut = PipelinePlan(microbatches=MICROBATCHES, **pipeline)
+    return both(model, axes, replace(model.parallel_plan(), **plan, pipeline=cut), cross_entropy)
+
+
+MESHES = [
+    pytest.param({"pp": 2, "tp": 2}, {"sequence": True}, id="pp2-tp2-sequence"),
+    pytest.param({"pp": 2, "dp": 2}, {"zero": 2}, id="pp2-dp2-zero2"),
+    pytest.param({"pp": 2, "cp": 2}, {"context": "all_gather", "recompute": "full"}, id="pp2-cp2-recompute"),
+    pytest.param({"pp": 2, "dp": 2}, {"zero": 3}, id="pp2-dp2-zero3"),
+    pytest.param({"pp": 4}, {"recompute": "selective"}, id="pp4"),
+]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", ["tied", "dropout", "gpt"])
+@pytest.mark.parametrize("pipeline", SCHEDULES)
+@pytest.mark.parametrize(("axes", "plan"), MESHES)
+def test_what_is_recorded_is_issued(
+    axes: dict[str, int], plan: dict[str, Any], pipeline: dict[str, Any], name: str, pool: Any
+) -> None:
+    for recorded, issued in pool.run(of_family, axes, name, plan, pipeline, ranks=ProcessMesh.grid(**axes).size):
+        assert recorded == issued, f"\n{recorded}\n{issued}"
+        assert recorded.select(kind="send").count
+        assert recorded.select(kind="recv", axis="pp").nbytes
+
+
+def own_model(frozen: bool) -> Both:
+    torch.manual_seed(5)
+    model = Residual()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or name.startswith(("blocks.3", "head")))
+    plan = ParallelPlan(pipeline=PipelinePlan(microbatches=MICROBATCHES))
+    return both(model, {"pp": 2}, plan, partial(flat, nn.functional.cross_entropy))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_of_ones_own_that_hands_pairs_on(frozen: bool, pool: Any) -> None:
+    """Where the first stage learns nothing, nothing is sent back to it."""
+    for rank, (recorded, issued) in enumerate(pool.run(own_model, frozen, ranks=2)):
+        assert recorded == issued, f"\n{recorded}\n{issued}"
+        back = recorded.select(phase="backward", kind=("recv", "send")[rank]).count
+        assert back == (0 if frozen else 2 * MICROBATCHES)
+
+
+def without_stages(zero: int) -> Both:
+    model = make("llama")
+    return both(model, {"dp": 2}, replace(model.parallel_plan(), zero=zero), cross_entropy, count=4)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_microbatches_without_stages(zero: int, pool: Any) -> None:
+    for recorded, issued in pool.run(without_stages, zero, ranks=2):
+        assert recorded == issued, f"\n{recorded}\n{issued}"
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return make_model(replace(CONFIGS["tied"], num_layers=3))
+
+
+def recorded(rank: int, **axes: int) -> Communication:
+    model = on_meta()
+    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=2))
+    return record(model, ProcessMesh.grid(**axes), plan, batch=(2048 * 2, 9), rank=rank, clip_norm=1.0)
+
+
+def test_the_bytes_from_stage_to_stage_are_those_of_the_activations() -> None:
+    activations = 2048 * 2 * 9 * 32 * 4  # rows, tokens, hidden size, bytes
+    first, second, last = (recorded(rank, pp=3) for rank in range(3))
+    assert first.select(kind="recv").nbytes == last.select(kind="recv").nbytes == activations
+    assert second.select(kind="recv").nbytes == 2 * activations
+    assert second.select(kind="send", phase="forward").count == 2
+
+
+def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
+    def calls(dp: int) -> int:
+        counted = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal counted
+            counted += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            recorded(13, pp=2, dp=dp, tp=4)
+        finally:
+            sys.setprofile(before)
+        return counted
+
+    calls(4)  # what is imported and cached at first
+    few = calls(8)
+    assert calls(2048) < 1.02 * few
+
+
+def test_a_rank_outside_has_no_stage() -> None:
+    assert recorded(4, pp=2, dp=2) == Communication()
+
+
+def test_what_cannot_be_recorded() -> None:
+    model = on_meta()
+    with pytest.raises(ValueError, match="3 microbatches do not divide the batch of 8 rows"):
+        record(model, ProcessMesh.grid(dp=2), batch=(8, 9), microbatches=3)
+    with pytest.raises(ValueError, match=r"are not taken in 2 microbatches; give both as \[B, T\]"):
+        record(model, ProcessMesh.grid(dp=2), batch=(torch.ones(8, 9), torch.ones(8)), microbatches=2)

@@ -1,0 +1,272 @@
+"""`weft data prepare`: the same bytes however it was run, and one line for input that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from weft.models.cli import main
+from weft.models.data.manifest import read_manifest, verify
+from weft.models.data.prepare import prepare
+from weft.models.data.sources import find_data
+from weft.models.data.tokenizer import BYTE_END, Tokenizer, byte_tokenizer, find_tokenizer
+
+TEXTS = [f"{'chapter ' * (n % 5)}{n}: wärp and weft ☃\n" for n in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def disk_that_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync of this disk may take longer than all else here."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path there."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def documents(folder: Path) -> list[list[int]]:
+    """The documents of a prepared folder, each with its end, by numpy alone."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found: list[list[int]] = []
+    for number in range(len(manifest["shards"])):
+        tokens = np.fromfile(folder / f"tokens-{number:05}.bin", dtype=manifest["dtype"])
+        ends = np.fromfile(folder / f"documents-{number:05}.bin", dtype=np.uint64).astype(int)
+        found += [part.tolist() for part in np.split(tokens, ends)[:-1]]
+        assert not len(tokens) or ends[-1] == len(tokens)
+    return found
+
+
+def as_bytes(texts: list[str]) -> list[list[int]]:
+    return [[*text.encode(), BYTE_END] for text in texts if text]
+
+
+def write_text(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_text(text)
+    return folder
+
+
+def write_jsonl(folder: Path, texts: list[str]) -> Path:
+    file = folder.with_suffix(".jsonl")
+    file.write_text(
+        "".join(
+            json.dumps({"number": n, "text": text}, ensure_ascii=bool(n % 2)) + "\n" for n, text in enumerate(texts)
+        )
+    )
+    return file
+
+
+def write_parquet(folder: Path, texts: list[str]) -> Path:
+    file = folder.with_suffix(".parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"n": list(range(len(texts))), "text": texts}), file, row_group_size=7)
+    return file
+
+
+KINDS = [write_text, write_jsonl, write_parquet]
+
+
+@pytest.mark.parametrize("part_bytes", [30, 100, 10**6])
+@pytest.mark.parametrize("write", KINDS, ids=["text", "jsonl", "parquet"])
+def test_every_document_is_there_once_in_order_with_its_end(
+    write: Callable[[Path, list[str]], Path], part_bytes: int, tmp_path: Path
+) -> None:
+    given = write(tmp_path / "in", TEXTS)
+    manifest = prepare([given], tmp_path / "out", tokenizer=byte_tokenizer(), part_bytes=part_bytes)
+    assert documents(tmp_path / "out") == as_bytes(TEXTS)
+    assert manifest == read_manifest(tmp_path / "out") == verify(tmp_path / "out")
+    assert manifest.dtype == "uint16" and manifest.end == BYTE_END
+    assert (len(manifest.shards) == 1) == (part_bytes == 10**6)
+
+
+def test_a_manifest_says_what_there_is(tmp_path: Path) -> None:
+    prepare([write_jsonl(tmp_path / "in", ["one", "", "two"])], tmp_path / "out", tokenizer=byte_tokenizer())
+    said = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert (said["format"], said["version"], said["tokens"], said["documents"], said["empty"]) == (
+        "weft-tokens",
+        1,
+        8,
+        2,
+        1,
+    )
+    assert set(contents(tmp_path / "out")) == {
+        *(
+            "manifest.json",
+            "tokens-00000.bin",
+            "documents-00000.bin",
+            "tokenizer/tokenizer.json",
+            "tokenizer/tokenizer_config.json",
+        )
+    }
+
+
+@dataclass
+class Killed(BaseException):
+    """As by SIGKILL: nothing is cleaned up."""
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_what_was_interrupted_goes_on_to_the_same_bytes(
+    after: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended in the middle of a shard, by any number of workers."""
+    given = write_jsonl(tmp_path / "in", TEXTS)
+    make = {"tokenizer": byte_tokenizer(), "part_bytes": 300}
+    prepare([given], tmp_path / "whole", **make)
+    renamed, rename = 0, os.rename
+
+    def ending(source: str, target: Path) -> None:
+        nonlocal renamed
+        renamed += "tokens-" in str(target)
+        if renamed > after:
+            raise Killed
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", ending)
+        with pytest.raises(Killed):
+            prepare([given], tmp_path / "out", **make)
+    assert not (tmp_path / "out/manifest.json").exists()
+    assert len(list((tmp_path / "out").glob("part-*.json"))) == after
+    with pytest.raises(ValueError, match="out holds no prepared data: No such file"):
+        read_manifest(tmp_path / "out")
+    kept = {name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("tokens-*") for name in [file.name]}
+    prepare([given], tmp_path / "out", workers=workers, **make)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in kept.items()), "made once"
+    prepare([given], tmp_path / "out", **make)  # and again, there is nothing to do
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+def test_a_command_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """The processes themselves, by SIGKILL, at moments of all kinds; with another count of workers each time."""
+    given = write_jsonl(tmp_path / "in", [text * 500 for text in TEXTS])
+    prepare([given], tmp_path / "whole", tokenizer=byte_tokenizer(), part_bytes=1 << 20)
+    command = [
+        sys.executable,
+        "-m",
+        "weft.models.cli",
+        "data",
+        "prepare",
+        str(given),
+        "--output",
+        str(tmp_path / "out"),
+        "--shard-mib",
+        "1",
+    ]
+    killed = 0
+    for attempt in range(40):
+        process = subprocess.Popen([*command, "--workers", str(attempt % 3 + 1)], stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 0.3 * attempt
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        elif process.returncode == 0:
+            break
+        process.wait()
+    assert process.returncode == 0 and killed
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("learned")
+    given = write_jsonl(folder / "in", TEXTS * 5)
+    with pytest.raises(SystemExit) as end:
+        main(["data", "train-tokenizer", str(given), "--vocab-size", "300", "--output", str(folder / "bpe")])
+    assert end.value.code == 0
+    return folder / "bpe"
+
+
+class TestTokenizers:
+    def test_a_tokenizer_that_was_learned_survives_its_text(self, learned: Path, tmp_path: Path) -> None:
+        found = find_tokenizer(learned)
+        assert found.end == 0 and 257 < found.vocab_size <= 300
+        for text in [*TEXTS, "日本語 <|endoftext|> \x00", " a  b\n"]:
+            tokens = found.encode(text)
+            assert found.decode(tokens) == text
+            assert found.end not in tokens  # a document that names the end does not end there
+            assert len("".join(found.decode_each(tokens))) == len(text)
+        prepare([write_text(tmp_path / "in", TEXTS)], tmp_path / "out", tokenizer=found, workers=2, part_bytes=200)
+        assert documents(tmp_path / "out") == [[*found.encode(text), found.end] for text in TEXTS]
+        assert find_data(tmp_path / "out").tokenizer == found
+
+    def test_learning_it_again_gives_the_same_files(self, learned: Path, tmp_path: Path) -> None:
+        main_status(
+            [
+                "data",
+                "train-tokenizer",
+                str(learned.parent / "in.jsonl"),
+                "--vocab-size",
+                "300",
+                "--output",
+                str(tmp_path / "bpe"),
+            ]
+        )
+        assert contents(tmp_path / "bpe") == contents(learned)
+
+    @pytest.mark.parametrize("name", ["learned", "bytes"])
+    def test_transformers_reads_the_files_as_we_do(self, name: str, learned: Path, tmp_path: Path) -> None:
+        import transformers
+
+        found = find_tokenizer(learned) if name == "learned" else byte_tokenizer()
+        found.save(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        for text in TEXTS[:5]:
+            assert theirs(text).input_ids == found.encode(text)
+            assert theirs.decode(found.encode(text)) == text
+        assert (theirs.eos_token_id, len(theirs)) == (found.end, found.vocab_size)
+        assert find_tokenizer(tmp_path) == found
+
+    def test_a_file_of_a_tokenizer_names_its_end(self, learned: Path) -> None:
+        assert find_tokenizer(learned / "tokenizer.json").end == 0
+        assert find_tokenizer(learned / "tokenizer.json", "chapter").end > 256
+
+    def test_a_vocabulary_above_65536_takes_32_bits(self, tmp_path: Path) -> None:
+        many = Tokenizer(byte_tokenizer().files, BYTE_END, 65537)
+        assert prepare([write_text(tmp_path / "in", TEXTS)], tmp_path / "out", tokenizer=many).dtype == "uint32"
+        assert documents(tmp_path / "out") == as_bytes(TEXTS)
+
+    @pytest.mark.parametrize(
+        ("content", "end", "message"),
+        [
+            pytest.param(None, None, "has no tokenizer.json; give one that the tokenizers library wrote", id="missing"),
+            pytest.param("{", None, "tokenizer.json is no tokenizer: .*; save it again", id="no-json"),
+            pytest.param(
+                "learned", "<none>", "has no token '<none>'; name the one that is to follow", id="no-such-end"
+            ),
+        ],
+    )
+    def test_a_tokenizer_that_is_none_is_refused(
+        self, content: str | None, end: str | None, message: str, learned: Path, tmp_path: Path
+    ) -> None:
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(
+                (learned / "tokenizer.json").read_text() if content == "learned" else content
+            )
+        with pytest.raises(ValueError, match=message):
+            find_tokenizer(tmp_path, end)
+
+
+def main_status(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert isinstance(end.value.code, int)
+    return end.value.code

@@ -1,0 +1,174 @@
+"""The line of a step, the numbers in it, and the pictures of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import types
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from weft.mesh import Layout, Partial, ProcessMesh, Shard
+from weft.models.config import ModelConfig
+from weft.models.families import make_model
+from weft.models.train.plot import drawn, read_curves, save_picture
+from weft.models.train.recipes import RECIPES, recipe
+from weft.models.train.speed import flops_per_token, peak_flops
+from weft.models.train.trackers import Trackers, check_trackers
+from weft.reshard import distribute, reshard
+from weft.reshard.running.waits import Waits, measured_by
+
+from tests.models.metrics import some_metrics
+from tests.support.pool import Pool
+
+BELOW = "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  8.2 GFLOP/s  0.41 GiB (2%)  waiting 31%  1:23 left"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        pytest.param({}, BELOW, id="cpu"),
+        pytest.param({"tflops": 431.7, "mfu": 0.4365}, BELOW.replace("8.2 GFLOP/s", "432 TFLOP/s (44% of the peak)"), id="chip"),
+        pytest.param({"seconds_left": 3723.4}, BELOW.replace("1:23 left", "1:02:03 left"), id="hours"),
+        pytest.param(
+            {"held_out_loss": math.log(20)},
+            BELOW.replace("  grad", "  held out 2.9957 (perplexity 20)  grad"),
+            id="held-out",
+        ),
+        pytest.param({"held_out_loss": 1e5}, BELOW.replace("  grad", "  held out 100000.0000 (perplexity 1.014e+304)  grad"), id="far"),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
+    assert str(some_metrics(**changes)) == line
+
+
+def multiplied(model: ModelConfig, T: int) -> int:
+    """Operations of the products of a forward pass of one sequence, seen as they run; attention is told apart."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = make_model(replace(model, vocab_size=64))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(torch.zeros(1, T, dtype=torch.int64))
+    counts = counter.get_flop_counts()["Global"]
+    return sum(n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_operations_of_a_token_are_three_times_those_of_the_products_that_run(name: str) -> None:
+    model, T = replace(recipe(name).model, vocab_size=64, num_layers=2), 16
+    attention = 12 * model.num_layers * model.attention_width * T
+    products = (flops_per_token(model, T) - attention) * T
+    assert products == pytest.approx(3 * multiplied(model, T), rel=0.01)  # biases and norms are counted as weights
+
+
+def test_the_operations_of_a_published_size() -> None:
+    """Llama 3 8B at 8192 tokens: 6 x 7.504e9 weights that multiply, and 12 x 32 x 4096 x 8192 of attention."""
+    from weft.models import LlamaConfig
+
+    llama = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8
+    )
+    assert flops_per_token(llama, 8192) == pytest.approx(6 * 7.504e9 + 12 * 32 * 4096 * 8192, rel=1e-3)
+
+
+def test_the_peak_is_known_by_the_chips_name() -> None:
+    assert peak_flops(torch.device("cpu"), "bfloat16") is None
+    names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "Unknown": None}
+    for name, peak in names.items():
+        with patch("torch.cuda.get_device_name", return_value=name):
+            assert peak_flops(torch.device("cuda"), "bfloat16") == peak
+            assert peak_flops(torch.device("cuda"), "float32") is None
+
+
+def late(rank_late: int, seconds: float) -> list[float]:
+    """One rank comes late to an all-reduce; what each waits for it, and for a second, once nobody measures."""
+    mesh = ProcessMesh.grid(tp=2)
+    part = distribute(torch.ones(4, 4), Layout(mesh, {"tp": Shard(0)}))
+    addend = reshard(part, None, {"tp": Partial("sum")})
+    reshard(addend)
+    waits = Waits(torch.device("cpu"))
+    with measured_by(waits):
+        dist.barrier()
+        if dist.get_rank() == rank_late:
+            time.sleep(seconds)
+        reshard(addend)
+    first = waits.take()
+    reshard(addend)
+    return [first, waits.take()]
+
+
+def test_the_rank_that_is_not_late_waits(pool: Pool) -> None:
+    waited = pool.run(late, 1, 0.5, ranks=2)
+    assert waited[0][0] > 0.4
+    assert waited[1][0] < waited[0][0] / 2
+    assert [after for _, after in waited] == [0.0, 0.0]
+
+
+def lines(folder: Path) -> Path:
+    path = folder / "metrics.jsonl"
+    each = (some_metrics(step=n, loss=6 - n / 10, held_out_loss=5.0 if n == 20 else None) for n in range(1, 41))
+    path.write_text("".join(json.dumps(asdict(metrics)) + "\n" for metrics in each))
+    return path
+
+
+def test_the_curves_are_drawn_on_a_terminal_and_saved(tmp_path: Path) -> None:
+    curves = read_curves(lines(tmp_path))
+    assert (curves.steps[0], curves.losses[-1], curves.held_out) == (1, 2.0, [(20, 5.0)])
+    for width in (60, 120):
+        picture = drawn(curves, width)
+        assert max(map(len, picture.splitlines())) <= width
+        assert "(loss)" in picture and "(tokens/s)" in picture and "\x1b" not in picture
+    for name, beginning in (("curves.svg", b"<?xml"), ("curves.png", b"\x89PNG")):
+        save_picture(curves, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(beginning)
+
+
+@pytest.mark.parametrize("values", [[2.5], [float(2)] * 3], ids=["one-step", "flat"])
+def test_a_curve_without_extent_is_drawn(values: list[float], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(asdict(some_metrics(step=i, loss=x))) + "\n" for i, x in enumerate(values, 1)))
+    assert "(loss)" in drawn(read_curves(path), 80)
+    save_picture(read_curves(path), tmp_path / "curves.svg")
+
+
+def test_tensorboard_has_the_numbers_of_each_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers(("tensorboard",), tmp_path, recipe("llama-tiny"))
+    trackers.add(some_metrics(step=1, loss=3.0))
+    trackers.add(some_metrics(step=2, loss=2.0, held_out_loss=math.log(8)))
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 3.0), (2, 2.0)]
+    assert [(event.step, event.value) for event in found.Scalars("perplexity")] == [(2, pytest.approx(8))]
+    assert "mfu" not in found.Tags()["scalars"]
+
+
+def test_weights_and_biases_is_sent_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, float]] = []
+
+    class Run:
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            sent.append((step, numbers["loss"]))
+
+    def init(**options: Any) -> Run:
+        assert options["config"]["optimizer"]["lr"] == recipe("llama-tiny").optimizer.lr
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
+    Trackers(("wandb",), tmp_path, recipe("llama-tiny")).add(some_metrics(step=7, loss=3.0))
+    assert sent == [(7, 3.0)]
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_trackers(())
+    monkeypatch.setattr("weft.models.train.trackers.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"track is wandb, which is not installed; pip install 'weft-models\[wandb\]'"):
+        check_trackers(("wandb",))

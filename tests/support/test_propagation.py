@@ -1,0 +1,46 @@
+"""What torch says of an op's layouts is kept in a worker, and the meshes are not."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tests.support import propagation
+from tests.support.pool import Pool
+
+
+def added(names: tuple[str, str], size: int) -> tuple[int, Tensor]:
+    """How often torch was asked in an addition, and the sum; it is on the mesh of this call."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    x = DTensor.from_local(torch.arange(3.0 * size).reshape(3, size), mesh, [Shard(0), Partial()])
+    with patch.object(propagation, "ask", wraps=propagation.ask) as asked:
+        total = x + x
+    assert total.device_mesh is mesh
+    assert total.placements == x.placements
+    return asked.call_count, total.full_tensor()
+
+
+def test_torch_is_asked_once_for_each_mesh_and_shape() -> None:
+    x = 4 * torch.arange(6.0).reshape(3, 2).repeat(2, 1)
+    with Pool() as pool:
+        for times, names, size in ((1, ("a", "b"), 2), (0, ("a", "b"), 2), (1, ("a", "c"), 2), (1, ("a", "b"), 3)):
+            for found, total in pool.run(added, names, size, ranks=4):
+                assert found == times
+                assert size == 3 or torch.equal(total, x)
+
+
+def laid_out_anew(times: int) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    return [(x * DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])).full_tensor() for _ in range(times)]
+
+
+def test_an_op_whose_arguments_are_laid_out_anew_does_so_every_time() -> None:
+    with Pool() as pool:
+        for _ in range(2):
+            for found in pool.run(laid_out_anew, 2, ranks=2):
+                assert torch.equal(torch.stack(found), torch.full((2, 2, 2), 2.0))
