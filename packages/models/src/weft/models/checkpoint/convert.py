@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.tokenizer import FILES
 from ..families import make_model
 from .huggingface import (
     SHARD_BYTES,
@@ -24,14 +24,11 @@ from .huggingface import (
     start_folder,
     weights_of,
 )
-from .manifest import CONFIG, MANIFEST, MODEL, RUN, StoredFile, StoredPart, StoredTensor, key_of
-from .shards import DTYPES, positional_sum, write_shard
+from .manifest import CONFIG, MANIFEST, MODEL, RUN, StoredFile, StoredPart, StoredTensor, as_document, key_of
+from .shards import DTYPES, positional_sum, write_file, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, beside, finish_folder
 from .stored import joined
-
-# What a tokenizer is in, beside the weights, as far as it is JSON: it goes with them.
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -77,10 +74,9 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> None:
                 for tensor, names in tensors.items()
             }
             write_shard(beside(target) / filename, shapes, values())
-        for name in TOKENIZER:
+        for name in FILES:
             if name in reader.manifest.files:
-                document = reader.manifest.document(source, name)
-                (beside(target) / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+                write_file(beside(target) / name, reader.manifest.content(source, name))
         files = {tensor: filename for filename, tensors in shards.items() for tensor in tensors}
         finish_pretrained(parameters, config, files, beside(target), target)
 
@@ -116,10 +112,8 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> None:
                     yield whole
 
             files[filename] = write_shard(beside(target) / filename, shapes, values())
-        documents: dict[str, Any] = {RUN: {}, CONFIG: weights.write_config(model)}
-        for name in TOKENIZER:
-            if (source / name).is_file():
-                documents[name] = json.loads((source / name).read_text(encoding="utf-8"))
+        documents = {RUN: as_document({}), CONFIG: as_document(weights.write_config(model))}
+        documents |= {name: (source / name).read_bytes() for name in FILES if (source / name).is_file()}
         finish_folder(target, found, files, documents)
 
 

@@ -64,9 +64,8 @@ def read_header(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
-def write_text(path: Path, text: str) -> StoredFile:
-    """Writes a text file, and returns when the disk has it."""
-    content = text.encode()
+def write_file(path: Path, content: bytes) -> StoredFile:
+    """Writes a file, and returns when the disk has it."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, load, save
 
+from ..data.tokenizer import Tokenizer
 from ..families import family_of
 from ..parallel.parallelize import pipeline_of
-from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest
+from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
 from .shards import DTYPES
 from .storage import FolderReader, FolderWriter, beside, check_sums
@@ -28,7 +29,7 @@ class Snapshot:
     """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes."""
 
     parts: Mapping[str, Part]
-    documents: Mapping[str, Any]
+    documents: Mapping[str, bytes]
 
     def copied(self, into: Snapshot | None = None) -> Snapshot:
         """The same with tensors of its own, on the CPU: training may go on while it is written.
@@ -60,13 +61,17 @@ class Snapshot:
 
 
 def snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, run: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Snapshot:
     """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written."""
     family = family_of(model)
-    documents: dict[str, Any] = {RUN: dict(run or {})}
+    documents = {RUN: as_document(run or {}), **dict(() if tokenizer is None else tokenizer.files)}
     if family is not None:
-        documents[CONFIG] = family.weights.write_config(model)
+        documents[CONFIG] = as_document(family.weights.write_config(model))
     return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)
 
 
@@ -76,17 +81,18 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     run: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes the model, and the optimizer's state, so that `load_checkpoint` reads them under any plan.
 
     Each rank writes what it holds, and of what several hold one writes each part: nothing is gathered. The folder is there
     whole or not at all.
-    run: what else is to be known, as JSON: it is what `read_run` gives.
+    run: what else is to be known, as JSON: it is what `read_run` gives. tokenizer: its files go into the folder.
     Communication: what each rank holds is told to rank 0, which tells each what to write, and hears when that is done. Every
     rank calls it.
     Raises ValueError where the folder exists, OSError where it cannot be written; on every rank.
     """
-    snapshot(model, optimizer, run=run).write(Path(folder))
+    snapshot(model, optimizer, run=run, tokenizer=tokenizer).write(Path(folder))
 
 
 def load_checkpoint(

@@ -68,7 +68,8 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss)
-        self._copy = snapshot(self._model, self._optimizer, run=document).copied(self._copy)
+        tensors = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
+        self._copy = tensors.copied(self._copy)
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
         self._thread = threading.Thread(target=self._write, args=(self._copy, folder), daemon=True)
         self._thread.start()
