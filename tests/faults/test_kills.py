@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from weft.models.train.folder import newest_complete
 
 from tests.faults.attempts import WAYS, Victim, Way, assert_same, attempt, complete, lines, weights
 from tests.support.pool import Pool, RanksFailed
