@@ -75,6 +75,12 @@ def test_first_hour(session: nox.Session) -> None:
 
 
 @nox.session
+def test_faults(session: nox.Session) -> None:
+    """Kills ranks of runs, 100 times or WEFT_KILLS, and more that goes wrong at length; arguments go to pytest."""
+    _pytest(session, "-m", "faults", "--timeout=14400", "--capture=no", *session.posargs)
+
+
+@nox.session
 def test_browser(session: nox.Session) -> None:
     """The tests of the results' page in Chromium; they fail where there is none. CHROMIUM names its program."""
     python = _environment(session, "browser", list(BROWSER_TOOLS))
@@ -129,6 +135,12 @@ def data(session: nox.Session) -> None:
 def generate(session: nox.Session) -> None:
     """Lets a trained model go on with a text; arguments go to `weft generate`."""
     _give_way(session, "generate")
+
+
+@nox.session
+def convert(session: nox.Session) -> None:
+    """Makes a checkpoint into a folder for transformers, or back; arguments go to `weft convert`."""
+    _give_way(session, "convert")
 
 
 @nox.session

@@ -16,7 +16,7 @@ import pytest
 from tests.architecture.rules import ROOT
 from tests.architecture.test_reference import public_names
 
-MARKS = ("browser", "exhaustive", "first_hour", "gpu")
+MARKS = ("browser", "exhaustive", "faults", "first_hour", "gpu")
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
 SESSION = r"def test_exhaustive\(.*\n.*\n +_pytest\(session, \"-m\", \"(.*?)\""
 Test = dict[str, Any]  # see `tests.architecture.collected`
@@ -56,7 +56,7 @@ def test_each_test_is_in_one_of_the_two(every_test: list[Test]) -> None:
     assert len({test["name"] for test in every_test}) == len(every_test) > 4000
     for test in every_test:
         counts = is_selected(usual, test["marks"]) + is_selected(exhaustive, test["marks"])
-        assert counts == (not {"gpu", "browser", "first_hour"} & set(test["marks"])), test
+        assert counts == (not {"gpu", "browser", "first_hour", "faults"} & set(test["marks"])), test
 
 
 def test_no_function_is_left_out_but_those_marked_by_hand(every_test: list[Test], sampled: list[Test]) -> None:
@@ -90,7 +90,7 @@ def test_every_numbered_failure_is_sampled(every_test: list[Test], sampled: list
     assert (
         numbers_of_anchors(sampled)
         == numbers_of_anchors(every_test)
-        >= {str(number) for number in (*range(1, 13), *range(21, 31))}
+        >= {str(number) for number in (*range(1, 13), *range(21, 33))}
     )
     assert numbers_of_anchors([{"name": "a.py::test_anchors_8_and_17_are_met[20]"}]) == {"8", "17"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from weft.models import read_run
+from weft.models.train.folder import newest_complete
 
 from tests.end_to_end.test_train import SMALL, WEFT
 from tests.support.limits import PATIENCE
@@ -34,6 +37,25 @@ def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, 
     ended, said = _disturb(tmp_path, 2, lambda parent, workers: os.kill(parent, how))
     assert ended == status
     assert "Traceback" not in "".join(said)
+    saved, wrong = newest_complete(tmp_path / "run")
+    assert not wrong
+    if how == signal.SIGKILL:
+        assert saved is None
+    else:  # the step under way was
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        assert saved is not None and read_run(saved)["step"] == len(lines) >= 3
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(tmp_path: Path) -> None:
+    start = time.monotonic()
+    status, said = _disturb(tmp_path, 2, lambda parent, workers: os.kill(workers[1], signal.SIGSTOP), "--timeout", "3")
+    assert status == 1
+    (line,) = said
+    assert re.fullmatch(
+        r"weft train: rank 1 answered no more for 3 s, while the others waited in step \d+, \w+( \w+)?", line
+    )
+    assert time.monotonic() - start < PATIENCE
 
 
 @pytest.mark.parametrize("seconds", [0.5, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.0, 2.0))])
@@ -53,14 +75,26 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
     assert not (tmp_path / "outputs").exists()
 
 
-def _disturb(folder: Path, ranks: int, disturb: Callable[[int, list[int]], None]) -> tuple[int, list[str]]:
+def _disturb(
+    folder: Path, ranks: int, disturb: Callable[[int, list[int]], None], *options: str
+) -> tuple[int, list[str]]:
     """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status and what it said of it.
 
     Fails unless all its processes end.
     """
     (folder / "text.txt").write_text("weft and warp. " * 40)
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
-    arguments += ("--mesh.dp", "1", "--mesh.tp", str(ranks), "--model.num-layers", "1", "--data.path", "text.txt")
+    arguments += (
+        "--mesh.dp",
+        "1",
+        "--mesh.tp",
+        str(ranks),
+        "--model.num-layers",
+        "1",
+        "--data.path",
+        "text.txt",
+        *options,
+    )
     with subprocess.Popen(
         [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=_heeds_interrupts,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from weft.models import LlamaConfig
+from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.data import find_corpus
 from weft.models.train.folder import newest_complete
 from weft.models.train.loop import train
 from weft.models.train.results import METRICS

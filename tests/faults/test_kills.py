@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from weft.models.train.folder import newest_complete
 
-from tests.faults.attempts import WAYS, Victim, Way, assert_same, attempt, complete
+from tests.faults.attempts import WAYS, Victim, Way, assert_same, attempt, complete, lines, weights
 from tests.support.pool import Pool, RanksFailed
 
 
@@ -41,3 +44,26 @@ def survive(pool: Pool, way: Way, folder: Path, kills: int, seed: int) -> int:
 def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_not(name: str, text: Path, pool: Pool) -> None:
     survive(pool, WAYS[name], text / "run", kills=1, seed=len(name))
     assert_same(text / "run", text / "truth")
+
+
+MESHES = [
+    ("tp2-zero3-dp2", "pp2"),
+    pytest.param("pp2", "dp2", marks=pytest.mark.exhaustive),
+    pytest.param("dp2", "tp2-zero3-dp2", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MESHES)
+def test_anchor_32_another_mesh_goes_on_with_the_same_samples(before: str, after: str, text: Path, pool: Pool) -> None:
+    """The numbers are those of the first mesh but for the order of sums: of the losses relative, of the weights beside 0.01 a step."""
+    complete(pool, WAYS[before], text / "truth")
+    shutil.copytree(text / "truth", text / "run", ignore=shutil.ignore_patterns("checkpoint", "checkpoint-1*"))
+    complete(pool, WAYS[after], text / "run")
+    wanted = lines(text / "truth")
+    assert newest_complete(text / "run")[0] == text / "run/checkpoint-12"
+    assert [step for step, _, _ in lines(text / "run")] == [step for step, _, _ in wanted] == list(range(1, 13))
+    for (_, *found), (_, *truth) in zip(lines(text / "run"), wanted, strict=True):
+        assert found == pytest.approx(truth, rel=2e-5)
+    found_weights, true_weights = weights(text / "run"), weights(text / "truth")
+    for name, weight in true_weights.items():
+        torch.testing.assert_close(found_weights[name], weight, rtol=1e-4, atol=1e-5)

@@ -126,7 +126,7 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
     weft("train", "--data.path", data, "--output", run, *sizes, *small)
     checkpoint = tmp_path / "run" / "checkpoint"
     assert find_tokenizer(checkpoint) == find_tokenizer(Path(bpe))
-    assert find_tokenizer(tmp_path / "run" / "checkpoint-1").documents == find_tokenizer(Path(bpe)).documents
+    assert find_tokenizer(tmp_path / "run" / "checkpoint-1").sha256 == find_tokenizer(Path(bpe)).sha256
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     prompt = tokenizer("the whale", return_tensors="pt")

@@ -29,7 +29,13 @@ import pytest
 Case = TypeVar("Case")
 Value = tuple[str, str, tuple[int, ...]]  # a device, a parameter, and the identity of what it is
 
-ELSEWHERE = ("exhaustive", "gpu", "browser", "first_hour")  # marks of tests that `./run test` leaves out as they stand
+ELSEWHERE = (
+    "exhaustive",
+    "gpu",
+    "browser",
+    "first_hour",
+    "faults",
+)  # marks of tests that `./run test` leaves out as they stand
 
 
 def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> set[str]:

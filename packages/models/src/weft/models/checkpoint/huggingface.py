@@ -28,6 +28,7 @@ from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import pipeline_of
 from .manifest import CONFIG, MANIFEST, MODEL, Manifest
+from .shards import sync_folder
 from .states import load_checkpoint
 from .stored import grouped, joined
 
@@ -59,13 +60,13 @@ def from_pretrained(
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
         return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)
-    config = _read_config(folder)
-    weights = _weights_of(folder, config)
+    config = read_config(folder)
+    weights = weights_of(folder, config)
     with torch.device("meta"):
         model = make_model(weights.read_config(config))
     with ExitStack() as files:
-        tensors = _open(folder, files, weights.PREFIX)
-        _check(model, tensors, folder, weights)
+        tensors = open_tensors(folder, files, weights.PREFIX)
+        check_tensors(model, tensors, folder, weights)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
         loaded: dict[Tensor, nn.Parameter] = {}
@@ -73,7 +74,7 @@ def from_pretrained(
             stored = weights.stored(name)
             file = tensors[stored.name]()
             held = stored.slices(local_slices(parameter), tuple(parameter.shape))
-            part = stored.restored(_read(file, held)).to(device, dtype or _DTYPES[file.get_dtype()])
+            part = stored.restored(read_slices(file, held)).to(device, dtype or _DTYPES[file.get_dtype()])
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
@@ -109,7 +110,7 @@ def save_pretrained(
     raise_on_all(error, parallel)
 
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
-    shards = _shards(parameters, weights, shard_bytes)
+    shards = shards_of(parameters, weights, shard_bytes)
     for filename, tensors in shards.items():
         whole = {
             tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
@@ -122,7 +123,7 @@ def save_pretrained(
     if writer and error is None:
         config = weights.write_config(model)
         error = attempt(
-            _finish,
+            finish_pretrained,
             parameters,
             config,
             {name: file for file, names in shards.items() for name in names},
@@ -148,7 +149,7 @@ def _from_checkpoint(
     config = manifest.document(folder, CONFIG)
     first = next(each for name, each in manifest.tensors.items() if name.startswith(MODEL))
     with torch.device("meta"):
-        model = make_model(_weights_of(folder, config).read_config(config)).to(dtype or _DTYPES[first.dtype])
+        model = make_model(weights_of(folder, config).read_config(config)).to(dtype or _DTYPES[first.dtype])
     if mesh is not None:
         model = parallelize(model, mesh, plan)
     model.to_empty(device=device)
@@ -156,7 +157,7 @@ def _from_checkpoint(
     return model
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
     return read_json(folder / "config.json", "give a folder that transformers or Weft saved a model in")
@@ -174,7 +175,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
-def _weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
+def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(
@@ -183,7 +184,7 @@ def _weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     return FAMILIES[kind].weights
 
 
-def _open(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[], Any]]:
+def open_tensors(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[], Any]]:
     """By name, what gives each tensor to read slices of.
 
     prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
@@ -216,7 +217,7 @@ def _open(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[],
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _check(model: nn.Module, tensors: Mapping[str, Callable[[], Any]], folder: Path, weights: Any) -> None:
+def check_tensors(model: nn.Module, tensors: Mapping[str, Callable[[], Any]], folder: Path, weights: Any) -> None:
     """Raises ValueError unless the files hold the model's tensors, in its shapes, and no others."""
     shapes = {}
     for name, parameter in model.named_parameters():
@@ -243,7 +244,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read(stored: Any, part: tuple[slice, ...]) -> Tensor:
+def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
     shape = [s.stop - s.start for s in part]
     if 0 in shape:
         return torch.empty(shape, dtype=_DTYPES[stored.get_dtype()])
@@ -268,7 +269,7 @@ def weights_of_model(model: nn.Module) -> Any:
     return family.weights
 
 
-def _shards(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
+def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
     """Per file name, the stored tensors that it holds and the parameters of each: each file up to shard_bytes, or one tensor."""
     files: list[dict[str, list[str]]] = [{}]
     held = 0
@@ -304,7 +305,7 @@ def start_folder(folder: Path, temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _finish(
+def finish_pretrained(
     parameters: Mapping[str, Tensor], config: dict[str, Any], files: Mapping[str, str], temporary: Path, folder: Path
 ) -> None:
     """files: by stored tensor, the file that it is in."""
@@ -318,7 +319,9 @@ def _finish(
             "weight_map": files,
         }
         (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    sync_folder(temporary)
     temporary.rename(folder)
+    sync_folder(folder.parent)
 
 
 def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:

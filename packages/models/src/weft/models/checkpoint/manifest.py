@@ -61,6 +61,11 @@ def key_of(name: str, offsets: tuple[int, ...]) -> str:
     return f"{name}[{','.join(map(str, offsets))}]"
 
 
+def as_document(value: Mapping[str, Any]) -> bytes:
+    """A JSON file's content."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a checkpoint holds."""
@@ -111,11 +116,15 @@ class Manifest:
         return found
 
     def document(self, folder: Path, name: str) -> dict[str, Any]:
-        """A JSON file of the checkpoint. Raises DamagedCheckpoint where it is not as it was written."""
+        """A JSON file of the checkpoint. Raises as `content`."""
+        value: dict[str, Any] = json.loads(self.content(folder, name))
+        return value
+
+    def content(self, folder: Path, name: str) -> bytes:
+        """A file of the checkpoint that holds no tensors. Raises DamagedCheckpoint where it is not as it was written."""
         content = (folder / name).read_bytes()
         self.check(folder, name, content)
-        value: dict[str, Any] = json.loads(content)
-        return value
+        return content
 
     def check(self, folder: Path, name: str, content: bytes) -> None:
         """Raises DamagedCheckpoint unless that is what was written of a file: all, or what stands before the tensors."""

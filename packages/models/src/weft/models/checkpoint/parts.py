@@ -44,9 +44,16 @@ class Part:
     def chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
 
-    def copied(self) -> Part:
-        """The same with values of its own, on the CPU: what the tensor becomes later does not show in them."""
-        return Part(self.shape, self.offsets, self.values.to("cpu", copy=True))
+    def copied(self, into: Part | None = None) -> Part:
+        """The same with values of its own, on the CPU: what the tensor becomes later does not show in them.
+
+        into: an earlier copy of the same part, whose memory is taken again: to get new memory takes longer than to copy.
+        """
+        if into is None:
+            on_gpu = self.values.is_cuda
+            into = Part(self.shape, self.offsets, torch.empty_like(self.values, device="cpu", pin_memory=on_gpu))
+        into.values.copy_(self.values)
+        return into
 
 
 def part_of(tensor: Tensor) -> Part:

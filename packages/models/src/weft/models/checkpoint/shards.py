@@ -50,7 +50,7 @@ def write_shard(
     with path.open("wb") as file:
         file.write(header)
         for tensor in tensors:
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     assert path.stat().st_size == len(header) + end, "every tensor is of the shape that was said"
@@ -64,9 +64,8 @@ def read_header(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
-def write_text(path: Path, text: str) -> StoredFile:
-    """Writes a text file, and returns when the disk has it."""
-    content = text.encode()
+def write_file(path: Path, content: bytes) -> StoredFile:
+    """Writes a file, and returns when the disk has it."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

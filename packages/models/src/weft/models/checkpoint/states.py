@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, load, save
 
+from ..data.tokenizer import Tokenizer
 from ..families import family_of
 from ..parallel.parallelize import pipeline_of
-from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest
+from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
 from .shards import DTYPES
-from .storage import FolderReader, FolderWriter, check_sums
+from .storage import FolderReader, FolderWriter, beside, check_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,15 @@ class Snapshot:
     """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes."""
 
     parts: Mapping[str, Part]
-    documents: Mapping[str, Any]
+    documents: Mapping[str, bytes]
 
-    def copied(self) -> Snapshot:
-        """The same with tensors of its own, on the CPU: training may go on while it is written."""
-        return Snapshot({name: part.copied() for name, part in self.parts.items()}, self.documents)
+    def copied(self, into: Snapshot | None = None) -> Snapshot:
+        """The same with tensors of its own, on the CPU: training may go on while it is written.
+
+        into: an earlier copy, which is written already; its memory is taken again.
+        """
+        before = {} if into is None else into.parts
+        return Snapshot({name: part.copied(before.get(name)) for name, part in self.parts.items()}, self.documents)
 
     @property
     def nbytes(self) -> int:
@@ -38,14 +46,17 @@ class Snapshot:
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
         """Writes the checkpoint; see `save_checkpoint`. group: of all ranks; nothing else may use it meanwhile."""
         try:
-            save(
-                dict(self.parts),
-                storage_writer=FolderWriter(folder, self.documents),
-                planner=PartSavePlanner(),
-                process_group=group,
-                no_dist=not dist.is_initialized(),
-            )
+            with _quietly():
+                save(
+                    dict(self.parts),
+                    storage_writer=FolderWriter(folder, self.documents),
+                    planner=PartSavePlanner(),
+                    process_group=group,
+                    no_dist=not dist.is_initialized(),
+                )
         except CheckpointException as error:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                shutil.rmtree(beside(folder), ignore_errors=True)
             raise _cause(error) from None
 
 
@@ -54,16 +65,13 @@ def snapshot(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     run: Mapping[str, Any] | None = None,
-    beside: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Snapshot:
-    """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written.
-
-    beside: other JSON files by name, such as the tokenizer's.
-    """
+    """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written."""
     family = family_of(model)
-    documents: dict[str, Any] = {**(beside or {}), RUN: dict(run or {})}
+    documents = {RUN: as_document(run or {}), **dict(() if tokenizer is None else tokenizer.files)}
     if family is not None:
-        documents[CONFIG] = family.weights.write_config(model)
+        documents[CONFIG] = as_document(family.weights.write_config(model))
     return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)
 
 
@@ -73,17 +81,18 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     run: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes the model, and the optimizer's state, so that `load_checkpoint` reads them under any plan.
 
     Each rank writes what it holds, and of what several hold one writes each part: nothing is gathered. The folder is there
     whole or not at all.
-    run: what else is to be known, as JSON: it is what `read_run` gives.
+    run: what else is to be known, as JSON: it is what `read_run` gives. tokenizer: its files go into the folder.
     Communication: what each rank holds is told to rank 0, which tells each what to write, and hears when that is done. Every
     rank calls it.
     Raises ValueError where the folder exists, OSError where it cannot be written; on every rank.
     """
-    snapshot(model, optimizer, run=run).write(Path(folder))
+    snapshot(model, optimizer, run=run, tokenizer=tokenizer).write(Path(folder))
 
 
 def load_checkpoint(
@@ -108,7 +117,7 @@ def load_checkpoint(
         }
         parts: dict[str, Any] = {name: part_of(tensor) for name, tensor in tensors.items()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _quietly():
                 load(parts, storage_reader=reader, planner=PartLoadPlanner(), no_dist=not dist.is_initialized())
         except CheckpointException as error:
             raise _cause(error) from None
@@ -204,6 +213,15 @@ def _check_on_all(reader: FolderReader) -> None:
         dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warning that there is one process, where there is one."""
+    with nullcontext() if dist.is_initialized() else warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _cause(error: CheckpointException) -> BaseException:

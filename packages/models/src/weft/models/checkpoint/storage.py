@@ -6,7 +6,6 @@ whatever stops a run, what has the name of a checkpoint is one. Nothing that is 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -29,18 +28,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .manifest import MANIFEST, REMEDY, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
-from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_shard, write_text
+from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_file, write_shard
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
 
 
 class FolderWriter(StorageWriter):
-    """Writes a checkpoint into `folder`: a safetensors file for each rank that has something to write, and `documents` as JSON.
+    """Writes a checkpoint into `folder`: a safetensors file for each rank that has something to write, and `documents`.
 
     Raises ValueError where the folder exists; OSError where it cannot be written. What was written of it is removed then.
     """
 
-    def __init__(self, folder: Path, documents: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, documents: Mapping[str, bytes]) -> None:
         self._folder, self._documents = folder, documents
         self._beside = beside(folder)
 
@@ -123,14 +122,11 @@ def finish_folder(
     folder: Path,
     tensors: Mapping[str, StoredTensor],
     files: Mapping[str, StoredFile],
-    documents: Mapping[str, Any],
+    documents: Mapping[str, bytes],
 ) -> None:
     """Adds the documents and the manifest, and gives the folder its name; it returns when the disk has all."""
-    written = {
-        name: write_text(beside(folder) / name, json.dumps(document, indent=2) + "\n")
-        for name, document in documents.items()
-    }
-    write_text(beside(folder) / MANIFEST, Manifest(tensors, {**files, **written}).text())
+    written = {name: write_file(beside(folder) / name, content) for name, content in documents.items()}
+    write_file(beside(folder) / MANIFEST, Manifest(tensors, {**files, **written}).text().encode())
     sync_folder(beside(folder))
     beside(folder).rename(folder)
     sync_folder(folder.parent)

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from ..terminal import PROGRAM, wrapped
 
-COMMANDS = ("train", "data", "generate", "layout")
+COMMANDS = ("train", "data", "generate", "convert", "layout")
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
 
@@ -22,6 +22,7 @@ Commands
   train: train a model on a mesh
   data: make tokens of a text, and tokenizers
   generate: let a trained model go on with a text
+  convert: make a checkpoint into a folder for transformers, or back
   layout: draw who holds what of a tensor, and plan a change
 
 Examples

@@ -39,11 +39,6 @@ class Tokenizer:
         return _is_byte_file(dict(self.files)[TOKENIZER_FILE])
 
     @property
-    def documents(self) -> dict[str, Any]:
-        """The files by name, as what their JSON says."""
-        return {name: json.loads(content) for name, content in self.files}
-
-    @property
     def sha256(self) -> str:
         """Of tokenizer.json and of the end: two with the same give the same tokens."""
         return hashlib.sha256(f"{self.end}\n".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()

@@ -33,6 +33,7 @@ class Saver:
         self._run, self._model, self._optimizer = run, model, optimizer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.config.timeout))
         self._thread: threading.Thread | None = None
+        self._copy: Snapshot | None = None  # kept for its memory
         self._error: BaseException | None = None
         self.held_out_loss = float("nan")  # before the first step
         self.last: Path | None = None
@@ -67,11 +68,10 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss)
-        copy = snapshot(
-            self._model, self._optimizer, run=document, beside=self._run.corpus.tokenizer.documents
-        ).copied()
+        tensors = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
+        self._copy = tensors.copied(self._copy)
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
-        self._thread = threading.Thread(target=self._write, args=(copy, folder), daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(self._copy, folder), daemon=True)
         self._thread.start()
         self.blocked += time.perf_counter() - start
 
