@@ -5,6 +5,9 @@ Four gloo processes on a CPU, and eight, meshes of dp, tp and pp. Both are check
 step by step in turn: by the clock, and by what all ranks' processors spend, which another load on the machine changes less. They
 say what the host spends, and nothing of a GPU's speed.
 
+Without tp torch's modules compute on plain tensors and Weft's ops on DTensors: on stages as small as those of pp=4 that is most of
+what the host spends, and torch's stack is ahead there.
+
 FSDP2 has no level between its two: zero=1 and 2 stand beside it with parameters that stay whole from forward to backward, and
 hold what the table shows. torch's schedules add up the whole gradients of all microbatches and reduce them once: that is zero=1.
 What torch's stack has no form of is left out: tied weights across stages, fewer microbatches than stages, stages that are cut by

@@ -17,15 +17,16 @@ from tests.models.test_pipeline import MICROBATCHES, batch, make
 
 
 class Launched(TorchDispatchMode):
-    """The ops that run on tensors with data, by name."""
+    """The ops that run on tensors with data, by name, and those on shapes alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: Counter[str] = Counter()
+        self.on_shapes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(issubclass(kind, FakeTensor) for kind in types):
-            self.ops[func._opname] += 1
+        counted = self.on_shapes if any(issubclass(kind, FakeTensor) for kind in types) else self.ops
+        counted[func._opname] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -41,6 +42,25 @@ def launched(axes: dict[str, int], schedule: str) -> Counter[str]:
     with Launched() as mode:
         forward_backward(model, cross_entropy, tokens, targets, microbatches=MICROBATCHES)
     return mode.ops
+
+
+def embeddings_on_shapes() -> list[int]:
+    """In each of two steps."""
+    model = make("llama")
+    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES))
+    parallelize(model, ProcessMesh.grid(pp=2), plan)
+    found = []
+    for _ in range(2):
+        with Launched() as mode:
+            forward_backward(model, cross_entropy, *batch())
+        found.append(mode.on_shapes["embedding"] + mode.on_shapes["index_select"])
+    return found
+
+
+def test_modules_of_other_stages_run_on_shapes_once(pool) -> None:
+    first, last = pool.run(embeddings_on_shapes, ranks=2)
+    assert first == [0, 0]
+    assert last == [1, 0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])

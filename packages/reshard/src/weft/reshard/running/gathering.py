@@ -102,7 +102,7 @@ class _Bundle:
         self._places: list[Tensor] = []  # of this rank's shards in its row
         self._received: list[Tensor] = []  # what is copied, and where to
         self._filled: list[Tensor] = []
-        columns = zip(self._buffer.split(sizes, 1), self._mine.split(sizes), parts, items, strict=True)
+        columns = zip(torch.split(self._buffer, sizes, 1), torch.split(self._mine, sizes), parts, items, strict=True)
         for rows, mine, part, (each, its) in columns:
             held = memory_of(each.shard).shape
             self._places.append(mine.view(part)[tuple(slice(size) for size in held)])

@@ -54,6 +54,7 @@ class Whole:
         part = layout.local_shape(shard.shape, this_rank())
         made = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
         self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
+        assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
         self._local = memory_of(self.leaf)
         self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
         self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank()) if stays else None

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .cut import Cut
+
+KINDS = 64  # of arguments for which a module's shapes are kept: more than a step has
 
 
 class _Left(Exception):  # it is no error: a forward ends so after the last layer of a stage
@@ -159,19 +161,42 @@ def _fake(x: Tensor, device: torch.device) -> Tensor:
 
 
 class _Absent:
-    """What calls a module of other stages on shapes alone: a copy of it without data, on the device of what it is given."""
+    """What calls a module of other stages on shapes alone: a copy of it without data, on the device of what it is given.
+
+    It is called once for shapes that it is given again: on shapes an op takes the host ten times as long as on small tensors.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _replaced(module, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")).eval()
         self._on: dict[torch.device, nn.Module] = {}
+        self._given: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = _kind((args, kwargs))
+        if kind is None:
+            return self._call(args, kwargs)
+        if kind not in self._given:
+            if len(self._given) == KINDS:  # as of numbers that differ from step to step
+                self._given.clear()
+            self._given[kind] = self._call(args, kwargs)
+        return self._given[kind]
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
         device = _device_of((args, kwargs))
         if device not in self._on:
             self._on[device] = _replaced(self._module, lambda x: _fake(x, device))
         with torch.no_grad():
             given = tree_map(lambda x: _fake(x, device) if isinstance(x, DTensor) else x, (args, kwargs))
             return self._on[device](*given[0], **given[1])
+
+
+def _kind(given: Any) -> Any:
+    """Equal for arguments from which a module makes the same shapes; None where they are not tensors and plain values alone."""
+    leaves, structure = tree_flatten(given)
+    if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in leaves):
+        return None
+    kinds = ((tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
+    return str(structure), *kinds
 
 
 def _replaced(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
