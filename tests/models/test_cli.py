@@ -106,7 +106,10 @@ class TestHelp:
         assert len(examples) >= 2
         for program, *arguments in examples:
             assert [program, *arguments][: len(command.split()) + 1] == ["weft", *command.split()]
-            status, _, err = weft(*arguments)
+            into = arguments.pop() if ">" in arguments else None  # as a shell has it
+            status, printed, err = weft(*(each for each in arguments if each != ">"))
+            if into is not None:
+                Path(into).write_text(printed)
             if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
                 assert "outputs/RUN is not a folder" in err
             else:

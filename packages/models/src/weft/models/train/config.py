@@ -160,7 +160,7 @@ class TrainConfig:
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     profile: Annotated[Path | None, shown("FOLDER", "none")] = None
     """Folder for traces of steps 3 to 5 by torch's profiler, one a rank: rank-N.json."""
-    track: tuple[TrackerName, ...] = ()
+    track: Annotated[tuple[TrackerName, ...], shown("{tensorboard,wandb}", "none")] = ()
     """Where the metrics go beside metrics.jsonl: tensorboard (a folder of the run's) or wandb (Weights & Biases)."""
     check: bool = True
     """Compare the first step's loss with that of one process."""
