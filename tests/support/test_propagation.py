@@ -19,6 +19,7 @@ def added(names: tuple[str, str], size: int) -> tuple[int, Tensor]:
     x = DTensor.from_local(torch.arange(3.0 * size).reshape(3, size), mesh, [Shard(0), Partial()])
     with patch.object(propagation, "ask", wraps=propagation.ask) as asked:
         total = x + x
+    assert isinstance(total, DTensor)
     assert total.device_mesh is mesh
     assert total.placements == x.placements
     return asked.call_count, total.full_tensor()
