@@ -36,8 +36,14 @@ def test_torch_is_asked_once_for_each_mesh_and_shape() -> None:
 
 def laid_out_anew(times: int) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    x = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
-    return [(x * DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])).full_tensor() for _ in range(times)]
+    found = []
+    for _ in range(times):
+        product = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]) * DTensor.from_local(
+            torch.ones(2, 2), mesh, [Replicate()]
+        )
+        assert isinstance(product, DTensor)
+        found.append(product.full_tensor())
+    return found
 
 
 def test_an_op_whose_arguments_are_laid_out_anew_does_so_every_time() -> None:
