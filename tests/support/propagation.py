@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._sharding_prop import ShardingPropagator, _are_we_tracing
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 ask = ShardingPropagator.propagate_op_sharding_non_cached
 
@@ -24,17 +25,17 @@ def keep_answers() -> None:
     """From now on, in this process."""
     answers: dict[bytes, bytes] = {}
 
-    def asked_once(self: ShardingPropagator, schema: OpSchema) -> OutputSharding:
-        if _are_we_tracing():
-            return ask(self, schema)
-        question = _Writer.text_of((str(schema.op), schema.args_schema, schema.kwargs_schema))
+    def asked_once(self: ShardingPropagator, op_schema: OpSchema) -> OutputSharding:
+        if _sharding_prop._are_we_tracing():  # type: ignore[attr-defined]
+            return ask(self, op_schema)
+        question = _Writer.text_of((str(op_schema.op), op_schema.args_schema, op_schema.kwargs_schema))
         if question is None:
-            return ask(self, schema)
+            return ask(self, op_schema)
         text, meshes = question
         if text in answers:
             answer: OutputSharding = _Reader(answers[text], meshes).load()
             return answer
-        found = ask(self, schema)
+        found = ask(self, op_schema)
         if (
             found.redistribute_schema is None
             and (written := _Writer.text_of(found))

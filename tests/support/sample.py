@@ -83,14 +83,15 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
     rows = [(value, rest, [value.id, *(each.id for each in rest)]) for value in values for rest in combined]
     taken = sample([("-".join(ids), frozenset(enumerate(ids))) for *_, ids in rows])
     found = []
-    for portion, value in itertools.product(PORTIONS, values):
+    portions: list[tuple[bool, str, Any]] = [(True, "sample", ()), (False, "rest", pytest.mark.exhaustive)]
+    for (is_sample, word, marks), value in itertools.product(portions, values):
         cases = [
             tuple(itertools.chain(*(each.values for each in rest)))
             for its, rest, ids in rows
-            if its is value and ("-".join(ids) in taken) == portion.values[0].is_sample
+            if its is value and ("-".join(ids) in taken) == is_sample
         ]
         if cases:
-            found.append(pytest.param(*value.values, cases, id=f"{value.id}-{portion.id}", marks=portion.marks))
+            found.append(pytest.param(*value.values, cases, id=f"{value.id}-{word}", marks=marks))
     return found
 
 

@@ -19,6 +19,7 @@ def added(names: tuple[str, str], size: int) -> tuple[int, Tensor]:
     x = DTensor.from_local(torch.arange(3.0 * size).reshape(3, size), mesh, [Shard(0), Partial()])
     with patch.object(propagation, "ask", wraps=propagation.ask) as asked:
         total = x + x
+    assert isinstance(total, DTensor)
     assert total.device_mesh is mesh
     assert total.placements == x.placements
     return asked.call_count, total.full_tensor()
@@ -35,8 +36,14 @@ def test_torch_is_asked_once_for_each_mesh_and_shape() -> None:
 
 def laid_out_anew(times: int) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    x = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
-    return [(x * DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])).full_tensor() for _ in range(times)]
+    found = []
+    for _ in range(times):
+        product = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]) * DTensor.from_local(
+            torch.ones(2, 2), mesh, [Replicate()]
+        )
+        assert isinstance(product, DTensor)
+        found.append(product.full_tensor())
+    return found
 
 
 def test_an_op_whose_arguments_are_laid_out_anew_does_so_every_time() -> None:
