@@ -179,10 +179,21 @@ def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
         pytest.param("dropout.masked/fp16-contiguous", {"load 128": 2, "store 128": 2}, id="dropout-fp16"),
         pytest.param("dropout.masked/fp32-contiguous", {"load 128": 4, "store 128": 4}, id="dropout-fp32"),
         pytest.param("dropout.masked/bf16-strided", {"load 16": 16, "store 128": 2}, id="dropout-strided"),
+        pytest.param("dropout.masked/bf16-contiguous-residual", {"load 128": 4, "store 128": 2}, id="dropout-residual"),
+        pytest.param("swiglu.forward/bf16-silu", {"load 128": 4, "store 128": 2}, id="swiglu"),
+        pytest.param("swiglu.backward/bf16-silu", {"load 128": 6, "store 128": 4}, id="swiglu-backward"),
+        pytest.param("gelu.backward/bf16-gelu", {"load 128": 4, "store 128": 2}, id="gelu-backward"),
+        pytest.param("rope.turn/bf16-32x128", {"load 128": 8, "store 128": 4}, id="rope"),
+        pytest.param(
+            "rms_norm.forward/bf16-4096-residual", {"load 128": 6, "store 128": 4, "store 32": 1}, id="add-rms_norm"
+        ),
+        pytest.param(
+            "rms_norm.backward/bf16-16384", {"load 128": 12, "load 32": 1, "store 128": 12}, id="rms_norm-backward"
+        ),
     ],
 )
-def test_random_numbers_and_dropout_move_128_bits_at_a_time(variant, accesses):
-    """16 elements a thread, 8 of a normal; and no table of a library's."""
+def test_what_is_read_once_moves_128_bits_at_a_time(variant, accesses):
+    """16 elements of an operand a thread, 8 of a normal; and no table of a library's. Of a norm a number a row is narrower."""
     assert reports_for(FIRST)[variant, FIRST]["accesses"] == accesses
 
 

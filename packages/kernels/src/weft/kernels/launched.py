@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import library
 
-LIBRARY = library.Library("weft", "FRAGMENT")
+LIBRARY = library.Library("weft", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -21,8 +21,8 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
     name = schema.partition("(")[0]
 
     def decorator(launch: Callable[..., None]) -> Callable[..., None]:
-        LIBRARY.define(f"{schema} -> ()")
-        LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
+        LIBRARY.define(f"{schema} -> ()")  # type: ignore[no-untyped-call]
+        LIBRARY.impl(name, launch, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         library.register_fake(f"weft::{name}", _nothing, lib=LIBRARY)
         op: Callable[..., None] = getattr(torch.ops.weft, name).default
         return op

@@ -73,7 +73,7 @@ def _masked_in_order(
     if not parts:
         return x.new_zeros(x.shape)  # no tokens are here
     lengths = [each.sizes[-2] for each in parts]
-    others = [None] * len(parts) if residual is None else torch.split(residual, lengths, -2)
+    others: Sequence[Tensor | None] = [None] * len(parts) if residual is None else torch.split(residual, lengths, -2)
     pieces = zip(torch.split(x, lengths, -2), others, parts, strict=True)
     return torch.cat([_masked(y, other, key, p, number, name, of) for y, other, of in pieces], -2)
 

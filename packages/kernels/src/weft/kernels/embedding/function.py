@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,14 +62,14 @@ def backward(
 
 
 @launched("embedding(Tensor tokens, Tensor weight, Tensor(a!) y, SymInt vocab_start, SymInt vocab_size)")
-def _forward(*arguments: Tensor) -> None:
+def _forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
 
     launch.forward(*arguments)
 
 
 @launched("embedding_backward(Tensor grad, Tensor tokens, Tensor(a!) dweight, SymInt vocab_start, SymInt padding_row)")
-def _backward(*arguments: Tensor) -> None:
+def _backward(*arguments: Any) -> None:
     from . import launch
 
     launch.backward(*arguments)

@@ -57,7 +57,8 @@ def backward(
             index = index.masked_fill(tokens == padding_idx, rows)
         index = index.masked_fill((index < 0) | (index >= rows), rows)  # other ranks' tokens: one more row, skipped
         dweight = torch.ops.aten.embedding_dense_backward(wide, index, rows + 1, rows, False)[:rows]
-    return dweight.to(weight.dtype)
+    found: Tensor = dweight.to(weight.dtype)
+    return found
 
 
 def check_tokens(tokens: Tensor, size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def _gradients(saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Se
     "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, "
     "Tensor(a!) y, Tensor(b!)? total, Tensor(c!) mean, Tensor(d!) rstd, float eps)"
 )
-def _forward(*arguments: Tensor) -> None:
+def _forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
 
     launch.forward(*arguments)
@@ -110,7 +111,7 @@ def _forward(*arguments: Tensor) -> None:
     "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
     "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias)"
 )
-def _backward(*arguments: Tensor) -> None:
+def _backward(*arguments: Any) -> None:
     from . import launch
 
     launch.backward(*arguments)

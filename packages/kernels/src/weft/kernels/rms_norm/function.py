@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ def _gradients(
 @launched(
     "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!)? total, Tensor(c!) rrms, SymInt H, float eps)"
 )
-def _forward(*arguments: Tensor) -> None:
+def _forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
 
     launch.forward(*arguments)
@@ -130,7 +131,7 @@ def _forward(*arguments: Tensor) -> None:
     "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rrms, "
     "Tensor(a!)? dx, Tensor(b!)? dweight, SymInt H)"
 )
-def _backward(*arguments: Tensor) -> None:
+def _backward(*arguments: Any) -> None:
     from . import launch
 
     launch.backward(*arguments)

@@ -55,7 +55,9 @@ def backward(
 ) -> None:
     """Writes what is given of dx and dweight [H]: the latter is the sum of what the programs write, in their order."""
     if not x.numel():
-        return None if dweight is None else dweight.zero_()
+        if dweight is not None:
+            dweight.zero_()
+        return
     tile = Tile.of(H, BACKWARD_ELEMENTS)
     grad, x, grad_sum = rows_of(grad, H), rows_of(x, H), None if grad_sum is None else rows_of(grad_sum, H)
     programs = programs_of(x, -(-len(x) // tile.rows), tile.warps, BACKWARD_WARPS_AT_WORK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: boo
 
 
 @launched("rope(Tensor x, Tensor cos, Tensor sin, Tensor(a!) y, bool inverse, bool interleaved)")
-def _turn(*arguments: Tensor) -> None:
+def _turn(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
 
     launch.turn(*arguments)
@@ -77,7 +78,7 @@ def _turn(*arguments: Tensor) -> None:
 @launched(
     "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) y, Tensor(b!) rrms, float eps, bool interleaved)"
 )
-def _norm_forward(*arguments: Tensor) -> None:
+def _norm_forward(*arguments: Any) -> None:
     from . import launch
 
     launch.normalize_and_turn(*arguments)
@@ -87,7 +88,7 @@ def _norm_forward(*arguments: Tensor) -> None:
     "rms_norm_rope_backward(Tensor grad, Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor rrms, "
     "Tensor(a!)? dx, Tensor(b!)? dweight, bool interleaved)"
 )
-def _norm_backward(*arguments: Tensor) -> None:
+def _norm_backward(*arguments: Any) -> None:
     from . import launch
 
     launch.normalize_and_turn_backward(*arguments)

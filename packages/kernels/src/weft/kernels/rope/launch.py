@@ -90,7 +90,9 @@ def normalize_and_turn_backward(
 ) -> None:
     """Writes what is given of dx and dweight [D]: the latter is the sum of what the programs write, in their order."""
     if not x.numel():
-        return None if dweight is None else dweight.zero_()
+        if dweight is not None:
+            dweight.zero_()
+        return
     D = 2 * cos.shape[-1]
     grad, x, heads = rows_of(grad, x.shape[-1]), rows_of(x, x.shape[-1]), x.shape[-1] // D
     tile = Tile.of(heads, D, BACKWARD_PAIRS_PER_THREAD)

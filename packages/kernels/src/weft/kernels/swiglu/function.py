@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,14 +55,14 @@ def gradients(grad: Tensor, gate: Tensor, up: Tensor | None, needed: Sequence[bo
 
 
 @launched("gate(Tensor gate, Tensor? up, Tensor(a!) y, int activation)")
-def _forward(*arguments: Tensor) -> None:
+def _forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
 
     launch.forward(*arguments)
 
 
 @launched("gate_backward(Tensor grad, Tensor gate, Tensor? up, Tensor(a!)? dgate, Tensor(b!)? dup, int activation)")
-def _backward(*arguments: Tensor) -> None:
+def _backward(*arguments: Any) -> None:
     from . import launch
 
     launch.backward(*arguments)
