@@ -106,12 +106,11 @@ def _disturb(
             workers = _workers(process.pid, ranks)
             disturb(process.pid, workers)
             disturbed = time.monotonic()
-            process.stdout.close()
-            status = process.wait(PATIENCE)
+            _, said = process.communicate(timeout=PATIENCE)  # what it prints is read: it says where it has saved
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
                 assert time.monotonic() - disturbed < PATIENCE
                 time.sleep(0.1)
-            return status, process.stderr.read().strip().splitlines()
+            return process.returncode, said.strip().splitlines()
         finally:
             process.kill()
 

@@ -50,9 +50,10 @@ class Way:
         return torch.Size(self.sizes.values()).numel()
 
 
+# All of two microbatches: dropout draws for each of them, so with another number of them it drops other elements.
 WAYS = {
-    "dp2": Way(sizes={"dp": 2, "tp": 1}),
-    "tp2-zero3-dp2": Way(sizes={"dp": 2, "tp": 2}, plan={"zero": 3, "sequence": True}),
+    "dp2": Way(sizes={"dp": 2, "tp": 1}, plan={"microbatches": 2}),
+    "tp2-zero3-dp2": Way(sizes={"dp": 2, "tp": 2}, plan={"zero": 3, "sequence": True, "microbatches": 2}),
     "pp2": Way(sizes={"pp": 2, "dp": 1, "tp": 1}, plan={"schedule": "1f1b", "microbatches": 2, "split": "layers"}),
 }
 

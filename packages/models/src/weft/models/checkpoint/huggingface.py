@@ -139,7 +139,11 @@ def save_pretrained(
 
 
 def _from_checkpoint(
-    folder: Path, mesh: ProcessMesh | None, plan: ParallelPlan | None, device: torch.device, dtype: torch.dtype | None
+    folder: Path,
+    mesh: ProcessMesh | DeviceMesh | None,
+    plan: ParallelPlan | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> nn.Module:
     manifest = Manifest.read(folder)
     if CONFIG not in manifest.files:

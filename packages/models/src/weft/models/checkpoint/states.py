@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, load, save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..data.tokenizer import Tokenizer
 from ..families import family_of
@@ -110,7 +112,7 @@ def load_checkpoint(
     """
     with FolderReader(Path(folder)) as reader:
         check_model(model, reader)
-        tensors = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
+        tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
         state = {} if optimizer is None else _state_to_fill(model, optimizer, reader.manifest)
         tensors |= {
             f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
