@@ -16,6 +16,7 @@ from typing import Any
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
+FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE)  # that a folder keeps beside a model
 CHAT_FILE = "chat_template.jinja"  # it goes into tokenizer_config.json, where transformers looks as well
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where nothing says how a document ends
 BYTE_END = 256  # the token after each document, where a token is a byte
