@@ -44,9 +44,9 @@ def add_forward(
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """x and residual of one shape -> their sum, and the norm of that. Saves the sum and not what was added."""
     if not _launches(x) or x.dtype != residual.dtype:
-        total = x + residual
-        y, saved = forward(total, weight, bias, eps=eps)
-        return (total, y), saved
+        plain = x + residual
+        y, saved = forward(plain, weight, bias, eps=eps)
+        return (plain, y), saved
     y, total, mean, rstd = _normalized(x, residual, weight, bias, eps)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, bias, mean, rstd)

@@ -55,9 +55,9 @@ def add_forward(
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """x and residual of one shape -> their sum, and the norm of that. Saves the sum and not what was added."""
     if not _launches(x, None) or x.dtype != residual.dtype:
-        total = x + residual
-        y, saved = forward(total, weight, eps=eps)
-        return (total, y), saved
+        plain = x + residual
+        y, saved = forward(plain, weight, eps=eps)
+        return (plain, y), saved
     y, total, rrms = _normalized(x, residual, weight, eps, None)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, rrms)
@@ -66,7 +66,7 @@ def add_forward(
 def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
     """The outputs of `add_forward`."""
     if not _launches(x, None) or x.dtype != residual.dtype:
-        total = x + residual
+        total: Tensor | None = x + residual
         return total, inference(total, weight, eps=eps)
     return add_forward(x, residual, weight, eps=eps)[0]
 
