@@ -66,7 +66,7 @@ def add_forward(
 def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
     """The outputs of `add_forward`."""
     if not _launches(x, None) or x.dtype != residual.dtype:
-        total: Tensor | None = x + residual
+        total = x + residual
         return total, inference(total, weight, eps=eps)
     return add_forward(x, residual, weight, eps=eps)[0]
 
