@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft import kernels
 from weft.mesh import Layout
-from weft.reshard import distribute
+from weft.reshard import distribute, layout_of
 
 from tests.kernels.cases import TWO, ints, normal
 from tests.support.pool import Pool
@@ -25,6 +25,12 @@ def of_products(**options):
     return run, (normal(3, 4), normal(7, 4), normal(7), ints(7, 3))
 
 
+def offsets_like(a: Tensor) -> Tensor:
+    """Where two groups of its rows end."""
+    offsets = torch.tensor([1, 3], dtype=torch.int32)
+    return distribute(offsets, layout_of(a)) if isinstance(a, DTensor) else offsets
+
+
 # name, function and its tensors; all floating tensors but rope's tables have a gradient
 OPS = {
     "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
@@ -36,6 +42,7 @@ OPS = {
         lambda *tensors: kernels.add(*kernels.add_rms_norm(*tensors)),
         (normal(3, 4), normal(3, 4, seed=1), normal(4)),
     ),
+    "all_gather_matmul": (kernels.all_gather_matmul, (normal(3, 4), normal(4, 5))),
     "attention": (
         lambda *tensors: kernels.attention(*tensors, head_dim=4),
         tuple(normal(1, 3, 8, seed=seed) for seed in range(3)),
@@ -44,8 +51,14 @@ OPS = {
     "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
     "geglu": (kernels.geglu, (normal(3, 4), normal(3, 4, seed=1))),
     "gelu": (kernels.gelu, (normal(3, 4),)),
+    "grouped_matmul": (
+        lambda a, b: kernels.grouped_matmul(a, b, offsets_like(a)),
+        (normal(3, 4), normal(2, 4, 5)),
+    ),
     "layer_norm": (kernels.layer_norm, (normal(3, 4), normal(4), normal(4, seed=1))),
     "linear": (kernels.linear, (normal(3, 4), normal(5, 4), normal(5))),
+    "matmul": (kernels.matmul, (normal(3, 4), normal(4, 5))),
+    "matmul_reduce_scatter": (kernels.matmul_reduce_scatter, (normal(3, 4), normal(4, 5))),
     "rms_norm": (kernels.rms_norm, (normal(3, 4), normal(4))),
     "rms_norm_rope": (
         lambda x, weight: kernels.rms_norm_rope(x, weight, ANGLES.cos(), ANGLES.sin()),
@@ -53,6 +66,7 @@ OPS = {
     ),
     "rope": (lambda x: kernels.rope(x, ANGLES.cos(), ANGLES.sin()), (normal(1, 3, 8),)),
     "swiglu": (kernels.swiglu, (normal(3, 4), normal(3, 4, seed=1))),
+    "swiglu_linear": (kernels.swiglu_linear, (normal(3, 4), normal(5, 4), normal(5, 4, seed=1))),
     **{f"cross_entropy-{each}": of_logits(reduction=each) for each in ("none", "mean", "sum")},
     **{f"linear_cross_entropy-{each}": of_products(reduction=each) for each in ("none", "mean", "sum")},
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from weft.kernels import add, cross_entropy
+from weft.kernels import add, cross_entropy, rms_norm
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models import (
     ColwiseParallel,
@@ -22,7 +22,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.families import make_model
-from weft.models.layers import DotProductAttention, Embedding, HeadNorm, Linear
+from weft.models.layers import DotProductAttention, Embedding, Linear
 from weft.reshard import GradientSync, distribute, layout_of, reshard
 
 from tests.models.cases import make, whole
@@ -116,6 +116,17 @@ def test_anchor_22_norms_of_queries_and_keys_get_the_gradients_of_all_heads(tp: 
         check(gradients, alone)
 
 
+class EachHead(nn.Module):
+    """A norm of each head, by one weight for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return rms_norm(heads, self.weight, head_dim=4)
+
+
 class Users(nn.Module):
     """A user's model with parameters that a plan leaves whole and that act on shards: positions, norms, a row layer's bias."""
 
@@ -123,7 +134,7 @@ class Users(nn.Module):
         super().__init__()
         self.tokens, self.positions = Embedding(31, 16), Embedding(8, 16)
         self.query, self.key, self.value = (Linear(16, 16, unit=4) for _ in range(3))
-        self.query_norm, self.key_norm = HeadNorm(4, 1e-6), HeadNorm(4, 1e-6)
+        self.query_norm, self.key_norm = EachHead(), EachHead()
         self.attend = DotProductAttention(4, name="attend")
         self.out, self.head = Linear(16, 16, bias=True), Linear(16, 31, bias=False)
 

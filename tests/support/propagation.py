@@ -17,6 +17,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from weft.reshard.running.dtensor import as_process_mesh
 
 ask = ShardingPropagator.propagate_op_sharding_non_cached
 
@@ -68,7 +69,8 @@ class _Writer(pickle.Pickler):
     def persistent_id(self, value: Any) -> str | None:
         if not isinstance(value, DeviceMesh):
             return None
-        name = f"{value.device_type} {value.mesh_dim_names} {value.mesh.tolist()}"
+        axes = value.mesh_dim_names, tuple(value.shape)  # in its own order: a mesh may be another permuted
+        name = f"{value.device_type} {axes} {as_process_mesh(value)!r}"
         self.meshes[name] = value
         return name
 
