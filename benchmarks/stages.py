@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -82,6 +81,11 @@ def torch_step(
     tokens, targets = tokens.chunk(ranks)[part], targets.chunk(ranks)[part]
     schedule = None
     if "pp" in axes:
+        from torch.distributed.pipelining import (  # it imports Dynamo, which collecting must not
+            PipelineStage,
+            Schedule1F1B,
+        )
+
         pipeline = PipelineStage(stage, index, count, torch.device("cpu"), group=mesh["pp"].get_group())
         schedule = Schedule1F1B(pipeline, microbatches, loss_fn=_loss)
 

@@ -23,6 +23,7 @@ NOT_HERE = {"./run test_gpu"}  # it needs a GPU
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
     "./run train --help": r"--data\.path",
+    "./run data prepare": r"prepared",
     "./run layout": r"0:4 \| 0   \| 1   \| 2   \| 3 \|",
     "./run test": r"\d+ passed",
     "./run benchmark": r"cross_entropy: Weft's figures, and the others' over them",
@@ -79,6 +80,8 @@ def test_a_new_users_first_hour(tmp_path: Path) -> None:
     clone = tmp_path / "weft"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     (clone / "book.txt").write_text(BOOK)
+    (clone / "books").mkdir()
+    (clone / "books" / "book.txt").write_text(BOOK)
     saved(README, clone)
     for command in [*commands(README), *inline(README)]:
         said = typed(command, clone)

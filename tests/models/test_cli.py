@@ -61,7 +61,9 @@ class TestHelp:
     def test_every_option_is_described_and_every_default_is_a_value_or_words(self, weft: Weft, command: str) -> None:
         _, out, _ = weft(*command.split(), "--help")
         options = re.split(r"^ +(?=--?[a-z])", out[out.index("Exit status") :], flags=re.MULTILINE)[1:]
-        assert len(options) >= (1 if command == "data verify" else 4)  # positional arguments are not among them
+        assert len(options) >= {"data verify": 1, "convert": 2}.get(
+            command, 4
+        )  # positional arguments are not among them
         for option in options:
             described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
             assert described, option
@@ -112,6 +114,8 @@ class TestHelp:
                 Path(into).write_text(printed)
             if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
                 assert "outputs/RUN is not a folder" in err
+            elif command == "convert":
+                assert "is neither a checkpoint nor a folder for transformers" in err
             else:
                 assert (status, err) == (0, "")
 
@@ -207,7 +211,9 @@ class TestLayout:
     [
         pytest.param(["trian"], "weft: unknown command 'trian'; did you mean 'train'? the commands are ", id="command"),
         pytest.param(
-            ["x"], "weft: unknown command 'x'; the commands are train, data, generate, layout", id="no-such-command"
+            ["x"],
+            "weft: unknown command 'x'; the commands are train, data, generate, convert, layout",
+            id="no-such-command",
         ),
         pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),
         pytest.param(["train", "--stpes", "3"], "Perhaps you meant: --steps INT Updates of the weights.", id="option"),

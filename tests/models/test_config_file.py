@@ -124,6 +124,9 @@ def test_a_command_that_is_shown_is_taken(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("weft.models.cli.train.gpu_count", lambda: 8)
     (tmp_path / "book.txt").write_text("Call me Weft. " * 500)
+    for folder in ("books", "code", "prepared"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "book.txt").write_text("Call me Weft. " * 500)
     (tmp_path / "run.toml").write_text(as_toml("llama-tiny", recipe("llama-tiny")))
     _, *arguments = shlex.split(command.partition(">")[0], comments=True)
     with pytest.raises(SystemExit) as ended:

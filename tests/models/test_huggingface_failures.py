@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_read_is_told_why(tmp_path, spoil, message):
 def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tmp_path):
     save_pretrained(make(SMALL), tmp_path / "model")
     with (
-        patch.object(huggingface, "_read", side_effect=AssertionError),
+        patch.object(huggingface, "read_slices", side_effect=AssertionError),
         pytest.raises(
             ValueError, match=r"q_proj has 4 heads of 8, .* over 'tp' of size 8 .*; sizes that work: 1, 2, 4"
         ),

@@ -44,7 +44,10 @@ class Alive(TorchDispatchMode):
         caller = sys._getframe(1)
         while caller.f_back is not None and "/torch/" in caller.f_code.co_filename:
             caller = caller.f_back
-        if caller.f_code.co_name != "wait":  # there gloo makes copies of its own, as it does not scatter sums
+        if caller.f_code.co_name not in (
+            "wait",
+            "wait_for",
+        ):  # there gloo makes copies of its own, as it does not scatter sums
             self._see(tree_iter(out))
         return out
 

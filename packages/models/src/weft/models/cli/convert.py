@@ -14,15 +14,13 @@ from ..train.folder import find_checkpoint, newest_complete
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Makes a checkpoint of a run into a folder for transformers, or such a folder into a checkpoint, from which a run begins by --resume. A tensor is in memory at a time.
+  Makes a checkpoint of a run into a folder for transformers, or such a folder into a checkpoint, from which a run begins by `{PROGRAM} train --resume`. A tensor is in memory at a time.
 
 Examples
   {PROGRAM} convert \\
     outputs/RUN/checkpoint-100 for-transformers
   {PROGRAM} convert outputs/RUN for-transformers
   {PROGRAM} convert llama-of-transformers begin
-  {PROGRAM} train \\
-    --resume begin --output run
 
 Exit status
   0: done; 2: input that cannot be used.
