@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from tests.support.fixtures import pool
+from tests.support.parts import is_in, read_part
 from tests.support.sample import PORTIONS, Portion, mark_all_but_a_sample
 
 __all__ = ["pool"]
@@ -15,6 +16,12 @@ __all__ = ["pool"]
 # Times are those of a shared machine.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For what takes too long to be run whole each time."""
+    told = "run part K of N of the tests, as their names say; of commit/N that which the time of the last commit chooses"
+    parser.addoption("--part", metavar="K/N", help=told)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -46,6 +53,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With pytest-xdist a worker takes a file at a time, but for tests of it that name a group of their own. Files whose tests
     start processes come first: they take the longest, and the short ones at the end let the workers finish together.
     """
+    if (asked := config.getoption("part")) is not None:
+        try:
+            part, parts = read_part(asked, Path(__file__).parent)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        chosen = [item for item in items if is_in(item.nodeid, part, parts)]
+        config.hook.pytest_deselected(items=[item for item in items if not is_in(item.nodeid, part, parts)])
+        items[:] = chosen
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if hasattr(config, "workerinput"):
