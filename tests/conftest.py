@@ -20,7 +20,9 @@ hypothesis.settings.load_profile("patient")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For what takes too long to be run whole each time."""
-    told = "run part K of N of the tests, as their names say; of commit/N that which the time of the last commit chooses"
+    told = (
+        "run part K of N of the tests, as their names say; of commit/N that which the time of the last commit chooses"
+    )
     parser.addoption("--part", metavar="K/N", help=told)
 
 
