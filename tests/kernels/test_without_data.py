@@ -29,6 +29,11 @@ MORE: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]]
         torch.tensor(3, dtype=torch.uint64),
         LOGITS,
     ),
+    "dropout-residual": (
+        lambda key, x, residual: kernels.dropout(x, 0.5, key, residual=residual),
+        torch.tensor(3, dtype=torch.uint64),
+        (normal(6, 5, 8), normal(6, 5, 8, seed=1)),
+    ),
     "dropout-int": (lambda _, x: kernels.dropout(x, 0.5, 3), None, LOGITS),
     "cross_entropy-mean": (lambda ids, x: kernels.cross_entropy(x, ids, z_loss=0.1), ints(8, 6, 5), LOGITS),
     "cross_entropy-all": (
