@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from weft.mesh import Layout, ProcessMesh
-from weft.models.cli import COMMANDS, main
+from weft.models.cli import main
 from weft.models.cli import train as train_command
+from weft.models.cli.command import COMMANDS
 from weft.models.terminal import printable
 from weft.models.train import explanation
 from weft.models.train.recipes import RECIPES
@@ -243,6 +244,26 @@ main(["layout", "R", "--mesh", "dp=2"])
         "",
         "\nweft layout: interrupted; what was saved is whole\n",
     )
+
+
+def test_ctrl_c_is_answered_from_the_first_import_on() -> None:
+    """What Python itself imports as it starts, and the package, come before; nothing else does."""
+    program = """
+import sys
+started = set(sys.modules)
+from weft.models.cli import main
+imported = set(sys.modules) - started
+assert all(name in ("__future__", "weft", "weft.models", "weft.models.cli") for name in imported), imported
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name.startswith("weft."):
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+main(["train"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\nweft train: interrupted; what was saved is whole\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

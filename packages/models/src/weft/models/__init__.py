@@ -1,15 +1,11 @@
 """Models written for one device, and what trains them on any mesh.
 
-Names are imported when first used, so that the command line answers before torch is loaded.
+Names are imported when first used, so that the command line answers before torch is loaded, and Ctrl-C from the start.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from .families import FAMILIES
-
+TYPE_CHECKING = False  # that of typing, whose import takes longer than all of this
 if TYPE_CHECKING:
     from .checkpoint.adapters import load_lora, save_lora
     from .checkpoint.huggingface import from_pretrained, save_pretrained
@@ -81,8 +77,7 @@ _HOMES = {
     "Memory": ".parallel.memory",
     "predict_memory": ".parallel.memory",
     "clip_gradients": ".train.optimizer",
-    **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
-}
+}  # those of the families stand in `families`
 __all__ = [
     "GPT",
     "Batch",
@@ -132,11 +127,16 @@ __version__: str
 
 
 def _imported(name: str) -> object:
-    if name not in _HOMES:
+    from importlib import import_module
+
+    from .families import FAMILIES
+
+    homes = _HOMES | {each: home for family in FAMILIES.values() for each, home in family.names.items()}
+    if name not in homes:
         from weft.mesh.version import version_of
 
         return version_of(__name__)(name)
-    value = getattr(import_module(_HOMES[name], __name__), name)
+    value = getattr(import_module(homes[name], __name__), name)
     globals()[name] = value
     return value
 

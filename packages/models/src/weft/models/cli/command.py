@@ -1,0 +1,68 @@
+"""What `weft` does with its first argument: help, the version, or the command of that name, whose module is imported then."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..terminal import PROGRAM, wrapped
+
+COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
+HELP = f"""\
+usage: {PROGRAM} COMMAND [ARGUMENTS]
+
+Trains models on meshes of processes, and shows how tensors lie on them.
+
+Commands
+  train: train a model on a mesh
+  data: make tokens of a text, and tokenizers
+  generate: let a trained model go on with a text
+  convert: make a checkpoint into a folder for transformers, or back
+  explain: say what training would do on any mesh
+  layout: draw who holds what of a tensor, and plan a change
+
+Examples
+  {PROGRAM} train --data.path book.txt
+  {PROGRAM} train --mesh.dp 4 --steps 500
+  {PROGRAM} explain --mesh.dp 64 --plan.zero 2
+  {PROGRAM} layout "tp: S(0)" --mesh tp=4
+
+{PROGRAM} COMMAND --help has examples, options and exit statuses. {PROGRAM} --version says what is installed.
+"""
+
+
+def call(command: str, arguments: Sequence[str]) -> int:
+    """The exit status. Ctrl-C is a KeyboardInterrupt."""
+    if command in ("-h", "--help", "help"):
+        print(wrapped(HELP, shutil.get_terminal_size().columns))
+        return 0
+    if command == "--version":
+        print(_version())
+        return 0
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        print(f"{PROGRAM}: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
+        status: int = import_module(f".{command}", __package__).run(list(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # a pager or `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return 1  # as rich ends then
+    return status
+
+
+def _version() -> str:
+    """The version, and those of what it stands on, as a report of a fault needs them."""
+    from ..versions import versions
+
+    found = versions()
+    others = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton", "python"))
+    return f"weft {found['weft-models'] or 'not installed'} ({others})"
