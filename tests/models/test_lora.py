@@ -43,6 +43,12 @@ TARGETS = ["layers.*.self_attn.[qv]_proj", "layers.*.self_attn.o_proj", "layers.
 RANK, ALPHA = 3, 12
 
 
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else peft asks for the base model's files in the network, and waits."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 def make(config: LlamaConfig = CONFIG) -> Llama:
     model = Llama(config)
     initialize(model, seed=3)
