@@ -196,7 +196,8 @@ def test_full_repeats_the_forwards_collectives_and_selective_none(
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_block_is_compiled_to_one_graph(kind: str) -> None:
     torch._dynamo.reset()
-    models = make(CONFIG, ONE), make(CONFIG, ONE, recompute=kind)
+    config = replace(CONFIG, num_layers=1)
+    models = make(config, ONE), make(config, ONE, recompute=kind)
     for model in models:
         for layer in model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
@@ -231,7 +232,8 @@ def compiled_on_a_grid(
 @pytest.mark.parametrize(
     ("change", "context"),
     [
-        pytest.param({}, None, id="plain"),
+        pytest.param({"num_layers": 1}, None, id="one-layer"),
+        pytest.param({}, None, id="plain", marks=pytest.mark.exhaustive),
         pytest.param(DROPPING, None, id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(DROPPING, "all_gather", id="context", marks=pytest.mark.exhaustive),
     ],
@@ -241,9 +243,10 @@ def test_a_block_on_a_mesh_is_compiled_to_one_graph(change: dict[str, Any], cont
         for found, expected in zip(compiled[0], plain[0], strict=True):
             torch.testing.assert_close(found, expected)
         # A graph is repeated to its end; a key of dropout that is a tensor has the last reduction repeated without one too.
-        last = {} if change else {"c10d::_reduce_scatter_base_": CONFIG.num_layers}
+        layers = replace(CONFIG, **change).num_layers
+        last = {} if "dropout" in change else {"c10d::_reduce_scatter_base_": layers}
         assert compiled[1] == plain[1] + Counter(last)
-        assert compiled[2] == CONFIG.num_layers
+        assert compiled[2] == layers
 
 
 def selective_on_a_grid() -> str:
