@@ -11,8 +11,8 @@ from ..checkpoint.manifest import RUN, Manifest
 from ..checks import check_tensor_parallel
 from ..data.sources import check_enough, check_vocabulary, find_data
 from ..terminal import PROGRAM
-from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
-from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
+from ..train.config import MeshConfig, Run, TrainConfig, mesh_sizes, settled_plan
+from ..train.folder import CONFIG, check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
 from ..train.launchers import adopt_launcher
 from ..train.recipes import RECIPES, recipe, size_in_words
@@ -37,6 +37,7 @@ Examples
   {PROGRAM} train --print-config > run.toml
   {PROGRAM} train --config run.toml --steps 500
   {PROGRAM} train --output run --save-every 50 --resume
+  {PROGRAM} train --output run --resume
 
 Recipes
 {{recipes}}
@@ -44,6 +45,7 @@ Recipes
 
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
+  --resume takes them from the config.toml of the run that it goes on with, where there is one; the others override it.
   --print-config: prints what would run, as such a file, and ends.
 
 Prints
@@ -82,8 +84,8 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
     name, config = _parsed(arguments, file)
     check_trackers(config.track)
-    gpus, world = gpu_count(), launched_processes()
-    dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
+    gpus = gpu_count()
+    dp, cp, tp = _mesh_sizes(config)
     check_tensor_parallel(config.model, tp)
     config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
     processes = config.mesh.pp * dp * cp * tp
@@ -103,6 +105,12 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         saved = Manifest.read(resume).document(resume, RUN)
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, settled)]
     return replace(settled, notes=tuple(notes)), gpus
+
+
+def _mesh_sizes(config: TrainConfig) -> tuple[int, int, int]:
+    """(dp, cp, tp) for the processes that there are. Raises as `mesh_sizes`."""
+    world = launched_processes()
+    return mesh_sizes(config.mesh, world or gpu_count() or CPU_PROCESSES, exact=world is not None)
 
 
 def _with_resume(arguments: list[str]) -> list[str]:
@@ -146,21 +154,55 @@ def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]
 
 
 def _parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
-    """The recipe's name and its options: its own, then those of the file, then those that are given. Raises ValueError."""
+    """The recipe's name and its options: its own, then those of the run that goes on, of the file, and that are given.
+
+    Raises ValueError.
+    """
     asked = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     of_file, options = (None, []) if file is None else read_toml(file)
-    if asked is not None and of_file not in (None, asked):
-        raise ValueError(f"config {file} is of the recipe {of_file}, and {asked} is asked for; leave out one of them")
-    name = asked or of_file or DEFAULT_RECIPE
+    before = _config_to_resume([*options, *arguments])
+    of_run, options_of_run = (None, []) if before is None else read_toml(before)
+    name = asked or of_file or of_run or DEFAULT_RECIPE
+    for path, known in ((file, of_file), (before, of_run)):
+        if known not in (None, name):
+            raise ValueError(f"config {path} is of the recipe {known}, and {name} is asked for; leave out one of them")
     recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
+    about = ABOUT.format(recipes=recipes)
+
+    def parsed(given: list[str], default: TrainConfig) -> TrainConfig:
+        return parse(TrainConfig, given, command="train [RECIPE]", about=about, default=default, compact_below=60)
+
     config = recipe(name)
-    for given in (options, _with_resume(arguments)) if options else (_with_resume(arguments),):
-        config = parse(
-            TrainConfig,
-            given,
-            command="train [RECIPE]",
-            about=ABOUT.format(recipes=recipes),
-            default=config,
-            compact_below=60,
-        )
-    return name, config
+    if options_of_run:
+        config = _on_a_mesh_that_fits(parsed(options_of_run, config), [*options, *arguments])
+    if options:
+        config = parsed(options, config)
+    return name, parsed(_with_resume(arguments), config)
+
+
+def _config_to_resume(arguments: list[str]) -> Path | None:
+    """The config.toml of the run that the arguments go on with, where there is one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--resume", nargs="?", const=NEWEST)
+    given, _ = parser.parse_known_args(arguments)
+    if given.resume is None:
+        return None
+    path = Path(given.resume)
+    folders = [given.output] if given.resume == NEWEST else [path, path.parent]
+    return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
+
+
+def _on_a_mesh_that_fits(config: TrainConfig, given: list[str]) -> TrainConfig:
+    """The config of a run that goes on, without its mesh where another is given, or there are not the processes for it."""
+    try:
+        _mesh_sizes(config)
+        fits = not any(each.startswith("--mesh.") for each in given)
+    except ValueError:
+        fits = False
+    if fits:
+        return config
+    plan = config.plan
+    if not any(each.startswith("--mesh.pp") for each in given):
+        plan = replace(plan, schedule=None, split=None)  # which are of a pipeline
+    return replace(config, mesh=MeshConfig(), plan=plan)

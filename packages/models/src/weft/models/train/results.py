@@ -77,10 +77,10 @@ class Results:
         self._lock = lock(self._folder)
         tidy(self._folder)
         self._cut(step)
-        self._write(CONFIG, as_toml(recipe, config).rstrip())
+        self._write(CONFIG, as_toml(recipe, config))
         kinds = {f"{general_name(name)}: {layout or 'whole'}": None for name, layout in layouts.items()}
-        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds]))
-        self._write("versions.json", json.dumps(versions(), indent=2))
+        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds, ""]))
+        self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
         self._trackers = Trackers(config.track, self._folder, config)
 
     def add(self, metrics: Metrics) -> None:
@@ -115,9 +115,10 @@ class Results:
             return
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        new = self._metrics.with_name(f".{METRICS}")
-        new.write_text("".join(kept), encoding="utf-8")
-        new.replace(self._metrics)
+        self._write(METRICS, "".join(kept))
 
     def _write(self, name: str, text: str) -> None:
-        (self._folder / name).write_text(text + "\n", encoding="utf-8")
+        """Aside, and then under its name: whoever is killed here leaves the file that was there."""
+        new = self._folder / f".{name}"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self._folder / name)
