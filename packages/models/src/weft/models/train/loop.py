@@ -42,7 +42,7 @@ from .observe import CollectiveCount
 from .optimizer import make_optimizer
 from .profiling import profiled
 from .report import Metrics, Report, next_steps
-from .results import Results
+from .results import NotWritten, Results
 from .rollcall import RollCall, is_silence
 from .saving import NotSaved, Saver
 from .speed import flops_per_token, peak_flops
@@ -72,7 +72,7 @@ def train(run: Run, device: torch.device) -> int:
     ):
         try:
             return _run(run, device, trainer, results)
-        except NotSaved as error:
+        except (NotSaved, NotWritten) as error:
             raise TrainingError(str(error)) from error
         except RuntimeError as error:
             if is_silence(error):
