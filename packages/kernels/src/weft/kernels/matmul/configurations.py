@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -46,21 +46,27 @@ class Configuration:
             raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
 
 
+Kind = Literal["plain", "fused", "gated"]
+
+
 class Class(NamedTuple):
-    """Products that are computed alike. m, n, k: the sizes, rounded up to powers of two. chip: as "sm_90". fused: whether an
-    epilogue follows that torch's GEMM does not have."""
+    """Products that are computed alike. m, n, k: the sizes, rounded up to powers of two. chip: as "sm_90".
+
+    kind: "plain" where no more than a bias follows, "fused" where an epilogue does that torch's GEMM does not have, "gated" where two
+    products of one input make a gate.
+    """
 
     chip: str
     dtype: str
-    fused: bool
+    kind: Kind
     m: int
     n: int
     k: int
 
     @classmethod
-    def of(cls, chip: str, dtype: torch.dtype, fused: bool, M: int, N: int, K: int) -> Class:
+    def of(cls, chip: str, dtype: torch.dtype, kind: Kind, M: int, N: int, K: int) -> Class:
         m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
-        return cls(chip, str(dtype).removeprefix("torch."), fused, m, n, k)
+        return cls(chip, str(dtype).removeprefix("torch."), kind, m, n, k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,15 @@ def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> 
     """The configuration that was measured faster than torch's GEMM and the epilogue; None where none was."""
     row = measured.get(of)
     return row.configuration if row is not None and row.seconds < row.torch_seconds else None
+
+
+def kernel_runs(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> bool:
+    """Whether the kernel computes such products, and not torch's GEMM: the faster one, by measurement.
+
+    Of what was not measured the kernel computes "fused" alone: what follows is then no pass of its own. A gate saves less beside
+    two products, two passes over its output of six, than the better GEMM may.
+    """
+    return by_measurement(of, measured) is not None if of in measured else of.kind == "fused"
 
 
 # Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
