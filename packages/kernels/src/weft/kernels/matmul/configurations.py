@@ -132,7 +132,6 @@ FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=
 EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
-GROUPED = Configuration(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 SINGLE = Configuration(
     tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, descriptors=False
@@ -170,6 +169,12 @@ def halved(configuration: Configuration) -> Configuration:
     if configuration.tile_n <= 16:
         return configuration
     return _replaced(configuration, tile_n=configuration.tile_n // 2, parts=max(1, configuration.parts // 2), splits=1)
+
+
+def grouped(configuration: Configuration) -> Configuration:
+    """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
+    whole = _replaced(configuration, splits=1, specialized=False)
+    return _replaced(whole, warps=8) if whole == MIDDLE else whole
 
 
 def _tiles(configuration: Configuration, M: int, N: int) -> int:

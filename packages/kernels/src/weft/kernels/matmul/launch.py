@@ -63,7 +63,7 @@ def product(
     first, ends = (out, (*vectors, out, z)) if partial is None else (partial[0], (None,) * 4 + (partial, None))
     with device_of(a):
         if by_descriptors and a.is_cuda:
-            triton.set_allocator(_scratch)
+            triton.set_allocator(scratch)
         kernel.product[(min(tiles, _programs(a, batches * splits)), batches, splits)](
             a, b, None, *ends, None,
             M, N, K, split_size,
@@ -109,7 +109,7 @@ def gated(
     tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
     with device_of(x):
         if by_descriptors and x.is_cuda:
-            triton.set_allocator(_scratch)
+            triton.set_allocator(scratch)
         kernel.product[(min(tiles, _programs(x, 1)), 1, 1)](
             x, gate, up, None, None, None, None, out, z, z_up,
             M, N, K, K,
@@ -176,6 +176,6 @@ def precision(a: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _scratch(size: int, alignment: int, stream: Any) -> Tensor:
+def scratch(size: int, alignment: int, stream: Any) -> Tensor:
     """Where a kernel writes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
