@@ -17,7 +17,6 @@ from . import reference
 
 def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensors]:
     """See `reference.forward`."""
-    reference.check(x, cos)
     return _turned(x, cos, sin, False, interleaved), (cos, sin)
 
 
@@ -63,6 +62,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: boo
     if not use_triton(x):
         turned = reference.turned_back if inverse else reference.forward
         return turned(x, cos, sin, interleaved=interleaved)
+    reference.check(x, cos)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _turn(x, cos, sin, y, inverse, interleaved)
     return y
