@@ -86,12 +86,6 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
     check_tensor_parallel(config.model, tp)
     config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
-    processes = config.mesh.pp * dp * cp * tp
-    if config.compile and config.plan.recompute == "selective" and processes > 1:
-        raise ValueError(
-            f"blocks that are recomputed selectively do not compile on a mesh of {processes} processes; leave --compile out, or "
-            f"take --plan.recompute full"
-        )
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
