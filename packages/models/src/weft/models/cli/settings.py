@@ -49,11 +49,4 @@ def configured(arguments: Sequence[str], file: Path | None, *, command: str, abo
 def settled(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
     """The configuration with its mesh and plan as they are. Raises ValueError for what cannot be on that mesh."""
     check_tensor_parallel(config.model, tp)
-    config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
-    processes = config.mesh.pp * dp * cp * tp
-    if config.compile and config.plan.recompute == "selective" and processes > 1:
-        raise ValueError(
-            f"blocks that are recomputed selectively do not compile on a mesh of {processes} processes; leave --compile out, or "
-            f"take --plan.recompute full"
-        )
-    return config
+    return replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
