@@ -10,16 +10,17 @@ from pathlib import Path
 from ..checkpoint.manifest import RUN, Manifest
 from ..data.sources import check_enough, check_vocabulary, find_data
 from ..terminal import PROGRAM
-from ..train.config import Run, TrainConfig, mesh_sizes
+from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
-from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
+from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
 from ..train.report import describe
 from ..train.saved import check_same_run
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import refusing, speaks
-from .settings import NEWEST, configured, settled
+from .resuming import NEWEST, sizes_for_processes
+from .settings import configured, settled
 
 ABOUT = f"""\
   Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
@@ -34,6 +35,7 @@ Examples
   {PROGRAM} train --print-config > run.toml
   {PROGRAM} train --config run.toml --steps 500
   {PROGRAM} train --output run --save-every 50 --resume
+  {PROGRAM} train --output run --resume
 
 Recipes
 {{recipes}}
@@ -41,6 +43,7 @@ Recipes
 
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
+  --resume takes them from the config.toml of the run that it goes on with, where there is one; the others override it.
   --print-config: prints what would run, as such a file, and ends.
 
 Prints
@@ -79,8 +82,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
     name, config = configured(arguments, file, command="train", about=ABOUT)
     check_trackers(config.track)
-    gpus, world = gpu_count(), launched_processes()
-    dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
+    dp, cp, tp = sizes_for_processes(config)
     config = settled(config, dp=dp, cp=cp, tp=tp)
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
@@ -92,7 +94,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     if resume is not None:
         saved = Manifest.read(resume).document(resume, RUN)
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
-    return replace(made, notes=tuple(notes)), gpus
+    return replace(made, notes=tuple(notes)), gpu_count()
 
 
 def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:

@@ -87,7 +87,9 @@ def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
 
 
 def _join_world(run: Run, gpus: int) -> int:
-    _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus)
+    from .meeting import meet
+
+    _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus, **meet(run.config.timeout))
     return 0
 
 

@@ -14,7 +14,7 @@ from .config import Run
 from .folder import CHECKPOINT
 from .profiling import profiled
 from .report import next_steps
-from .results import Results
+from .results import NotWritten, Results
 from .rollcall import RollCall, is_silence
 from .saving import NotSaved, Saver
 from .stopping import StopVote
@@ -37,7 +37,7 @@ def train(run: Run, device: torch.device) -> int:
     ):
         try:
             return _run(run, device, trainer, results)
-        except NotSaved as error:
+        except (NotSaved, NotWritten) as error:
             raise TrainingError(str(error)) from error
         except RuntimeError as error:
             if is_silence(error):

@@ -189,6 +189,8 @@ class GradientSync:
         if parameter.grad is None or incoming is None:  # None: a function gave this parameter no gradient
             return
         older = _gradient(parameter)
+        if kind_of(older) is kind_of(_dtensor(incoming)):
+            return
         layout = layout_of(older)
         if layout != layout_of(_dtensor(incoming)):
             parameter.grad = None
