@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from weft.models.cli.command import COMMANDS
 
 from tests.architecture.rules import ROOT, nox_sessions
 
@@ -117,7 +118,7 @@ def test_a_change_of_what_is_pinned_installs_all_of_it_again(
     assert called(noxfile.test, tmp_path).installed == first.installed
 
 
-@pytest.mark.parametrize("session", ["train", "data", "generate", "layout"])
+@pytest.mark.parametrize("session", ["train", "data", "generate", "explain", "layout"])
 def test_what_a_user_runs_takes_the_place_of_nox(
     noxfile: ModuleType, tmp_path: Path, replaced: list[Any], monkeypatch: pytest.MonkeyPatch, session: str
 ) -> None:
@@ -137,3 +138,4 @@ def test_run_knows_those_that_nox_gives_way_to() -> None:
     (listed,) = re.findall(r"case \$last in (.*)\) break", (ROOT / "run").read_text())
     assert sorted(listed.split(" | ")) == sorted(given_way)
     assert set(given_way) < nox_sessions(source)
+    assert set(given_way) == set(COMMANDS)

@@ -89,3 +89,11 @@ def test_the_pages_show_a_layout_and_a_change_of_layout() -> None:
 def test_every_kind_of_page_has_programs() -> None:
     names = {path.relative_to(ROOT / "docs").parts[0].removesuffix(".md") for path in PAGES}
     assert {"quickstart", "mesh", "reshard", "kernels", "models", "guides"} <= names
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.stem for path in (ROOT / "docs/kernels").glob("*.md") if path.stem != "index")
+)
+def test_a_page_of_kernels_begins_with_their_use(page: str) -> None:
+    text = (ROOT / "docs/kernels" / f"{page}.md").read_text()
+    assert text.index("```python") < text.index("\n## ")
