@@ -1,4 +1,5 @@
-"""What each rank of two nodes runs: changes of layout, timed. Rank 0 prints the seconds of each as JSON, the least of several."""
+"""What each rank of two nodes runs: changes of layout. Of each, rank 0 writes the seconds, the least of several, and the bytes
+that came over the link into the node that had most, as JSON."""
 
 from __future__ import annotations
 
@@ -32,19 +33,28 @@ def main() -> None:
         whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE)
         wanted = distribute(whole, Layout(mesh, dst)).to_local()
         before = _laid_out(whole, mesh, src)
-        seconds = []
+        seconds, came = [], []
         for _ in range(TIMES):
             dist.barrier()
-            start = time.perf_counter()
+            counted, start = _came(), time.perf_counter()
             after = reshard(before, Layout(mesh, dst), topology=TOPOLOGY).to_local()
             dist.barrier()
             seconds.append(time.perf_counter() - start)
+            came.append(_came() - counted)
         torch.testing.assert_close(after, wanted)
-        found[name] = min(seconds)
+        most = torch.tensor(min(came))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found[name] = (min(seconds), int(most))
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(found, file)
     dist.destroy_process_group()
+
+
+def _came() -> int:
+    """Bytes that this node has heard over the link, with all headers."""
+    with open(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/rx_bytes") as file:
+        return int(file.read())
 
 
 def _laid_out(whole: torch.Tensor, mesh: ProcessMesh, src: str) -> DTensor:
