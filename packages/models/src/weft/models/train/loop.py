@@ -97,6 +97,7 @@ def _run(run: Run, device: torch.device, trainer: _Trainer, results: Results) ->
         results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts, step=begins)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
+    trainer.read_ahead(begins)
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, stop = time.perf_counter(), 0
@@ -232,6 +233,10 @@ class _Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
+
+    def read_ahead(self, step: int) -> None:
+        """Begins to read the data of the step that is taken first."""
+        self._rows.begin(step)
 
     def begin_reading(self) -> None:
         """What is read next begins now: nothing before it counts as a step's time."""
