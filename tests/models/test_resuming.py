@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.models import save_checkpoint
 from weft.models.cli import main
-from weft.models.cli.train import _parsed
+from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
@@ -28,7 +28,7 @@ TEXT = "what was saved is whole. " * 40
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """That of a run in the folder `run` with a checkpoint of step 4, where these tests stand."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.train.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     Path("text.txt").write_text(TEXT)
@@ -58,7 +58,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Tra
     out, error = capsys.readouterr()
     assert ended.value.code == 0, error
     Path("asked.toml").write_text(out)
-    return _parsed([], Path("asked.toml"))
+    return configured([], Path("asked.toml"), command="train", about="")
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,9 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from .loop import TrainingError, train
+    from .loop import train
     from .rollcall import Unanswered
+    from .trainer import TrainingError
 
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
