@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,17 @@ def test_what_makes_it_another_run_is_refused(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("weft train: ") and said in line
+
+
+def test_a_checkpoint_goes_on_in_a_folder_of_its_own(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked(capsys, "--resume", "run/checkpoint-4", "--output", "other") == (RECIPE, config)
+
+
+def test_no_checkpoint_is_written_anew(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("run/checkpoint-4", "run/checkpoint-6")
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "run/checkpoint-4"])
+    assert "run/checkpoint-6 is newer than run/checkpoint-4" in capsys.readouterr().err
 
 
 def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,9 @@ def test_what_the_next_step_needs_is_read_while_a_step_is_computed() -> None:
             raise OSError("the disk is gone")
         return f"batch {step}"
 
+    begun = Prefetch(lambda step: threading.get_ident())
+    begun.begin(3)
+    assert begun(3) != threading.get_ident()
     batches = Prefetch(reading)
     assert batches(0) == "batch 0"
     assert ahead.wait(30)  # before it is asked for

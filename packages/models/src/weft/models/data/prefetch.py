@@ -23,6 +23,10 @@ class Prefetch(Generic[T]):
         self._next: tuple[int, Future[T]] | None = None
         self.waited = 0.0
 
+    def begin(self, step: int) -> None:
+        """Begins to read what is asked for next, and starts the thread."""
+        self._next = (step, self._thread.submit(self._read, step))
+
     def __call__(self, step: int) -> T:
         """What `read` returns for the step; the next one is begun."""
         start = time.perf_counter()
@@ -30,6 +34,6 @@ class Prefetch(Generic[T]):
             found = self._next[1].result()
         else:
             found = self._read(step)
-        self._next = (step + 1, self._thread.submit(self._read, step + 1))
+        self.begin(step + 1)
         self.waited += time.perf_counter() - start
         return found

@@ -59,6 +59,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts, step=begins)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
+    trainer.read_ahead(begins)
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, stop = time.perf_counter(), 0

@@ -131,6 +131,10 @@ class Trainer:
         self.optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
 
+    def read_ahead(self, step: int) -> None:
+        """Begins to read the data of the step that is taken first."""
+        self._rows.begin(step)
+
     def begin_reading(self) -> None:
         """What is read next begins now: nothing before it counts as a step's time."""
         self.waits.take()
