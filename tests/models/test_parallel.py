@@ -177,7 +177,7 @@ def test_fifty_steps_have_one_loss_on_every_mesh(dp: int, tp: int, pool) -> None
 
 
 def test_a_few_steps_have_one_loss(pool) -> None:
-    same_losses(2, 2, 6, pool)
+    same_losses(2, 2, 10, pool)
 
 
 def same_losses(dp: int, tp: int, steps: int, pool) -> None:

@@ -19,7 +19,7 @@ from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.loop import _Trainer
+from weft.models.train.trainer import Trainer
 
 from tests.support.pool import Pool
 
@@ -62,7 +62,7 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     run = Run(
         recipe="small", config=settled, corpus=find_data(Path(prepared)), folder=Path("nowhere"), **{"tp": 1, **mesh}
     )
-    made = _Trainer(run, torch.device("cpu"))
+    made = Trainer(run, torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()

@@ -11,8 +11,11 @@ import torch
 from weft.models import LlamaConfig, PipelinePlan
 from weft.models.cli import main
 from weft.models.data.text import find_corpus
+from weft.models.parallel.memory import predict_memory
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.loop import _Trainer, train
+from weft.models.train.loop import train
+from weft.models.train.step import local_value
+from weft.models.train.trainer import Trainer
 
 MODEL = LlamaConfig(
     vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=4, dropout=0.1, tie_embeddings=True
@@ -35,7 +38,7 @@ def made_run(text: str, mesh: dict[str, int], plan: dict[str, Any], **options: A
 
 def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], dtype: str = "float32") -> list[float]:
     """The held-out loss, those of two steps, and the held-out loss again."""
-    made = _Trainer(made_run(text, mesh, plan, dtype=dtype), torch.device("cpu"))
+    made = Trainer(made_run(text, mesh, plan, dtype=dtype), torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()
@@ -43,6 +46,10 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], dtype: str = 
     made.step(1)
     if made.pipeline is not None:
         assert "microbatches in flight" in lines[-1]
+        said = predict_memory(made._outline.make_model(), made.mesh, made.plan, rank=made.rank)
+        states = [each for state in made.optimizer.state.values() for each in state.values() if each.numel() > 1]
+        assert said.parameters == sum(local_value(each).nbytes for each in made.model.parameters())
+        assert said.states == sum(local_value(each).nbytes for each in states)
     if made.rank == 0:
         assert [line.split()[-2:] for line in lines if line.endswith("as predicted")] == [["as", "predicted"]] * 3
         assert not any("NOT as predicted" in line for line in lines)

@@ -19,8 +19,8 @@ from weft.models import Communication, Llama, LlamaConfig, initialize
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.loop import TrainingError, _Trainer
 from weft.models.train.optimizer import clip_gradients, make_optimizer
+from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import NoReads
 from tests.support.pool import Pool
@@ -54,12 +54,12 @@ OTHERS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 WAYS = [*SAMPLE, *(pytest.param(way, id=name, marks=pytest.mark.exhaustive) for name, way in OTHERS.items())]
 
 
-def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, Any] | None = None) -> _Trainer:
+def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, Any] | None = None) -> Trainer:
     corpus = find_corpus(Path(text))
     dp, cp, tp = sizes
     config = replace(CONFIG, plan=PlanConfig(**(plan or {})))
     run = Run(recipe="small", config=config, corpus=corpus, dp=dp, cp=cp, tp=tp, folder=Path(text).parent)
-    made = _Trainer(run, torch.device("cpu"))
+    made = Trainer(run, torch.device("cpu"))
     made.report.line = lambda line: None  # type: ignore[method-assign]
     return made
 
