@@ -141,9 +141,9 @@ def with_masters(dp: int, tp: int) -> tuple[list[float], dict[str, Tensor]]:
     model.to(torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
-    sync, optimizer = GradientSync(model), torch.optim.AdamW(masters, lr=1e-4)
+    sync, optimizer = GradientSync(model), torch.optim.AdamW(masters, lr=1e-4, fused=True)
     losses = []
-    for _ in range(4):
+    for _ in range(3):
         loss = cross_entropy(model(tokens), target)
         loss = reshard(loss) if isinstance(loss, DTensor) else loss
         loss.backward()

@@ -222,7 +222,7 @@ def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
     if axes:
         plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, split=(1, 4, 1)))
         parallelize(model, ProcessMesh.grid(**axes), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens, targets = batch()
     norms, losses = [], []
     for _ in range(count):

@@ -19,7 +19,7 @@ from weft.models.train.trainer import Trainer
 from tests.support.pool import Pool
 
 STEPS = 45  # with initial weights of a scale that does not fit, they are 0.6% apart by then
-FEW = 12  # which show that the two take the same steps
+FEW = 8  # which show that the two take the same steps
 SMALLER = DataConfig(batch_size=4, sequence_length=64)  # which is noisier, and quicker
 
 
@@ -44,7 +44,7 @@ def test_rounding_does_not_grow(name: str, pool: Pool) -> None:
 
 def test_the_first_steps_have_one_loss(pool: Pool) -> None:
     alone = same_losses("llama-tiny", FEW, 1e-5, pool)
-    assert alone[-1] < alone[0] - 0.5, "it trains"
+    assert alone[-1] < alone[0] - 0.3, "it trains"
 
 
 def same_losses(name: str, steps: int, rel: float, pool: Pool) -> list[float]:

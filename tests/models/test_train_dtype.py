@@ -83,7 +83,11 @@ def alone(text: str, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(
-    "plan", [PlanConfig(), PlanConfig(sequence=True, recompute="selective")], ids=["tensor", "sequence-recomputed"]
+    "plan",
+    [
+        pytest.param(PlanConfig(), id="tensor", marks=pytest.mark.exhaustive),
+        pytest.param(PlanConfig(sequence=True, recompute="selective"), id="sequence-recomputed"),
+    ],
 )
 def test_layers_compute_in_bfloat16_and_parameters_are_float32(pool: Pool, text: str, plan: PlanConfig) -> None:
     lower, full = alone(text, torch.bfloat16), alone(text, torch.float32)

@@ -47,7 +47,7 @@ def steps(on: tuple[ProcessMesh, ProcessMesh] | None, copied: bool) -> tuple[lis
         reference = copy.deepcopy(policy) if copied else parallelize(reference, on[1])
     reference.requires_grad_(False)
     sync = GradientSync(policy) if on is not None else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-4, fused=True)
     losses = []
     for step in range(2):
         mine, theirs = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from weft.models import load_checkpoint, save_checkpoint
 
 from tests.models.checkpoints.states import CASES, Case, fill_state, held, make
 from tests.support.pool import Pool
-from tests.support.sample import Portion
+from tests.support.sample import together
 
 VARIANTS: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_embeddings": True}, "adapters": {"adapters": True}}
 
@@ -24,45 +24,49 @@ def save(case: Case, folder: Path, options: dict[str, Any]) -> None:
     save_checkpoint(model, folder, optimizer, run={"step": 7})
 
 
-def differences(case: Case, folders: list[Path], options: dict[str, Any]) -> list[str]:
+Saved = tuple[Path, dict[str, Any]]  # a folder, and what the model in it is like
+
+
+def differences(case: Case, saved: list[Saved]) -> list[str]:
     """Reads each folder into what has other values; the names of what is not as it was saved."""
-    model, optimizer = make(case, seed=1, **options)
-    fill_state(model, optimizer, seed=1)
-    truth = held(model, optimizer)
     found = []
-    for folder in folders:
+    for folder, options in saved:
+        model, optimizer = make(case, seed=1, **options)
+        fill_state(model, optimizer, seed=1)
+        truth = held(model, optimizer)
         model, optimizer = make(case, seed=2, **options)
         load_checkpoint(model, folder, optimizer)
         loaded = held(model, optimizer)
         assert loaded.keys() == truth.keys()
-        found += [f"{folder.name}: {name}" for name in truth if not torch.equal(truth[name], loaded[name])]
+        found += [f"{folder}: {name}" for name in truth if not torch.equal(truth[name], loaded[name])]
     return found
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Iterator[Any]:
-    """Where a checkpoint of each plan is, saved when first asked for, and what the model is like."""
-    options, folder = VARIANTS[request.param], tmp_path_factory.mktemp("saved")
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Callable[[str, str], Path]:
+    """Where a checkpoint of a plan is, saved when first asked for."""
+    saved = tmp_path_factory.mktemp("saved")
 
-    def folder_of(name: str) -> Path:
-        if not (folder / name).exists():
-            pool.run(save, CASES[name], folder / name, options, ranks=CASES[name].ranks)
-        return folder / name
+    def folder_of(src: str, variant: str) -> Path:
+        folder = saved / variant / src
+        if not folder.exists():
+            folder.parent.mkdir(exist_ok=True)
+            pool.run(save, CASES[src], folder, VARIANTS[variant], ranks=CASES[src].ranks)
+        return folder
 
-    yield folder_of, options
+    return folder_of
 
 
-@pytest.mark.parametrize("dst", CASES)
-def test_every_plan_reads_what_every_other_saved(dst: str, saved: Any, portion: Portion, pool: Pool) -> None:
-    folder_of, options = saved
-    chosen = [src for src, _, _ in portion.of([(src, dst, str(options)) for src in CASES], every=6)]
-    folders = [folder_of(src) for src in chosen]
-    if folders:
-        assert not [
-            each
-            for rank in pool.run(differences, CASES[dst], folders, options, ranks=CASES[dst].ranks)
-            for each in rank
-        ]
+EACH = [pytest.param(name, id=name) for name in CASES]
+
+
+@pytest.mark.parametrize(("dst", "cases"), together(EACH, EACH, [pytest.param(name, id=name) for name in VARIANTS]))
+def test_every_plan_reads_what_every_other_saved(
+    dst: str, cases: list[tuple[str, str]], folder_of: Callable[[str, str], Path], pool: Pool
+) -> None:
+    saved = [(folder_of(src, variant), VARIANTS[variant]) for src, variant in cases]
+    for found in pool.run(differences, CASES[dst], saved, ranks=CASES[dst].ranks):
+        assert found == []
 
 
 def test_what_several_ranks_hold_is_written_once(tmp_path: Path, pool: Pool) -> None:
