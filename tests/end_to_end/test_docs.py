@@ -1,4 +1,4 @@
-"""The programs and the `weft layout` commands of the pages under docs/ run as they stand, and print what the page shows."""
+"""The programs of the pages under docs/, and those commands that are quick, run as they stand and print what the page shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.support.programs import as_shown_or_quickly, run_alone, run_in_world
 # A block, and where one follows it directly what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 # A command that is quick enough to be called here, and what it prints.
-LAYOUT = re.compile(r"^```sh\n((?:weft|\./run) layout .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+QUICK = re.compile(
+    r"^```sh\n((?:weft|\./run) (?:layout|explain) .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE
+)
 # Commands that are called one after another, in a folder with this repository's licence, and what they print.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
@@ -52,12 +54,12 @@ def test_a_pages_programs_run_and_print_what_it_shows(
 COMMANDS = [
     pytest.param(command, shown, id=f"{path.stem}-{number}")
     for path in sorted((ROOT / "docs").rglob("*.md"))
-    for number, (command, shown) in enumerate(LAYOUT.findall(path.read_text()))
+    for number, (command, shown) in enumerate(QUICK.findall(path.read_text()))
 ]
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS)
-def test_a_layout_command_prints_what_the_page_shows(
+def test_a_command_prints_what_the_page_shows(
     command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -245,11 +245,6 @@ BAD_INPUT = [
         r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which does not divide num_kv_heads 2; cp that work: 1; context",
         id="ulysses-heads",
     ),
-    pytest.param(
-        ("train", "--compile", "--plan.recompute", "selective"),
-        r"blocks that are recomputed selectively do not compile on a mesh of 4 processes; .* take --plan.recompute full$",
-        id="compiled-and-recomputed",
-    ),
     pytest.param(("train", "--dtype", "float8"), r"(?i)invalid choice 'float8'.*bfloat16", id="dtype"),
     pytest.param(("train", "--plan.context", "ring"), r"(?i)invalid choice 'ring'.*all_gather", id="context-kind"),
     pytest.param(

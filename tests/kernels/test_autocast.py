@@ -288,3 +288,10 @@ def test_a_compute_dtype_is_that_of_the_gemms_and_not_of_the_gradients() -> None
         )
     with pytest.raises(ValueError, match=r"compute_dtype is torch.int8; give one of torch.bfloat16"):
         kernels.linear_cross_entropy(x, weight, ids, compute_dtype=torch.int8)
+
+
+def test_a_sum_in_place_is_the_one_that_was_given() -> None:
+    a, b, total = normal(4, 3).float(), normal(3, 5).float(), torch.zeros(4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.matmul(a, b, accumulate_into=total) is total
+    torch.testing.assert_close(total, a.bfloat16().float() @ b.bfloat16().float())
