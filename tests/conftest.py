@@ -28,7 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where kernels are tested, they are imported before another test's module imports Triton: see the file that does it."""
+    """Where kernels are tested, they are imported before another test's module imports Triton: see the file that does it.
+
+    Until all is collected, nothing is garbage: see `pytest_collection_finish`.
+    """
+    gc.disable()
     kernels = Path(__file__).parent / "kernels"
     asked = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
     if any(kernels.is_relative_to(path) or path.is_relative_to(kernels) for path in asked):
@@ -81,3 +85,4 @@ def _starts_processes(item: pytest.Item) -> bool:
 def pytest_collection_finish() -> None:
     """What is alive now stays alive: the collector need not go through torch and the tests again and again."""
     gc.freeze()
+    gc.enable()

@@ -1,5 +1,6 @@
 """Imports run one way, mesh <- reshard <- kernels <- models, and DTensor is used by its public names."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -21,20 +22,16 @@ from tests.architecture.rules import (
     sources,
 )
 
-FILES = [
-    pytest.param(package, path, id=str(path.relative_to(ROOT / "packages" / package / "src" / "weft")))
-    for package in PACKAGES
-    for path in sources(package)
-]
 
-
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     return imported(path.read_text(), module_name(path), is_package=path.name == "__init__.py")
 
 
-@pytest.mark.parametrize(("package", "path"), FILES)
-def test_imports_run_one_way(package: str, path: Path) -> None:
-    assert not forbidden_imports(package, imports_of(path), sharded=knows_ranks(path))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_one_way(package: str) -> None:
+    for path in sources(package):
+        assert not forbidden_imports(package, imports_of(path), sharded=knows_ranks(path)), path
 
 
 def imports_within(package: str) -> dict[str, set[str]]:
@@ -60,14 +57,16 @@ def test_what_plans_does_not_import_what_runs() -> None:
         assert within[module] <= wings["planning"], module
 
 
-@pytest.mark.parametrize(("package", "path"), FILES)
-def test_dtensor_is_used_by_its_public_names(package: str, path: Path) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_dtensor_is_used_by_its_public_names(package: str) -> None:
     """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long. And for the tensor
     that a parameter has, where it is given other memory: `to_local()` makes another of it.
     """
-    allowed = {"_spec", "_local_tensor"} if module_name(path) == "weft.reshard.running.dtensor" else set()
-    assert private_dtensor_uses(path.read_text(), imports_of(path)) == allowed
-    assert not list(redistributions(path.read_text())), "data is moved by weft.reshard, never by redistribute"
+    for path in sources(package):
+        allowed = {"_spec", "_local_tensor"} if module_name(path) == "weft.reshard.running.dtensor" else set()
+        text = path.read_text()
+        assert private_dtensor_uses(text, imports_of(path)) == allowed, path
+        assert not list(redistributions(text)), f"{path}: data is moved by weft.reshard, never by redistribute"
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in sources("mesh")])

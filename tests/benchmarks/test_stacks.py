@@ -14,7 +14,7 @@ from benchmarks import test_parallel_stacks as stacks
     ("axes", "zero"),
     [
         pytest.param({"dp": 2}, 3, id="dp2"),
-        pytest.param({"pp": 2, "dp": 1}, 1, id="pp2"),
+        pytest.param({"pp": 2, "dp": 1}, 1, id="pp2", marks=pytest.mark.exhaustive),
         pytest.param({"dp": 2, "tp": 2}, 3, id="dp2-tp2", marks=pytest.mark.exhaustive),
     ],
 )

@@ -18,7 +18,7 @@ from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, paralleliz
 from weft.models.rope import rotary_tables
 from weft.reshard import GradientSync, distribute, reshard
 
-STEPS, ROWS, LENGTH, HALF = 5, 8, 16, 2
+STEPS, ROWS, LENGTH, HALF = 3, 8, 16, 2
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2 * HALF, "num_heads": 4}
 Make = Callable[[], list[ProcessMesh]]  # the meshes of the stages, made on every rank
 

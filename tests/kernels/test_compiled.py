@@ -42,6 +42,15 @@ def number(loss: Callable[..., Any], *tensors: Tensor, **options: Any) -> Tensor
     return found[0].sum() + found[1].square().sum() if isinstance(found, tuple) else found.sum()
 
 
+# A graph holds a loss as one op, whatever runs inside of it.
+WHERE = [
+    "reference",
+    pytest.param("interpreted", marks=pytest.mark.exhaustive),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", WHERE, indirect=True)
 @pytest.mark.parametrize("loss", [of_the_logits, of_the_product])
 @pytest.mark.parametrize("options", ASKED)
 def test_a_loss_compiles_to_one_graph(device, loss, options):

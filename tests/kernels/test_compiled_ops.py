@@ -52,22 +52,15 @@ def ops_compile(names: Sequence[str], mesh: ProcessMesh | None = None) -> None:
     compiles(lambda operands: [run(*each) for run, each in zip(runs, operands, strict=True)], laid)
 
 
-# A compilation takes about as long for one op as for ten.
-TOGETHER_OR_ALONE = pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(tuple(OPS), id="together"),
-        *(pytest.param((name,), id=name, marks=pytest.mark.exhaustive) for name in OPS),
-    ],
-)
+ALONE = [pytest.param((name,), id=name, marks=pytest.mark.exhaustive) for name in OPS]
 
 
-@TOGETHER_OR_ALONE
+@pytest.mark.parametrize("names", [pytest.param(("linear", "attention", "embedding"), id="a-few"), *ALONE])
 def test_ops_on_plain_tensors(names: tuple[str, ...]) -> None:
     ops_compile(names)
 
 
-@TOGETHER_OR_ALONE
+@pytest.mark.parametrize("names", [pytest.param(tuple(OPS), id="all"), *ALONE])
 def test_ops_on_dtensors(pool: Pool, names: tuple[str, ...]) -> None:
     pool.run(ops_compile, names, ProcessMesh.grid(tp=2), ranks=2)
 

@@ -141,26 +141,37 @@ def test_plans_are_values_found_again():
         first.steps = ()
 
 
+PLANS = (
+    "import hashlib, itertools, torch; from weft.mesh import *; from weft.reshard import plan; "
+    "mesh = ProcessMesh.grid(dp=2, tp=2); texts = ['R', 'S(0)', 'S(1)', 'P(sum)']; "
+    "layouts = [Layout(mesh, p) for p in itertools.product(texts, repeat=2)]; "
+    "plans = [plan(a, b, (6, 6), torch.float32).explain() for a in layouts for b in layouts]; "
+    "print(hashlib.sha256(repr(plans).encode()).hexdigest())"
+)
+
+
+def planned() -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(PLANS, {})
+    return printed.getvalue()
+
+
+def test_the_same_plans_in_every_worker(pool):
+    """Ties are broken the same way whatever strings hash to, which differs here and there, and whatever was planned before."""
+    assert pool.run(planned, ranks=1) == [planned()]
+
+
+@pytest.mark.exhaustive
 def test_the_same_plans_in_every_process():
-    """Ties are broken the same way whatever strings hash to, and whatever was planned before."""
-    made = (
-        "import hashlib, itertools, torch; from weft.mesh import *; from weft.reshard import plan; "
-        "mesh = ProcessMesh.grid(dp=2, tp=2); texts = ['R', 'S(0)', 'S(1)', 'P(sum)']; "
-        "layouts = [Layout(mesh, p) for p in itertools.product(texts, repeat=2)]; "
-        "plans = [plan(a, b, (6, 6), torch.float32).explain() for a in layouts for b in layouts]; "
-        "print(hashlib.sha256(repr(plans).encode()).hexdigest())"
-    )
-    here = io.StringIO()
-    with contextlib.redirect_stdout(here):
-        exec(made, {})
     there = subprocess.run(
-        [sys.executable, "-c", made],
+        [sys.executable, "-c", PLANS],
         env={**os.environ, "PYTHONHASHSEED": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert there.stdout == here.getvalue()
+    assert there.stdout == planned()
 
 
 def test_explain_draws_the_steps_and_their_bytes():

@@ -1,6 +1,6 @@
 """What `./run test` runs of the many cases, and what it leaves to `./run test_exhaustive`: the rule.
 
-1. A test that has several parameters runs with each value of each, on each device; its other combinations are left.
+1. A test that has several parameters runs with each value of each, a device too; its other combinations are left.
 2. A test that goes through a list of cases takes from it what the fixture `portion` gives it: in `test` every n-th, in a
    second item of that test the others.
 
@@ -27,15 +27,10 @@ from typing import Any, TypeVar
 import pytest
 
 Case = TypeVar("Case")
-Value = tuple[str, str, tuple[int, ...]]  # a device, a parameter, and the identity of what it is
+Value = tuple[str, tuple[int, ...]]  # a parameter, and the identity of what it is
 
-ELSEWHERE = (
-    "exhaustive",
-    "gpu",
-    "browser",
-    "first_hour",
-    "faults",
-)  # marks of tests that `./run test` leaves out as they stand
+# Marks of tests that `./run test` leaves out as they stand.
+ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
 
 
 def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> set[str]:
@@ -45,8 +40,9 @@ def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> set[str]:
     """
     taken: set[str] = set()
     lacking = frozenset[Any]().union(*(values for _, values in cases))
+    in_order = sorted(cases, key=lambda case: number_of(case[0]), reverse=True)
     while lacking:
-        name, values = max(cases, key=lambda case: (len(case[1] & lacking), number_of(case[0])))
+        name, values = max(in_order, key=lambda case: len(case[1] & lacking))  # the first of several
         taken.add(name)
         lacking -= values
     return taken
@@ -98,7 +94,9 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
 
 def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
     """Of the items of one test function, those that are in no sample become exhaustive."""
-    ours = [(item, values_of(item)) for item in items if not any(map(item.get_closest_marker, ELSEWHERE))]
+    ours = [
+        (item, values_of(item)) for item in items if ELSEWHERE.isdisjoint(mark.name for mark in item.iter_markers())
+    ]
     taken = sample([(item.name, values) for item, values in ours])
     for item, values in ours:
         if values and item.name not in taken:
@@ -106,12 +104,11 @@ def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
 
 
 def values_of(item: pytest.Item) -> frozenset[Value]:
-    """The values of the item's parameters, on its device; what one `parametrize` lists together is one value."""
+    """The values of the item's parameters; what one `parametrize` lists together is one value."""
     if not hasattr(item, "callspec"):
         return frozenset()
     parameters: dict[str, object] = item.callspec.params
     listed = [mark.args[0] for mark in item.iter_markers("parametrize")]
     together = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in listed]
     alone = [[name] for name in parameters if not any(name in names for names in together)]  # of fixtures
-    device = str(parameters.get("device", ""))
-    return frozenset((device, names[0], tuple(id(parameters[name]) for name in names)) for names in together + alone)
+    return frozenset((names[0], tuple(id(parameters[name]) for name in names)) for names in together + alone)

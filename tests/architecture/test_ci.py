@@ -1,0 +1,67 @@
+"""The script .ci/run: a session that fails, it alone or beside another, fails all, and what it said is shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.rules import ROOT, run_commands
+from tests.architecture.test_run import write_script
+
+STUB = """#!/bin/sh
+[ $# -eq 0 ] && exit 0
+echo "$1 begins" >> began
+echo "$1 says on stdout"
+echo "$1 says on stderr" >&2
+[ "$1" != "$FAILS" ]
+"""
+SESSIONS = [words[0] for words in run_commands((ROOT / ".ci/run").read_text()) if words]
+
+
+def run_ci(folder: Path, fails: str) -> tuple[int, str, list[str]]:
+    """Exit status, output, and the sessions that began, by their first words."""
+    write_script(folder / ".ci/run", (ROOT / ".ci/run").read_text())
+    write_script(folder / "run", STUB)
+    write_script(folder / "bin/chromium", "#!/bin/sh\n")
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "FAILS": fails,
+        "TMPDIR": str(folder),
+    }
+    done = subprocess.run(
+        [str(folder / ".ci/run")],
+        cwd="/",
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    began = [line.removesuffix(" begins") for line in (folder / "began").read_text().splitlines()]
+    return done.returncode, done.stdout, began
+
+
+def test_all_sessions_are_run_and_heard(tmp_path: Path) -> None:
+    status, said, began = run_ci(tmp_path, fails="none")
+    assert status == 0
+    assert sorted(began) == sorted(SESSIONS)
+    for session in SESSIONS:
+        assert f"{session} says on stdout" in said
+        assert f"{session} says on stderr" in said
+    assert {path.name for path in tmp_path.iterdir()} == {".ci", "run", "bin", "began"}, "nothing else is left"
+
+
+@pytest.mark.parametrize("fails", SESSIONS)
+def test_a_session_that_fails_fails_all(fails: str, tmp_path: Path) -> None:
+    status, said, began = run_ci(tmp_path, fails)
+    assert status != 0
+    assert f"{fails} says on stderr" in said
+    pairs = [{"wheels", "lint"}, {"dashboard", "types"}]
+    beside = next((pair for pair in pairs if fails in pair), {fails})
+    assert all(f"{session} says on stdout" in said for session in beside), "the other is not cut off"
+    before = SESSIONS[: max(SESSIONS.index(each) for each in beside) + 1]
+    assert sorted(began) == sorted(before), "none begins after it"
