@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Replicate, Shard
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.running.dtensor import kind_of, wrap
+from weft.reshard.running.dtensor import kind_of, of_kind, wrap
 from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
 from ..op import Op
@@ -53,6 +53,7 @@ class Call:
         rank = this_rank()
         self.options = self.sharding.local(rank, mesh) if rank in self.sharding.output.mesh else None
         self._flows: dict[Any, Flow] = {}
+        self._kinds: dict[Any, Any] = {}  # of outputs and gradients that were wrapped before
 
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> Call:
@@ -94,13 +95,28 @@ class Call:
         fine = self._meshes.refine(arrived, tuple(shape for _, shape in self.outputs))
         return self.sharding.gradients(*fine)
 
+    def wrapped(self, parts: Sequence[Tensor]) -> list[DTensor]:
+        """The outputs, from this rank's parts of them."""
+        return [self._wrap(i, part, *self.outputs[i]) for i, part in enumerate(parts)]
+
+    def _wrap(self, place: Any, part: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+        """`wrap`, which looks up at each call what is known here. place: which tensor of the call it is, and how it lies."""
+        key = (place, part.dtype)
+        kind = self._kinds.get(key)
+        if kind is None:
+            made = wrap(part, layout, shape)
+            self._kinds[key] = kind_of(made)
+            return made
+        return of_kind(part, kind)
+
     def as_operand(self, i: int, part: Tensor, layout: Layout) -> Tensor:
         """The gradient of operand i, as the operand is, from this rank's part of it. Raises as `laid`."""
         shape, own = self.shapes[i], self._own[i]
         assert shape is not None and own is not None, "only what is given has a gradient"
-        if not self.is_plain[i]:
-            part, layout = self._meshes.as_given(self.op.name, part, layout, own, shape)
-        return laid(self.op, part, layout, shape, self.is_plain[i])
+        if self.is_plain[i]:
+            return laid(self.op, part, layout, shape, True)
+        part, lies = self._meshes.as_given(self.op.name, part, layout, own, shape)
+        return self._wrap((i, layout), part, lies, shape)
 
     def as_operands(self, parts: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
         """The gradients of the operands, from this rank's parts of them."""

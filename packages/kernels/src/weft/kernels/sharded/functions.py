@@ -150,7 +150,7 @@ def computed(
         else:
             output = op.infer(*locals_, **options)
     parts = (output,) if sharding.more is None else output
-    return [wrap(part, *lying) for part, lying in zip(parts, call.outputs, strict=True)], saved, options
+    return call.wrapped(parts), saved, options
 
 
 def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor) -> Tensor | None:
