@@ -54,15 +54,24 @@ def test_parts_are_updated_as_the_whole(pool: Pool) -> None:
                 torch.testing.assert_close(laid_out, whole, rtol=0, atol=0)
 
 
-def addend() -> str:
+def other_layouts() -> tuple[Tensor, str]:
+    """A parameter after a step with an addend as its gradient, and what is said of a state that lies otherwise."""
     mesh = ProcessMesh.grid(dp=2)
     parameter = torch.nn.Parameter(distribute(torch.ones(3), Layout(mesh, "dp: R")))
-    parameter.grad = distribute(torch.ones(3), Layout(mesh, "dp: P(sum)"))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = distribute(torch.arange(3.0), Layout(mesh, "dp: P(sum)"))
+    optimizer.step()
+    found = parameter.to_local().detach().clone()
+    optimizer.state[parameter]["exp_avg"] = distribute(torch.zeros(3), Layout(mesh, "dp: S(0)"))
     with pytest.raises(LayoutError) as refused:
-        torch.optim.AdamW([parameter], fused=True).step()
-    return str(refused.value)
+        optimizer.step()
+    return found, str(refused.value)
 
 
-def test_a_gradient_that_lies_otherwise_is_refused(pool: Pool) -> None:
-    for said in pool.run(addend, ranks=2):
-        assert "the gradient of a parameter of shape (3,) is (dp: P(sum)), the parameter (dp: R)" in said
+def test_a_gradient_that_lies_otherwise_is_brought_as_torch_does_and_a_state_is_refused(pool: Pool) -> None:
+    whole = torch.nn.Parameter(torch.ones(3))
+    whole.grad = torch.arange(3.0)
+    torch.optim.AdamW([whole], fused=True).step()
+    for found, said in pool.run(other_layouts, ranks=2):
+        torch.testing.assert_close(found, whole.detach(), rtol=0, atol=0)
+        assert "of a parameter of shape (3,), is (dp: S(0)), and the parameter (dp: R)" in said

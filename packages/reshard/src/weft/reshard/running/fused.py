@@ -19,27 +19,40 @@ from .dtensor import layout_of, memory_of
 def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor], ...], kwargs: dict[str, Any]) -> None:
     """args: parameters, gradients, the states of each, and their numbers of steps, as torch's optimizers give them.
 
-    Raises LayoutError for a gradient, or a state, that lies otherwise than its parameter.
+    Communication: none, but for a gradient that lies otherwise than its parameter: it is redistributed, as torch does.
+    Raises LayoutError for a state that does.
     """
-    parameters, *of_each, steps = args
-    for name, tensors in zip(("gradient", "state", "state", "state"), of_each, strict=True):
-        for parameter, tensor in zip(parameters, tensors, strict=False):  # a state that is not asked for has none
-            _check(name, parameter, tensor)
-    locals_ = [[_local(each) for each in tensors] for tensors in (parameters, *of_each, steps)]
+    parameters, gradients, *states, steps = args
+    pairs = zip(parameters, gradients, strict=True)
+    gradients = [gradient if _lie_alike(gradient, p) else _brought(gradient, p) for p, gradient in pairs]
+    for state in states:
+        for parameter, tensor in zip(parameters, state, strict=False):  # one that is not asked for has none
+            if not _lie_alike(tensor, parameter):
+                raise LayoutError(
+                    f"a state of the optimizer, of a parameter of shape {tuple(parameter.shape)}, is {_told(tensor)}, and the "
+                    f"parameter {_told(parameter)}; reshard the state to the parameter's layout before the step"
+                )
+    locals_ = [[_local(each) for each in tensors] for tensors in (parameters, gradients, *states, steps)]
     step(*locals_, **{name: _local(value) for name, value in kwargs.items()})
 
 
-def _check(name: str, parameter: Tensor, tensor: Tensor) -> None:
-    if isinstance(parameter, DTensor) and isinstance(tensor, DTensor):
-        if tensor.placements == parameter.placements and tensor.device_mesh == parameter.device_mesh:
-            return
-    elif not isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
-        return
-    lies = [f"({layout_of(each)})" if isinstance(each, DTensor) else "a plain tensor" for each in (tensor, parameter)]
+def _lie_alike(tensor: Tensor, parameter: Tensor) -> bool:
+    if isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
+        return tensor.placements == parameter.placements and tensor.device_mesh == parameter.device_mesh
+    return isinstance(tensor, DTensor) == isinstance(parameter, DTensor)
+
+
+def _brought(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(parameter.device_mesh, parameter.placements)
     raise LayoutError(
-        f"the {name} of a parameter of shape {tuple(parameter.shape)} is {lies[0]}, the parameter {lies[1]}: reshard one to "
-        f"the layout of the other before the optimizer's step"
+        f"the gradient of a parameter of shape {tuple(parameter.shape)} is {_told(gradient)}, and the parameter "
+        f"{_told(parameter)}; give both a layout with distribute(), or neither"
     )
+
+
+def _told(tensor: Tensor) -> str:
+    return f"({layout_of(tensor)})" if isinstance(tensor, DTensor) else "a plain tensor"
 
 
 def _local(value: Any) -> Any:
