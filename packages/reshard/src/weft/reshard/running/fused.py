@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import LayoutError
 
+from .api import reshard
 from .dtensor import layout_of, memory_of
 
 
 def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor], ...], kwargs: dict[str, Any]) -> None:
     """args: parameters, gradients, the states of each, and their numbers of steps, as torch's optimizers give them.
 
-    Communication: none, but for a gradient that lies otherwise than its parameter: it is redistributed, as torch does.
+    Communication: none, but for a gradient that lies otherwise than its parameter: it is resharded, where torch redistributes it.
     Raises LayoutError for a state that does.
     """
     parameters, gradients, *states, steps = args
@@ -44,7 +45,7 @@ def _lie_alike(tensor: Tensor, parameter: Tensor) -> bool:
 
 def _brought(gradient: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return gradient.redistribute(parameter.device_mesh, parameter.placements)
+        return reshard(gradient.detach(), placements=layout_of(parameter))
     raise LayoutError(
         f"the gradient of a parameter of shape {tuple(parameter.shape)} is {_told(gradient)}, and the parameter "
         f"{_told(parameter)}; give both a layout with distribute(), or neither"
