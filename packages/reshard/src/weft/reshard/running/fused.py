@@ -45,7 +45,7 @@ def _lie_alike(tensor: Tensor, parameter: Tensor) -> bool:
 
 def _brought(gradient: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return reshard(gradient.detach(), placements=layout_of(parameter))
+        return reshard(gradient, placements=layout_of(parameter))
     raise LayoutError(
         f"the gradient of a parameter of shape {tuple(parameter.shape)} is {_told(gradient)}, and the parameter "
         f"{_told(parameter)}; give both a layout with distribute(), or neither"
