@@ -26,7 +26,8 @@ def _rrms(heads: Tensor, eps: float) -> Tensor:
     """[..., H] -> [..., 1], one over the root of each row's mean square, in float32 at least."""
     wide = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
     # Of a token alone, what the host asks for is what a norm costs: this asks for the least.
-    return torch.linalg.vecdot(wide, wide).div_(heads.shape[-1]).add_(eps).rsqrt_().unsqueeze_(-1)
+    squares: Tensor = torch.linalg.vecdot(wide, wide)
+    return squares.div_(heads.shape[-1]).add_(eps).rsqrt_().unsqueeze_(-1)
 
 
 def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | None = None) -> Tensor:
@@ -36,8 +37,7 @@ def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | Non
         normal = normal.to(x.dtype)
     if weight is not None:
         normal = normal.mul_(weight) if weight.dtype == normal.dtype else normal * weight
-    output = normal
-    return output if head_dim is None else output.reshape(x.shape)
+    return normal if head_dim is None else normal.reshape(x.shape)
 
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
@@ -63,9 +63,8 @@ def backward(
         # The mean of g * n is a product with the weight, which a CPU makes in one pass where it multiplies and sums in two.
         total = product.sum(-1) if weight is None else product @ weight.to(product.dtype)
         scaled = wide if weight is None else wide * weight
-        dx = (
-            torch.addcmul(scaled, normal, total.div_(product.shape[-1]).unsqueeze_(-1), value=-1).mul_(rrms).to(x.dtype)
-        )
+        mean = total.div_(product.shape[-1]).unsqueeze_(-1)
+        dx = torch.addcmul(scaled, normal, mean, value=-1).mul_(rrms).to(x.dtype)
         dx = dx if head_dim is None else dx.reshape(x.shape)
     if weight is not None and needed[1]:
         dweight = product.reshape(math.prod(wide.shape[:-1]), wide.shape[-1]).sum(0).to(weight.dtype)

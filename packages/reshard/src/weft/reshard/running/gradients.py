@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from weft.mesh import Layout, Replicate, Shard
 
+from . import fused  # noqa: F401  optimizers' steps on the parameters, once it is there
 from .api import reshard
 from .buckets import Bucket, Route
 from .dtensor import kind_of, layout_of, wrap
