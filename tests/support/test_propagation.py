@@ -51,7 +51,7 @@ def test_other_workers_read_what_took_long(tmp_path: Path) -> None:
 
 
 def twice_from_equal_values() -> list[int]:
-    """How often torch is asked of a fused optimizer's step by a model, and by another that is made as it was."""
+    """How often torch is asked of an optimizer's step by a model, and by another that is made as it was."""
     counts = []
     for _ in range(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
@@ -60,7 +60,7 @@ def twice_from_equal_values() -> list[int]:
         )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.requires_grad_().grad = gradient
-        optimizer = torch.optim.AdamW(parameters, fused=True)
+        optimizer = torch.optim.AdamW(parameters, foreach=True)
         with patch.object(propagation, "ask", wraps=propagation.ask) as asked:
             optimizer.step()
         counts.append(asked.call_count)
