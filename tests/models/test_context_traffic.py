@@ -142,12 +142,10 @@ def compiled_events(recompute: str) -> list[str]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_queries_are_computed_while_keys_and_values_travel_in_a_compiled_block(recompute: str, pool: Any) -> None:
-    forward, backward = 7, 14  # products of a block
     for events in pool.run(compiled_events, recompute, ranks=2):
         starts, ends = ([i for i, event in enumerate(events) if event == what] for what in ("started", "waited"))
         between = [events[start:end].count("product") for start, end in zip(starts, ends, strict=True)]
         assert between == [1, 2]  # the queries; their gradients
-        assert events.count("product") == forward + backward
 
 
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
