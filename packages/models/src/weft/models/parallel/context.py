@@ -245,8 +245,9 @@ def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
 
 
 @in_graph
-def _finish_gather(packed: DTensor, number: Tensor, unfilled: Tensor) -> tuple[Tensor, ...]:
+def _finish_gather(packed: Tensor, number: Tensor, unfilled: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of all tokens; its backward begins their reduce-scatter."""
+    assert isinstance(packed, DTensor), "it is made of DTensors"
     whole = finish_in_graph(number, unfilled, packed, _replaced(layout_of(packed), "R"))
     return unpack(whole, (int(packed.shape[-1]) // 2,) * 2)
 
