@@ -32,7 +32,8 @@ def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
 
 def begin(plan: Plan, local: Tensor) -> Tensor:
     """Starts a plan when the graph runs: the number of what is under way, a tensor of one float64, which has a gradient too."""
-    return _begin(local, _text(replace(plan)), this_rank())
+    number: Tensor = _begin(local, _text(replace(plan)), this_rank())
+    return number
 
 
 def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
@@ -40,7 +41,8 @@ def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
 
     shape: of the result.
     """
-    return _finish(number, local, list(shape))
+    result: Tensor = _finish(number, local, list(shape))
+    return result
 
 
 @lru_cache(maxsize=4096)
