@@ -109,7 +109,10 @@ def drawn(kind, number):
     """Sizes at random, and up to four options that set none of the same fields: (names, sizes)."""
     draw = random.Random(f"{kind}-{number}")
     heads = draw.choice([1, 2, 3, 4, 6])
-    hidden, inside = heads * 2 * draw.randint(1, 8), draw.randint(1, 64)
+    hidden, inside = (
+        heads * 2 * draw.randint(2, 8),
+        draw.randint(1, 64),
+    )  # transformers divides by the size of a head less 2
     layers, vocabulary, positions = draw.randint(1, 3), draw.randint(2, 97), draw.randint(33, 80)
     if kind == "gpt2":
         sizes = {
@@ -124,7 +127,7 @@ def drawn(kind, number):
         sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inside}
         sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": positions}
         sizes["num_key_value_heads"] = draw.choice([each for each in range(1, heads + 1) if heads % each == 0])
-        sizes["head_dim"] = draw.choice([hidden // heads, 2 * draw.randint(1, 8)])
+        sizes["head_dim"] = draw.choice([hidden // heads, 2 * draw.randint(2, 8)])
     names, fields = [], {"num_key_value_heads"}  # an option's may not divide the heads that were drawn
     for name in draw.sample(list(OPTIONS[kind]), 8):
         if len(names) < 4 and not fields & OPTIONS[kind][name].keys():

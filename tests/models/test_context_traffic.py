@@ -120,6 +120,34 @@ def test_queries_are_computed_while_keys_and_values_travel(family: str, recomput
         assert seen[1] == [*again, "reduce-scatter", "gradient of the queries' weight", "waited"]
 
 
+def compiled_events(recompute: str) -> list[str]:
+    """What a compiled block starts, multiplies and ends, in a forward and a backward."""
+    torch._dynamo.reset()
+    grid = ProcessMesh.grid(cp=2)
+    model = made()
+    parallelize(model, grid, replace(model.parallel_plan(), context="all_gather", recompute=recompute))
+    stream = Layout(grid, {"cp": Shard(1)})
+    x, upstream = (distribute(torch.ones(2, 16, CONFIG.hidden_size), stream) for _ in range(2))
+    rope = [distribute(torch.ones(16, CONFIG.head_dim // 2), Layout(grid, {"cp": Shard(0)})) for _ in range(2)]
+    block = model.layers[0]
+    block.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):  # it is compiled, and then seen
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            block(x.requires_grad_(), *rope).backward(upstream)
+    named = {"weft::begin_reshard": "started", "weft::finish_reshard": "waited", "aten::mm": "product"}
+    events = sorted(seen.events(), key=lambda event: event.time_range.start)
+    return [named[event.name] for event in events if event.name in named]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_queries_are_computed_while_keys_and_values_travel_in_a_compiled_block(recompute: str, pool: Any) -> None:
+    for events in pool.run(compiled_events, recompute, ranks=2):
+        starts, ends = ([i for i, event in enumerate(events) if event == what] for what in ("started", "waited"))
+        between = [events[start:end].count("product") for start, end in zip(starts, ends, strict=True)]
+        assert between == [1, 2]  # the queries; their gradients
+
+
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_ulysses_block_exchanges_twice_each_way(cp: int, pool: Any) -> None:
     width = CONFIG.num_heads * CONFIG.head_dim

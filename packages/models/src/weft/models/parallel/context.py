@@ -13,7 +13,7 @@ from weft.kernels.order import Runs
 from weft.kernels.packing import pack, unpack
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
-from weft.reshard.running.api import StartedReshard
+from weft.reshard.running.api import StartedReshard, begin_in_graph, finish_in_graph
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 from weft.reshard.running.groups import this_rank
@@ -177,12 +177,22 @@ class _Gathering(NamedTuple):
         return unpack(self.packed.wait(), self.widths)
 
 
+class _GatheringInGraph(NamedTuple):
+    """`_Gathering` where it is traced: what is gathered, and that under way."""
+
+    packed: Tensor
+    number: Tensor
+    unfilled: Tensor
+
+
 def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
     """Communication: one all-gather, which is started, and in the backward one reduce-scatter, which is waited for."""
     key, value = output
-    if not _sharded_on_tokens(key) or torch.compiler.is_compiling():
-        return None  # a graph has no place for what is under way: attention gathers them
+    if not _sharded_on_tokens(key):
+        return None
     assert isinstance(value, DTensor), "values lie as keys"
+    if torch.compiler.is_compiling():
+        return _GatheringInGraph(*_begin_gather(key, value)), None
     layout = layout_of(key)
     packed, widths = _packed((key, value), layout.parts(HEADS_DIM))
     return _Gathering(start_reshard(packed, placements=_replaced(layout, "R")), widths), None
@@ -192,6 +202,8 @@ def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     given = _attention_arguments(args, kwargs)
     if isinstance(given["key"], _Gathering):
         given["key"], given["value"] = given["key"].wait()
+    elif isinstance(given["key"], _GatheringInGraph):
+        given["key"], given["value"] = _finish_gather(*given["key"])
     elif isinstance(given["query"], DTensor):
         given["key"], given["value"] = _gathered(given["key"], given["value"])
     return (), given
@@ -222,6 +234,22 @@ def _gathered(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
     if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
         return key, value
     return _moved((key, value), layout.parts(HEADS_DIM), _replaced(layout, "R"))
+
+
+@in_graph
+def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
+    """Keys and values packed, and their all-gather begun; its backward ends their reduce-scatter."""
+    layout = layout_of(key)
+    packed, _ = _packed((key, value), layout.parts(HEADS_DIM))
+    return packed, *begin_in_graph(packed, _replaced(layout_of(packed), "R"))
+
+
+@in_graph
+def _finish_gather(packed: Tensor, number: Tensor, unfilled: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of all tokens; its backward begins their reduce-scatter."""
+    assert isinstance(packed, DTensor), "it is made of DTensors"
+    whole = finish_in_graph(number, unfilled, packed, _replaced(layout_of(packed), "R"))
+    return unpack(whole, (int(packed.shape[-1]) // 2,) * 2)
 
 
 @in_graph

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from weft.reshard.running.received import giving, keeping
+from weft.reshard.running.traced import COMMUNICATING
 
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest
@@ -123,7 +124,7 @@ def _marked(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     To repeat the last, AOTAutograd hands the generator's state from forward to backward, in torch 2.13 in the place where a graph
     of DTensors hands on its mesh.
     """
-    kept = op in PRODUCTS or op == torch.ops.weft.reshard.default or torch.Tag.nondeterministic_seeded in op.tags
+    kept = op in (*PRODUCTS, *COMMUNICATING) or torch.Tag.nondeterministic_seeded in op.tags
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

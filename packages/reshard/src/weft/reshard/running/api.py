@@ -32,7 +32,7 @@ from .dynamo import in_graph
 from .executor import started
 from .groups import of_this_world, this_rank
 from .topology import Topology
-from .traced import traced
+from .traced import begin, finish, traced
 
 
 def reshard(
@@ -315,3 +315,48 @@ class _Waited(torch.autograd.Function):
         started = start_reshard(grad, placements=ctx.change.cotangent, **ctx.change.options)
         ctx.backward_of.started = started
         return started.token(grad), None, None, None, None
+
+
+def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor]:
+    """`start_reshard` as two tensors, for a function that Dynamo takes as one node; `finish_in_graph` takes them."""
+    made: tuple[Tensor, Tensor] = _Begun.apply(dtensor, _change(dtensor, None, placements, None, None))  # type: ignore[no-untyped-call]
+    return made
+
+
+def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
+    """What `begin_in_graph` started of the same tensor."""
+    change = _change(dtensor, None, placements, None, None)
+    result: DTensor = _Finished.apply(number, unfilled, dtensor.detach(), change)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Begun(torch.autograd.Function):
+    """The start of a reshard in a graph: its number, and a tensor like the result, which is never filled or read.
+
+    Their gradients are the number of the gradient's reshard, and the gradient that it is of.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, change: _Change) -> tuple[Tensor, Tensor]:
+        ctx.change, ctx.shape, local = change, dtensor.shape, dtensor.to_local()
+        return begin(change.plan, local), local.new_empty(change.target.local_shape(dtensor.shape, this_rank()))
+
+    @staticmethod
+    def backward(ctx: Any, number: Tensor, grad: Tensor) -> tuple[DTensor, None]:
+        change: _Change = ctx.change
+        return change.as_input(wrap(finish(number, grad, change.part), change.cotangent, ctx.shape)), None
+
+
+class _Finished(torch.autograd.Function):
+    """The end of a reshard that was begun in a graph. Its dual is `_Begun` of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, unfilled: Tensor, dtensor: DTensor, change: _Change) -> DTensor:
+        ctx.change = change
+        return wrap(finish(number, dtensor.to_local(), unfilled.shape), change.target, dtensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, Tensor, None, None]:
+        change: _Change = ctx.change
+        back, local = _change(grad, None, change.cotangent, change.topology, change.memory_limit), grad.to_local()
+        return begin(back.plan, local), local, None, None
