@@ -62,10 +62,8 @@ def test_what_plans_does_not_import_what_runs() -> None:
 
 @pytest.mark.parametrize(("package", "path"), FILES)
 def test_dtensor_is_used_by_its_public_names(package: str, path: Path) -> None:
-    """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long. And for the tensor
-    that a parameter has, where it is given other memory: `to_local()` makes another of it.
-    """
-    allowed = {"_spec", "_local_tensor"} if module_name(path) == "weft.reshard.running.dtensor" else set()
+    """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long."""
+    allowed = {"_spec"} if module_name(path) == "weft.reshard.running.dtensor" else set()
     assert private_dtensor_uses(path.read_text(), imports_of(path)) == allowed
     assert not list(redistributions(path.read_text())), "data is moved by weft.reshard, never by redistribute"
 

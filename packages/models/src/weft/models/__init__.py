@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .memory import Memory, predict_memory
     from .microbatches import forward_backward
     from .parallel import (
         Batch,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         merge_lora,
         parallelize,
     )
-    from .parallel.memory import Memory, predict_memory
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
@@ -78,8 +78,8 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
-    "Memory": ".parallel.memory",
-    "predict_memory": ".parallel.memory",
+    "Memory": ".memory",
+    "predict_memory": ".memory",
     "clip_gradients": ".train.optimizer",
     **{name: home for family in FAMILIES.values() for name, home in family.names.items()},
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from weft.mesh.process_mesh import as_mesh
 from weft.reshard import GradientSync, distribute
 from weft.reshard.running.gradients import BUCKET_BYTES
 from weft.reshard.running.issued import Collective
-from weft.reshard.running.recording import recording
+from weft.reshard.running.recording import Recorded, recording
 
 from .communication import Communication, Phase
 from .microbatches import divide, weighing
@@ -64,16 +66,62 @@ def record(
     Raises ValueError for a model that is parallel already, a rank below 0, a batch that is neither, microbatches that do not divide
     it, and as `parallelize`; what the model raises where it reads values of its tensors.
     """
+    issued: dict[Phase, list[Collective]] = {}
+    with on_shapes(
+        *(model, mesh, plan),
+        batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches, bucket_bytes=bucket_bytes,
+    ) as step:  # fmt: skip
+        if step is None:
+            return Communication()
+        recorded = step.recorded
+
+        def ended(phase: Phase) -> None:
+            issued.setdefault(phase, []).extend(recorded.take_each())
+
+        recorded.take_each()
+        step.find_gradients(ended, clip_norm=clip_norm)
+    return Communication.of(issued)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step on shapes of one rank: its part of the parallel model, and what `find_gradients` takes besides."""
+
+    model: nn.Module
+    criterion: Criterion
+    microbatches: Sequence[Microbatch]
+    sync: GradientSync
+    recorded: Recorded
+
+    def find_gradients(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
+        """Takes the step. See `find_gradients` of a training step."""
+        find_gradients(*(self.model, self.criterion, self.microbatches, self.sync), clip_norm=clip_norm, ended=ended)
+
+
+@contextmanager
+def on_shapes(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None,
+    rank: int,
+    inputs: Mapping[str, Any] | None,
+    microbatches: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[Step | None]:
+    """What `record` runs; inside, it can be run. None for a rank without a stage. The arguments are those of `record`."""
     mesh = as_mesh(mesh)
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
     tokens, targets = _shapes_alone(batch)
     compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
-    issued: dict[Phase, list[Collective]] = {}
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
-            return Communication()  # it has no stage
+            yield None
+            return
         parallel = parallelize(_without_data(model), mesh, plan)
         pipeline = pipeline_of(parallel)
         count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -91,14 +139,10 @@ def record(
         if pipeline is not None:
             pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes)
-        recorded.take_each()
-
-        def ended(phase: Phase) -> None:
-            issued.setdefault(phase, []).extend(recorded.take_each())
-
-        find_gradients(parallel, compute, parts, sync, clip_norm=clip_norm, ended=ended)
-        sync.close()
-    return Communication.of(issued)
+        try:
+            yield Step(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
+        finally:
+            sync.close()
 
 
 def _mean_cross_entropy(targets: Tensor) -> Criterion:
