@@ -91,12 +91,22 @@ def with_gelu(given: Factors, configuration: Configuration | None = None) -> dic
     }
 
 
+def gated_by_kernel(x: Tensor, weight: Tensor, up: Tensor, configuration: Configuration | None) -> Tensor:
+    """As `by_kernel`, of two products and their gate."""
+    from weft.kernels.matmul import launch
+
+    out = x.new_empty(len(x), len(weight))
+    launch.gated(x, weight.mT, up.mT, out, None, None, configuration)
+    return out
+
+
 def gated(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """silu(x @ weight.T) * (x @ up.T); without a configuration of its own."""
+    """silu(x @ weight.T) * (x @ up.T)."""
     x, weight, up = given.x, given.weight, given.up
     compiled = torch.compile(_swiglu, dynamic=False)
     ways: dict[str, Way] = {
         "Weft": lambda: swiglu_linear(x, weight, up),
+        KERNEL: lambda: gated_by_kernel(x, weight, up, configuration),
         TORCH: lambda: compiled(x, weight, up),
     }
     if importlib.util.find_spec("liger_kernel"):

@@ -6,7 +6,7 @@ other chips or of other classes, stays in the table. The classes are those of `b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from weft.kernels.matmul.configurations import (
     TABLE,
     Class,
     Configuration,
+    Kind,
     Measured,
+    halved,
     read,
     write,
 )
 
-from benchmarks.products import KERNEL, SHAPES, TOKENS, TORCH, Factors, Way, check, plain, truths, with_gelu
+from benchmarks.products import KERNEL, SHAPES, TOKENS, TORCH, Factors, Way, check, gated, plain, truths, with_gelu
 from benchmarks.timing import Clock, Device, in_turn
 
 CANDIDATES = (
@@ -41,7 +43,13 @@ CANDIDATES = (
     FLAT,
     BY_POINTERS,
 )
-KINDS: dict[bool, Callable[[Factors, Configuration | None], dict[str, Way]]] = {False: plain, True: with_gelu}
+Ways = Callable[[Factors, Configuration | None], dict[str, Way]]
+# Of each kind of `Class` what is measured, and its name in `truths`.
+KINDS: Mapping[Kind, tuple[Ways, str]] = {
+    "plain": (plain, "plain"),
+    "fused": (with_gelu, "gelu"),
+    "gated": (gated, "swiglu"),
+}
 
 
 def fastest(
@@ -53,11 +61,12 @@ def fastest(
     Raises Inaccurate for one that is wrong.
     """
     given = Factors.of(*sizes, device)
-    truth = truths(given)["gelu" if of.fused else "plain"]
+    ways_of, name = KINDS[of.kind]
+    truth = truths(given)[name]
     named: dict[str, Configuration] = {}
-    ways: dict[str, Way] = {TORCH: KINDS[of.fused](given, None)[TORCH]}
+    ways: dict[str, Way] = {TORCH: ways_of(given, None)[TORCH]}
     for candidate in candidates:
-        way = KINDS[of.fused](given, candidate)[KERNEL]
+        way = ways_of(given, candidate)[KERNEL]
         made = _made(way)
         if made is not None:
             check(str(candidate), made, truth)
@@ -89,11 +98,12 @@ def tune(table: Path = TABLE) -> None:
     chip, _ = chip_of(torch.device("cuda", torch.cuda.current_device()))
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     rows, clock = read(table), Device()
-    for fused in KINDS:
+    for kind in KINDS:
+        candidates = list(dict.fromkeys(map(halved, CANDIDATES))) if kind == "gated" else CANDIDATES
         for M in TOKENS:
             for N, K in sorted(set(SHAPES.values())):
-                of = Class.of(chip, torch.bfloat16, fused, M, N, K)
-                rows[of] = row = fastest(of, (M, N, K), CANDIDATES, "cuda", clock, where)
+                of = Class.of(chip, torch.bfloat16, kind, M, N, K)
+                rows[of] = row = fastest(of, (M, N, K), candidates, "cuda", clock, where)
                 write(rows, table)  # what is found is kept, whatever comes next
                 print(f"{row.torch_seconds / row.seconds:6.1%} of torch's speed: {of}, {row.configuration}", flush=True)
 

@@ -241,13 +241,11 @@ def test_a_compiled_op(name: str) -> None:
     compiled_as_eager(name, None)
 
 
-def compiled_on_ranks() -> None:
-    for name in COMPILED:
-        compiled_as_eager(name, ProcessMesh.grid(tp=2))
-
-
-def test_compiled_ops_on_dtensors(pool: Pool) -> None:
-    pool.run(compiled_on_ranks, ranks=2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in COMPILED[1:3])) for name in COMPILED]
+)
+def test_a_compiled_op_on_dtensors(pool: Pool, name: str) -> None:
+    pool.run(compiled_as_eager, name, ProcessMesh.grid(tp=2), ranks=2)
 
 
 def test_float64_is_left_alone() -> None:
@@ -290,3 +288,10 @@ def test_a_compute_dtype_is_that_of_the_gemms_and_not_of_the_gradients() -> None
         )
     with pytest.raises(ValueError, match=r"compute_dtype is torch.int8; give one of torch.bfloat16"):
         kernels.linear_cross_entropy(x, weight, ids, compute_dtype=torch.int8)
+
+
+def test_a_sum_in_place_is_the_one_that_was_given() -> None:
+    a, b, total = normal(4, 3).float(), normal(3, 5).float(), torch.zeros(4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.matmul(a, b, accumulate_into=total) is total
+    torch.testing.assert_close(total, a.bfloat16().float() @ b.bfloat16().float())

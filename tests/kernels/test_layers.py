@@ -185,3 +185,38 @@ def test_bytes_moved(name: str, interpreted: None) -> None:
     passes, beside = MOVED[name]
     found = [traffic.loaded + traffic.stored for traffic in (forward, backward)]
     assert found == [count * leaves[0].nbytes + more for count, more in zip(passes, beside, strict=True)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rope_in_place_moves_two_passes_in_the_memory_of_x(interpreted: None, interleaved: bool) -> None:
+    x, cos, sin = normal(N, 32 * D).bfloat16(), normal(N, D // 2).float(), normal(N, D // 2).float()
+    own = x.clone().requires_grad_()
+    given = own * 1
+    expected = kernels.rope(x, cos, sin, interleaved=interleaved)
+    with counted_traffic() as traffic:
+        turned = kernels.rope(given, cos, sin, interleaved=interleaved, inplace=True)
+    assert turned is given and torch.equal(turned, expected)
+    assert traffic.loaded + traffic.stored == 2 * x.nbytes + ANGLES
+    other = x.clone().requires_grad_()
+    upstream = normal(N, 32 * D, seed=1).bfloat16()
+    (found,) = torch.autograd.grad(turned, own, upstream)
+    assert torch.equal(
+        found, torch.autograd.grad(kernels.rope(other, cos, sin, interleaved=interleaved), other, upstream)[0]
+    )
+
+
+def test_rope_overwrites_nothing_that_is_needed(device: str) -> None:
+    x, cos, sin = (normal(*shape).float().to(device) for shape in ((6, 8), (6, 2), (6, 2)))
+    with pytest.raises(ValueError, match="x is a leaf that needs a gradient"):
+        kernels.rope(x.clone().requires_grad_(), cos, sin, inplace=True)
+    apart = x.mT.contiguous().mT
+    assert torch.equal(kernels.rope(apart, cos, sin, inplace=True), kernels.rope(x, cos, sin)) and torch.equal(apart, x)
+    leaf = x.clone().requires_grad_()
+    given = leaf * 1
+    squared = given.square()  # keeps it
+    turned = kernels.rope(given, cos, sin, inplace=True)
+    if turned is given:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (squared.sum() + turned.sum()).backward()
+    else:
+        assert torch.equal(given, x)

@@ -87,9 +87,10 @@ def linear_cross_entropy_collectives(reduction: str, x: Layout, weight: Layout, 
     return ["all-reduce"] * (reduction == "mean" and bool(target.shard_order)) + ["all-gather"] * gathers
 
 
-def by_group(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def by_group(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """The last row is of no group."""
-    return torch.cat([a[:2] @ b[0], a[2:4] @ b[2], torch.zeros(1, 7, dtype=a.dtype)])
+    bias = torch.zeros(3, 7, dtype=a.dtype) if bias is None else bias
+    return torch.cat([a[:2] @ b[0] + bias[0], a[2:4] @ b[2] + bias[2], torch.zeros(1, 7, dtype=a.dtype)])
 
 
 # The sizes are uneven over 2 and leave an empty shard over 4, but for heads.
@@ -118,6 +119,11 @@ CASES = {
         (normal(B, 5), normal(7, 5), normal(7, 5, seed=1)),
     ),
     "grouped_matmul": Case(kernels.grouped_matmul, by_group, (normal(5, 6), normal(3, 6, 7), ENDS)),
+    "grouped_matmul-relu": Case(
+        lambda a, b, bias: kernels.grouped_matmul(a, b, ENDS, bias=bias, activation="relu"),  # plain offsets are whole
+        lambda a, b, bias: by_group(a, b, ENDS, bias).relu(),
+        (normal(5, 6), normal(3, 6, 7), normal(3, 7)),
+    ),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
     "embedding-padding": Case(
         partial(kernels.embedding, padding_idx=-2),
@@ -274,6 +280,7 @@ TAKEN = {
     "matmul-batch": 7,  # (R P, R), (S0, S0), (S1, R), (R, S2 P), (S2, S1)
     "swiglu_linear": 3,  # (R S0, R, R), (R, S0, S0)
     "grouped_matmul": 6,  # (R P, R), (R, S0), (R, S2), (R, P), (S1, S1)
+    "grouped_matmul-relu": 3,  # (R, R), (R, S0), (R, S2), each with the bias that fits
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1

@@ -14,7 +14,7 @@ BY_DESCRIPTORS = ("bf16-bias-gelu-residual", "bf16-transposed-sum", "bf16-specia
 def test_products_are_made_by_tensor_cores(target: str) -> None:
     """float32 is multiplied as such, without them on NVIDIA's, unless tf32 is asked for."""
     reports = {name: report for (name, _), report in reports_for(target).items() if "matmul" in name}
-    assert len(reports) == 10
+    assert len(reports) == 11
     for name, report in reports.items():
         multiplies = "combine" not in name and ("/fp32" not in name or target.startswith("gfx"))
         assert (MULTIPLIES[target] in report["tensor_core"]) == multiplies, name
@@ -25,6 +25,13 @@ def test_aligned_factors_are_loaded_by_tma(name: str) -> None:
     report = reports_for(FIRST)[f"matmul.product/{name}", FIRST]
     assert report["tensor_core"]["cp.async.bulk.tensor"] >= 3
     assert report["shared_bytes"] > 100 * 1024  # stages of tiles
+
+
+@pytest.mark.parametrize("name", ["rows_by_group/bf16", "rows_by_group/bf16-bias-silu", "weights_by_group/bf16-sum"])
+def test_products_of_groups_are_loaded_by_tma_and_stored_in_words(name: str) -> None:
+    report = reports_for(FIRST)[f"grouped_matmul.{name}", FIRST]
+    assert report["tensor_core"]["cp.async.bulk.tensor"] >= 3
+    assert {kind for kind in report["accesses"] if kind.startswith("store")} == {"store 128"}
 
 
 def test_warps_are_specialized_where_the_configuration_says_so_and_nowhere_else() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels import grouped_matmul
+from weft.kernels.traffic import counted_traffic
 from weft.mesh import Layout, LayoutError
 from weft.reshard import distribute
 
@@ -15,14 +16,21 @@ from tests.kernels.cases import TWO
 from tests.kernels.reads import NoReads
 from tests.support.pool import Pool
 
-from .cases import assert_as_good_as_eager, normal
+from .cases import assert_as_good_as_eager, expected, normal
 from .test_gradients import gradients
+from .test_tiles import WAYS
 
 
 def eager(a: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
     parts = a.split([*sizes, len(a) - sum(sizes)])
     products = [part @ each for part, each in zip(parts, b, strict=False)]
     return torch.cat([*products, parts[-1].new_zeros(len(parts[-1]), b.shape[-1])])
+
+
+def of_experts(a: Tensor, b: Tensor, bias: Tensor, sizes: list[int], activation: str | None) -> Tensor:
+    parts = a.split([*sizes, len(a) - sum(sizes)])
+    found = [expected(part, each, row, activation) for part, each, row in zip(parts, b, bias, strict=False)]
+    return torch.cat([*found, a.new_zeros(len(parts[-1]), b.shape[-1])])
 
 
 def ends(sizes: list[int], device: str = "cpu") -> Tensor:
@@ -55,6 +63,75 @@ def test_values_and_gradients(sizes: list[int], rows: int, K: int, M: int, dtype
         *(gradients(grouped, *tensors), gradients(one_by_one, *tensors)), gradients(one_by_one, *wide), strict=True
     ):
         assert_as_good_as_eager(found, other, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu", "relu", "gelu"], ids=str)
+def test_what_follows_the_product_of_each_group(activation: str | None, dtype: torch.dtype, device: str) -> None:
+    sizes = [5, 0, 20, 1]
+    tensors = [
+        normal(*shape, dtype=dtype, seed=i).to(device) for i, shape in enumerate(((28, 24), (4, 24, 40), (4, 40)))
+    ]
+    wide = [each.double() for each in tensors]
+
+    def grouped(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return grouped_matmul(a, b, ends(sizes, device), bias=bias, activation=activation)
+
+    def one_by_one(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return of_experts(a, b, bias, sizes, activation)
+
+    assert_as_good_as_eager(grouped(*tensors), one_by_one(*tensors), one_by_one(*wide))
+    for found, other, truth in zip(
+        *(gradients(grouped, *tensors), gradients(one_by_one, *tensors)), gradients(one_by_one, *wide), strict=True
+    ):
+        assert_as_good_as_eager(found, other, truth)
+
+
+def test_what_follows_has_the_gradients_of_its_values() -> None:
+    tensors = [normal(*shape).requires_grad_() for shape in ((9, 4), (3, 4, 5), (3, 5))]
+    run = lambda a, b, bias: grouped_matmul(a, b, ends([2, 0, 6]), bias=bias, activation="silu")  # noqa: E731
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+def test_sums_of_16_bits_are_given_in_32(device: str) -> None:
+    a, b = (normal(*shape, dtype=torch.bfloat16).to(device) for shape in ((9, 24), (2, 24, 8)))
+    found = grouped_matmul(a, b, ends([4, 5], device), out_dtype=torch.float32)
+    assert found.dtype == torch.float32
+    assert_as_good_as_eager(found, eager(a.float(), b.float(), [4, 5]), eager(a.double(), b.double(), [4, 5]))
+
+
+def test_gradients_of_experts_add_up_in_float32_over_microbatches(device: str) -> None:
+    sizes = [5, 0, 10]
+    total = torch.zeros(3, 8, 24, device=device)
+    truth = torch.zeros(3, 8, 24, dtype=torch.float64)
+    for microbatch in range(3):
+        x, grad = (normal(16, size, dtype=torch.bfloat16, seed=microbatch).to(device) for size in (8, 24))
+        assert grouped_matmul(x.mT, grad, ends(sizes, device), accumulate_into=total) is total
+        parts = (each.double().cpu().split([*sizes, 1]) for each in (x, grad))
+        truth += torch.stack([rows.mT @ of_grad for rows, of_grad in zip(*parts, strict=True)][:-1])
+    assert_as_good_as_eager(total.cpu(), truth.float(), truth)
+
+
+@pytest.mark.parametrize("way", ["descriptors", "pointers", "in-parts"])
+def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
+    """A tile of a group reads its rows and columns once, whichever groups there are."""
+    from weft.kernels.grouped_matmul import launch
+
+    sizes, K, M = [17, 0, 16, 3], 48, 72
+    a, b, bias = (normal(*shape, dtype=torch.bfloat16) for shape in ((40, K), (4, K, M), (4, M)))
+    out, z = torch.zeros(40, M, dtype=torch.bfloat16), torch.zeros(40, M, dtype=torch.bfloat16)
+    with counted_traffic() as traffic:
+        launch.forward(a, b, ends(sizes), bias, out, z, "silu", configuration=WAYS[way])
+    truth = of_experts(a.double(), b.double(), bias.double(), sizes, "silu")
+    assert_as_good_as_eager(out, of_experts(a, b, bias, sizes, "silu"), truth)
+    assert_as_good_as_eager(
+        z, of_experts(a, b, bias, sizes, None), of_experts(*map(Tensor.double, (a, b, bias)), sizes, None)
+    )
+    assert traffic.stored == 2 * 36 * M * 2
+    down = [-(-size // 16) for size in sizes]
+    rows_read = 36 if way == "pointers" else sum(min(16, 40 - start) for start in (0, 16, 17, 33))
+    assert 3 * K * rows_read * 2 + sum(down) * K * M * 2 <= traffic.loaded
+    assert traffic.loaded <= 3 * K * rows_read * 2 + sum(down) * (K * M + M) * 2 + 3 * 5 * 4  # each bias, and ends
 
 
 def test_rows_of_no_group_are_zeros(device: str) -> None:
@@ -117,6 +194,30 @@ def test_what_does_not_go_together_is_named(
         grouped_matmul(normal(*a), normal(*b), torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"torch.int64 and torch.float64; cast them"):
         grouped_matmul(normal(9, 4), normal(1, 4, 5), torch.tensor([9]))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        pytest.param(
+            {"bias": normal(3, 6)}, r"a bias of shape \(2, 6\), a row for each group, got \(3, 6\)", id="bias"
+        ),
+        pytest.param({"activation": "elu"}, "activation is 'elu'; give one of 'gelu'", id="activation"),
+        pytest.param({"out_dtype": torch.int32}, "out_dtype is torch.int32; give one of", id="dtype"),
+        pytest.param({"accumulate_into": normal(2, 4, 6)}, r"there are a \[K, N\], b \[N, M\] and offsets", id="sum"),
+    ],
+)
+def test_what_cannot_follow_is_named(more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        grouped_matmul(normal(9, 4), normal(2, 4, 6), ends([3, 6]), **more)
+
+
+def test_a_sum_in_place_has_no_gradient_and_nothing_after_it() -> None:
+    x, grad, total = normal(9, 4), normal(9, 6), torch.zeros(2, 4, 6, dtype=torch.float64)
+    with pytest.raises(ValueError, match="beside accumulate_into there is no bias"):
+        grouped_matmul(x.mT, grad, ends([3, 6]), accumulate_into=total, activation="relu")
+    with pytest.raises(ValueError, match="records no gradient"):
+        grouped_matmul(x.requires_grad_().mT, grad, ends([3, 6]), accumulate_into=total)
 
 
 def cut_rows() -> str:

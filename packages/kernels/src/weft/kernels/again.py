@@ -30,7 +30,7 @@ class Again:
     value: Tensor | None = None
 
     def make(self, saved: Tensors) -> Tensor:
-        """The value, for one of the readers. saved: what the op saved."""
+        """The value, for one of the readers. saved: what the op saved, from `again_from` on."""
         assert self.op.again is not None, "only such ops have a source"
         value = self.op.again(saved, **self.options) if self.value is None else self.value
         self.left = (self.left or self.readers) - 1
@@ -58,9 +58,9 @@ class Kept:
 
 
 def mark(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
-    """Has what saves `output`, the last of op's, keep `saved` instead."""
+    """Has what saves `output`, the last of op's, keep instead what makes it of what the op has saved."""
     if op.again is not None and not torch.compiler.is_compiling():
-        source = Source(Again(op, options), saved, output._version, _lies(output))
+        source = Source(Again(op, options), saved[op.again_from :], output._version, _lies(output))
         setattr(output.untyped_storage(), SOURCE, source)
 
 

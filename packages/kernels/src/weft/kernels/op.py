@@ -29,6 +29,7 @@ class Op:
     constants(options) -> how many of the last outputs have no gradient.
     weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
     again(saved, **options) -> the last output, from what forward saved, where that is cheap: what saves the output keeps those instead.
+    again_from: the first of what forward saved that `again` is given.
     overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
     """
 
@@ -41,6 +42,7 @@ class Op:
     varying: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
     again: Callable[..., Tensor] | None = None
+    again_from: int = 0
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 

@@ -111,19 +111,19 @@ def predict_memory(
     kept = _Kept()
     with on_shapes(
         model, mesh, plan, batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches
-    ) as step:
-        assert step is not None, "a rank outside of the stages has left"
-        pipeline = pipeline_of(step.model)
+    ) as ready:
+        assert ready is not None, "a rank outside of the stages has left"
+        pipeline = pipeline_of(ready.model)
         split = pipeline is not None and pipeline.schedule.splits_backward
 
         def ended(phase: Phase) -> None:
             if pipeline is not None:
                 pipeline.finish_sends()
-            kept.ended(phase == "forward" or split, step.model)
+            kept.ended(phase == "forward" or split, ready.model)
 
-        step.find_gradients(lambda phase: None)  # what stays from step to step is made
+        ready.run(lambda phase: None)  # what stays from step to step is made
         with kept:
-            step.find_gradients(ended)
+            ready.run(ended)
     return Memory(**counts, activations=kept.most)
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,13 @@ from weft.reshard.running.recording import Recorded, recording
 from .communication import Communication, Phase
 from .microbatches import divide, weighing
 from .parallel import ParallelPlan, parallelize
+from .parallel.layouts import layouts_of, shapes_of
 from .parallel.parallelize import own_plan, pipeline_of
 from .parallel.pipeline.channels import form_of
 from .parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
 from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
+from .schedules.schedule import Schedule
 from .train.step import find_gradients, whole_loss
 
 Criterion = Callable[[Any, Tensor], Tensor]
@@ -66,26 +68,76 @@ def record(
     Raises ValueError for a model that is parallel already, a rank below 0, a batch that is neither, microbatches that do not divide
     it, and as `parallelize`; what the model raises where it reads values of its tensors.
     """
+    return run_on_shapes(
+        model,
+        mesh,
+        plan,
+        batch=batch,
+        criterion=criterion,
+        rank=rank,
+        inputs=inputs,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        bucket_bytes=bucket_bytes,
+    ).communication
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of one rank, run on shapes. shapes: global, of the parameters that the rank has a part of; layouts: how those lie."""
+
+    communication: Communication = field(default_factory=Communication)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layouts: Mapping[str, Layout | None] = field(default_factory=dict)
+    schedule: Schedule | None = None
+
+
+def run_on_shapes(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None = None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None = None,
+    rank: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Step:
+    """The step that `record` records, with more of what is known of it. Arguments and errors are those of `record`."""
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(
-        *(model, mesh, plan),
-        batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches, bucket_bytes=bucket_bytes,
-    ) as step:  # fmt: skip
-        if step is None:
-            return Communication()
-        recorded = step.recorded
+        model,
+        mesh,
+        plan,
+        batch=batch,
+        criterion=criterion,
+        rank=rank,
+        inputs=inputs,
+        microbatches=microbatches,
+        bucket_bytes=bucket_bytes,
+    ) as ready:
+        if ready is None:
+            return Step()
+        recorded, pipeline = ready.recorded, pipeline_of(ready.model)
 
         def ended(phase: Phase) -> None:
             issued.setdefault(phase, []).extend(recorded.take_each())
 
         recorded.take_each()
-        step.find_gradients(ended, clip_norm=clip_norm)
-    return Communication.of(issued)
+        ready.run(ended, clip_norm=clip_norm)
+        return Step(
+            Communication.of(issued),
+            shapes_of(ready.model),
+            layouts_of(ready.model),
+            None if pipeline is None else pipeline.schedule,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step on shapes of one rank: its part of the parallel model, and what `find_gradients` takes besides."""
+class Ready:
+    """A step of one rank that is ready to be run on shapes. model: its part of the parallel model."""
 
     model: nn.Module
     criterion: Criterion
@@ -93,9 +145,9 @@ class Step:
     sync: GradientSync
     recorded: Recorded
 
-    def find_gradients(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Takes the step. See `find_gradients` of a training step."""
-        find_gradients(*(self.model, self.criterion, self.microbatches, self.sync), clip_norm=clip_norm, ended=ended)
+    def run(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
+        """Forward, backward and gradient sync. ended, clip_norm: as of `find_gradients`."""
+        find_gradients(self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, ended=ended)
 
 
 @contextmanager
@@ -110,8 +162,8 @@ def on_shapes(
     inputs: Mapping[str, Any] | None,
     microbatches: int,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[Step | None]:
-    """What `record` runs; inside, it can be run. None for a rank without a stage. The arguments are those of `record`."""
+) -> Iterator[Ready | None]:
+    """What `record` runs: inside it can be. None for a rank without a stage. Arguments and errors are those of `record`."""
     mesh = as_mesh(mesh)
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
@@ -140,7 +192,7 @@ def on_shapes(
             pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes)
         try:
-            yield Step(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
+            yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
         finally:
             sync.close()
 

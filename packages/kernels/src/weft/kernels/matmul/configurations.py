@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -46,21 +46,27 @@ class Configuration:
             raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
 
 
+Kind = Literal["plain", "fused", "gated"]
+
+
 class Class(NamedTuple):
-    """Products that are computed alike. m, n, k: the sizes, rounded up to powers of two. chip: as "sm_90". fused: whether an
-    epilogue follows that torch's GEMM does not have."""
+    """Products that are computed alike. m, n, k: the sizes, rounded up to powers of two. chip: as "sm_90".
+
+    kind: "plain" where no more than a bias follows, "fused" where an epilogue does that torch's GEMM does not have, "gated" where two
+    products of one input make a gate.
+    """
 
     chip: str
     dtype: str
-    fused: bool
+    kind: Kind
     m: int
     n: int
     k: int
 
     @classmethod
-    def of(cls, chip: str, dtype: torch.dtype, fused: bool, M: int, N: int, K: int) -> Class:
+    def of(cls, chip: str, dtype: torch.dtype, kind: Kind, M: int, N: int, K: int) -> Class:
         m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
-        return cls(chip, str(dtype).removeprefix("torch."), fused, m, n, k)
+        return cls(chip, str(dtype).removeprefix("torch."), kind, m, n, k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,15 @@ def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> 
     return row.configuration if row is not None and row.seconds < row.torch_seconds else None
 
 
+def kernel_runs(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> bool:
+    """Whether the kernel computes such products, and not torch's GEMM: the faster one, by measurement.
+
+    Of what was not measured the kernel computes "fused" alone: what follows is then no pass of its own. A gate saves less beside
+    two products, two passes over its output of six, than the better GEMM may.
+    """
+    return by_measurement(of, measured) is not None if of in measured else of.kind == "fused"
+
+
 # Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
 LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
@@ -117,7 +132,6 @@ FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=
 EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
-GROUPED = Configuration(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 SINGLE = Configuration(
     tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, descriptors=False
@@ -155,6 +169,12 @@ def halved(configuration: Configuration) -> Configuration:
     if configuration.tile_n <= 16:
         return configuration
     return _replaced(configuration, tile_n=configuration.tile_n // 2, parts=max(1, configuration.parts // 2), splits=1)
+
+
+def grouped(configuration: Configuration) -> Configuration:
+    """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
+    whole = _replaced(configuration, splits=1, specialized=False)
+    return _replaced(whole, warps=8) if whole == MIDDLE else whole
 
 
 def _tiles(configuration: Configuration, M: int, N: int) -> int:

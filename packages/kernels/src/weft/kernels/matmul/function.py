@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..backend import use_triton
 from ..launched import launched
 from ..op import Tensors
 from . import reference
-from .configurations import MEASURED, Class, by_measurement
+from .configurations import MEASURED, Class, Kind, kernel_runs
 from .reference import derivative, rows_of, shaped
 
 
@@ -149,10 +150,10 @@ def product(
     out_dtype: torch.dtype | None = None,
     keep_z: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `reference.product`. torch's GEMM where all that follows it is a bias, unless the kernel was measured faster."""
+    """See `reference.product`. By the kernel or by torch's GEMM: see `by_kernel`."""
     given = any(each is not None for each in (activation, residual, a_scale, b_scale))
     fused = given or alpha != 1 or a.dtype.itemsize == 1
-    if use_triton(a) and (fused or _is_faster(a, b)):
+    if use_triton(a) and by_kernel(a, b, "fused" if fused else "plain"):
         out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
         z = torch.empty_like(out) if keep_z else None
         _launch(a, b, bias, residual, a_scale, b_scale, out, z, activation, alpha, beta, False)
@@ -181,18 +182,24 @@ def plain(a: Tensor, b: Tensor) -> Tensor:
 def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]."""
     rows, total = rows_of(a), into.view(-1, into.shape[-1]) if into.ndim != 2 else into
-    if use_triton(a) and _is_faster(rows, b):
+    if use_triton(a) and by_kernel(rows, b, "plain"):
         _launch(rows, b, None, None, None, None, total, None, None, 1.0, 1.0, True)
     else:
         reference.accumulate(rows, b, total)
     return into, ()
 
 
-def _is_faster(a: Tensor, b: Tensor) -> bool:
-    """Whether the kernel was measured faster than torch's GEMM."""
-    if not MEASURED or not a.is_cuda:
-        return False
+def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
+    """Whether the kernel computes a @ b, where there are kernels: see `kernel_runs`. An interpreted one was measured nowhere.
+
+    a: [..., M, K]; where b has no leading dims those of a are rows.
+    """
+    if not a.is_cuda:
+        return kind != "plain"
+    if not MEASURED:
+        return kind == "fused"
     from .launch import chip_of
 
     chip, _ = chip_of(a.device)
-    return by_measurement(Class.of(chip, a.dtype, False, a.shape[-2], b.shape[-1], a.shape[-1])) is not None
+    rows = a.shape[-2] if b.ndim > 2 else math.prod(a.shape[:-1])
+    return kernel_runs(Class.of(chip, a.dtype, kind, rows, b.shape[-1], a.shape[-1]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backend import device_of
 from . import kernel
-from .configurations import Class, Configuration, by_measurement, by_rule, halved
+from .configurations import Class, Configuration, Kind, by_measurement, by_rule, halved
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 COMBINED = 32, 128  # of a tile that the splits' products are added up in
@@ -43,7 +43,9 @@ def product(
     if out.numel() == 0:
         return
     aligned = has_descriptor(a) and has_descriptor(b)
-    chosen = configuration or _chosen(a, b, aligned)
+    follows = any(each is not None for each in (residual, a_scale, b_scale, z, activation)) or alpha != 1
+    kind: Kind = "fused" if follows else "plain"
+    chosen = configuration or _chosen(a, b, aligned, kind)
     splits = max(1, min(chosen.splits, -(-K // chosen.tile_k)))
     split_size = -(-K // splits)
     split_size = K if splits == 1 else -(-split_size // chosen.tile_k) * chosen.tile_k
@@ -61,7 +63,7 @@ def product(
     first, ends = (out, (*vectors, out, z)) if partial is None else (partial[0], (None,) * 4 + (partial, None))
     with device_of(a):
         if by_descriptors and a.is_cuda:
-            triton.set_allocator(_scratch)
+            triton.set_allocator(scratch)
         kernel.product[(min(tiles, _programs(a, batches * splits)), batches, splits)](
             a, b, None, *ends, None,
             M, N, K, split_size,
@@ -102,12 +104,12 @@ def gated(
     if out.numel() == 0:
         return
     aligned = all(map(has_descriptor, (x, gate, up)))
-    chosen = configuration or halved(_chosen(x, gate, aligned))
+    chosen = configuration or _chosen(x, gate, aligned, "gated")
     by_descriptors = chosen.descriptors and aligned
     tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
     with device_of(x):
         if by_descriptors and x.is_cuda:
-            triton.set_allocator(_scratch)
+            triton.set_allocator(scratch)
         kernel.product[(min(tiles, _programs(x, 1)), 1, 1)](
             x, gate, up, None, None, None, None, out, z, z_up,
             M, N, K, K,
@@ -120,11 +122,14 @@ def gated(
         )  # fmt: skip
 
 
-def _chosen(a: Tensor, b: Tensor, aligned: bool) -> Configuration:
+def _chosen(a: Tensor, b: Tensor, aligned: bool, kind: Kind) -> Configuration:
     (M, K), N = a.shape[-2:], b.shape[-1]
     chip, processors = chip_of(a.device) if a.is_cuda else ("interpreted", INTERPRETED_PROGRAMS)
-    measured = by_measurement(Class.of(chip, a.dtype, True, M, N, K)) if aligned else None
-    return measured or by_rule(chip, a.itemsize, aligned, M, N, K, processors)
+    measured = by_measurement(Class.of(chip, a.dtype, kind, M, N, K)) if aligned else None
+    if measured is not None:
+        return measured
+    found = by_rule(chip, a.itemsize, aligned, M, N, K, processors)
+    return halved(found) if kind == "gated" else found
 
 
 @lru_cache
@@ -171,6 +176,6 @@ def precision(a: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _scratch(size: int, alignment: int, stream: Any) -> Tensor:
+def scratch(size: int, alignment: int, stream: Any) -> Tensor:
     """Where a kernel writes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -15,14 +15,18 @@ from ..rms_norm import reference as norm
 from . import reference
 
 
-def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`."""
-    reference.check(x, cos)
-    return _turned(x, cos, sin, False, interleaved), (cos, sin)
+def forward(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensors]:
+    """See `reference.forward`. inplace: the kernel writes into x, where that is contiguous, and x is the output."""
+    over = inplace and use_triton(x) and x.is_contiguous() and not torch.compiler.is_compiling()
+    return _turned(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, interleaved: bool = False) -> Tensors:
-    """The turn back, by the negative angle and the same scale; cos and sin get no gradient."""
+def backward(
+    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, interleaved: bool = False, inplace: bool = False
+) -> Tensors:
+    """The turn back, by the negative angle and the same scale; cos and sin get no gradient. Others may read the gradient too."""
     cos, sin = saved
     assert cos is not None and sin is not None, "forward saves both"
     return _turned(grad, cos, sin, True, interleaved) if needed[0] else None, None, None
@@ -59,11 +63,14 @@ def norm_backward(
     return dx, dweight, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+def _turned(
+    x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool, into: Tensor | None = None
+) -> Tensor:
     if not use_triton(x):
         turned = reference.turned_back if inverse else reference.forward
         return turned(x, cos, sin, interleaved=interleaved)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    reference.check(x, cos)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     _turn(x, cos, sin, y, inverse, interleaved)
     return y
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from string import ascii_lowercase
 from typing import Any
 
+import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
 from weft.mesh.infer import terms
@@ -16,16 +17,23 @@ from . import function, reference
 
 
 @autocasts("rope")
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
     """Rotary position embedding (Su et al., 2021): the pairs (i, i + D/2) of every head turned by their angle.
 
     x: [..., T, heads * D]. cos, sin: of float32, [T, D / 2], or [..., T, D / 2] where tokens of one place differ in position.
     interleaved: the pairs are (2 * i, 2 * i + 1), as in the paper and in GPT-J. Returns the shape of `x`.
+    inplace: `x` may be overwritten, as what nobody reads again: it is where a kernel turns a contiguous plain tensor, and is returned
+    then; otherwise it stays. What autograd has saved of it is an error in backward, as of torch's own ops in place.
     Layouts: any that leaves each head whole, with the tables sharded on rows and tokens as `x` is; the output lies as `x`.
     Communication: none.
-    Raises LayoutError where a head is cut, `x` is Partial, or the tables lie otherwise.
+    Raises LayoutError where a head is cut, `x` is Partial, or the tables lie otherwise; ValueError for a leaf that needs a
+    gradient in place.
     """
     _check("rope", x, cos, sin)
+    if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("rope: x is a leaf that needs a gradient, so its values are kept; leave inplace at False")
+    if inplace and type(x) is Tensor:
+        return apply(ROPE, x, cos, sin, interleaved=interleaved, inplace=True)
     return apply(ROPE, x, cos, sin, interleaved=interleaved)
 
 

@@ -15,6 +15,7 @@ from weft.reshard.running.dynamo import in_graph
 
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, may_be_cast, operands_dtype
 
+IN_PLACE = ("accumulate_into",)  # a copy would not be what the caller gave
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -39,7 +40,7 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
             wanted = operands_dtype(runs, dtype, operands)
             if wanted is not None:
                 args = tuple([_cast(each, wanted) for each in args])
-                kwargs = {argument: _cast(each, wanted) for argument, each in kwargs.items()}
+                kwargs = {name: each if name in IN_PLACE else _cast(each, wanted) for name, each in kwargs.items()}
             elif runs is Runs.LOWER_INSIDE and may_be_cast(args[0] if args else kwargs.get("input")):
                 kwargs["compute_dtype"] = kwargs.get("compute_dtype") or dtype
             with autocast_off(first):

@@ -27,6 +27,8 @@ class Plain(torch.autograd.Function):
         ctx.given = [tensor is not None for tensor in tensors]
         ctx.set_materialize_grads(False)
         last = _save(ctx, op, saved, options, output[-1] if ctx.many else output)
+        if options.get("inplace") and output is tensors[0]:
+            ctx.mark_dirty(output)
         if not ctx.many:
             return output, last
         ctx.mark_non_differentiable(*_constants(op, output, options))

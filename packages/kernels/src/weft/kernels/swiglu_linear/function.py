@@ -7,50 +7,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..backend import use_triton
 from ..launched import launched
-from ..matmul.function import plain
+from ..matmul.function import by_kernel, linear, plain
 from ..matmul.reference import rows_of, shaped
 from ..op import Tensors
 from ..swiglu import function as swiglu
 
 
 def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensors]:
-    """input [..., K], the weights [M, K] -> [..., M].
+    """input [..., K], the weights [M, K] -> [..., M], by one kernel or by two products and a gate: see `by_kernel`.
 
     keep: whether there is a backward. It needs the operands, and both products: the activation's derivative is computed again.
     """
-    rows = rows_of(input)
-    products: list[Tensor | None]
-    if use_triton(input):
-        out = torch.empty((len(rows), len(gate_weight)), dtype=rows.dtype, device=rows.device)
-        products = [torch.empty_like(out) if keep else None for _ in range(2)]
-        _launch(rows, *_alike(gate_weight.mT, up_weight.mT), out, *products)
-    else:
-        gate, up = F.linear(rows, gate_weight), F.linear(rows, up_weight)
-        out, products = (F.silu(gate) if keep else F.silu(gate, inplace=True)).mul_(up), [gate, up]
-    return shaped(out, input), (input, gate_weight, up_weight, *products)
-
-
-def again(saved: Tensors) -> Tensor:
-    """The output, from the two products."""
-    input, _, _, *products = saved
-    assert input is not None, "forward saves it"
-    return shaped(swiglu.again(tuple(products)), input)
+    if not use_triton(input) or not by_kernel(input, gate_weight.mT, "gated"):
+        products = linear(input, gate_weight)[0], linear(input, up_weight)[0]
+        return swiglu.forward(*products)[0], (input, gate_weight, up_weight, *products)
+    rows, gate, up = rows_of(input), gate_weight.mT, up_weight.mT
+    out = torch.empty((*input.shape[:-1], gate.shape[1]), dtype=input.dtype, device=input.device)
+    kept = [torch.empty_like(out) if keep else None for _ in range(2)]
+    _launch(rows, *_alike(gate, up), *(None if each is None else rows_of(each) for each in (out, *kept)))
+    return out, (input, gate_weight, up_weight, *kept)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
     """dinput = dgate @ gate_weight + dup @ up_weight; dgate_weight = dgate.T @ input, dup_weight = dup.T @ input."""
     input, gate_weight, up_weight, gate, up = saved
     assert input is not None and gate_weight is not None and up_weight is not None, "forward saves them"
-    dgate, dup = swiglu.backward((gate, up), rows_of(grad), (needed[0] or needed[1], needed[0] or needed[2]))
-    dinput = None
+    found = swiglu.backward((gate, up), grad, (needed[0] or needed[1], needed[0] or needed[2]))
+    dgate, dup = (None if each is None else rows_of(each) for each in found)
+    dinput, rows = None, rows_of(input)
     if needed[0]:
         assert dgate is not None and dup is not None, "both were asked for"
         dinput = shaped(torch.addmm(plain(dgate, gate_weight), dup, up_weight), input)
-    rows = rows_of(input)
     return (
         dinput,
         plain(dgate.mT, rows) if needed[1] and dgate is not None else None,

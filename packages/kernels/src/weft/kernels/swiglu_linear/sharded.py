@@ -12,22 +12,25 @@ from ..matmul.checks import check_dtypes
 from ..matmul.sharded.layouts import check_activation, check_operand
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
+from ..swiglu import function as swiglu
 from . import function
 
 
 @autocasts("swiglu_linear")
 def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
-    """`silu(input @ gate_weight.T) * (input @ up_weight.T)` (Shazeer, 2020): on a GPU by one kernel that reads the input once.
+    """`silu(input @ gate_weight.T) * (input @ up_weight.T)` (Shazeer, 2020), in one op.
 
-    input: [..., K]. gate_weight, up_weight: [M, K]. Returns [..., M]. Saved for backward: the operands and both products.
+    input: [..., K]. gate_weight, up_weight: [M, K]. Returns [..., M]. On a GPU by one kernel that reads the input once, where that was
+    measured faster than torch's two products and a gate. Saved for backward: the operands and both products.
     Layouts: as of `linear`, one for both weights; column parallel shards the output. None where a sum over ranks would be left,
     for silu and the product are of whole sums: a weight sharded on K is a LayoutError. Communication: none.
     Raises ValueError for shapes and dtypes that do not go together.
     """
-    shapes = tuple(tuple(each.shape) for each in (input, gate_weight, up_weight))
-    if len(shapes[1]) != 2 or shapes[1] != shapes[2] or not shapes[0] or shapes[0][-1] != shapes[1][1]:
+    shape, of_weight = input.shape, gate_weight.shape
+    if len(of_weight) != 2 or of_weight != up_weight.shape or not shape or shape[-1] != of_weight[1]:
         raise ValueError(
-            f"swiglu_linear takes input [..., K] and two weights [M, K], got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+            f"swiglu_linear takes input [..., K] and two weights [M, K], got {tuple(shape)}, {tuple(of_weight)} and "
+            f"{tuple(up_weight.shape)}"
         )
     check_dtypes("swiglu_linear", input, gate_weight)
     check_dtypes("swiglu_linear", input, up_weight)
@@ -62,5 +65,6 @@ SWIGLU_LINEAR = Op(
     _rule,
     inference=_inferred,
     weights=(1, 2),
-    again=function.again,
+    again=swiglu.again,
+    again_from=3,
 )

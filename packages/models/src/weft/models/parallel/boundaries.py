@@ -49,6 +49,10 @@ def hook(
     modules = dict(model.named_modules())
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for parent, names in column_siblings(styles).items():
+        sharing = {f"{parent}.{each}".lstrip(".") for each in getattr(modules[parent], "sharing_input", ())}
+        if sharing == {*names}:  # what the parent is given enters with it
+            _before(modules[parent], _enter)
+            continue
         if len(names) == 1 and places[modules[names[0]]] == 1:
             _before(modules[names[0]], _enter)
             continue
