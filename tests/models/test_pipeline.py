@@ -217,7 +217,7 @@ def test_a_rank_holds_nothing_of_other_stages(pipeline: dict[str, Any], pool) ->
         pytest.param(3, {}, [3, 2, 1], Fraction(2, MICROBATCHES + 2), id="1f1b"),
         pytest.param(2, {"schedule": "gpipe"}, [4, 4], Fraction(1, MICROBATCHES + 1), id="gpipe"),
         pytest.param(
-            *(2, {"schedule": "interleaved"}, [5, 4], Fraction(1, 2 * MICROBATCHES + 1)),
+            *(2, {"schedule": "interleaved"}, [5, 3], Fraction(1, 2 * MICROBATCHES + 1)),
             id="interleaved",
             marks=pytest.mark.exhaustive,
         ),

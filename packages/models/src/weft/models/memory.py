@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.process_mesh import as_mesh
+from weft.reshard.running.units import units_of
 from weft.reshard.running.wholes import stretch_in
 
 from .communication import Phase
@@ -154,7 +155,8 @@ class _Kept(TorchDispatchMode):
         if counts:
             self._held |= self._new
         self._new.clear()
-        gradients = {each._cdata for each in _storages([each.grad for each in model.parameters()])}
+        leaves = [*model.parameters(), *(whole.leaf for unit in units_of(model) for whole in unit.wholes().values())]
+        gradients = {each._cdata for each in _storages([leaf.grad for leaf in leaves])}
         self._held = {key: each for key, each in self._held.items() if not each[0].expired() and key not in gradients}
         self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
 
