@@ -109,7 +109,6 @@ FEW, MORE = {"pp": 2, "dp": 2}, pytest.mark.exhaustive
         pytest.param(FEW, 0, {"schedule": "gpipe"}, id="gpipe-zero0", marks=MORE),
         pytest.param(FEW, 0, {"schedule": "zero_bubble"}, id="zero_bubble-zero0", marks=MORE),
         pytest.param(FEW, 2, {"schedule": "1f1b"}, id="1f1b-zero2", marks=MORE),
-        pytest.param(FEW, 3, {"schedule": "interleaved", "chunks": 2}, id="interleaved-zero3", marks=MORE),
         pytest.param({"pp": 2, "tp": 2}, 0, {"schedule": "1f1b"}, id="tp2", marks=MORE),
         pytest.param({"pp": 4}, 0, {"schedule": "1f1b", "split": (1, 1, 2, 1)}, id="uneven", marks=MORE),
     ],
@@ -122,6 +121,5 @@ def test_a_rank_of_a_stage_holds_what_was_predicted(
     for stage in range(axes["pp"]):
         rank = mesh.get_mesh_with_dim("pp", stage).ranks[0]
         found, said = measured_by[rank], predict_memory(Llama(CONFIG), mesh, plan, rank=rank, batch=BATCH)
-        gathered = said.gathered if zero == 3 else 0  # by the first microbatch, until all are back
-        assert found["stays"] == pytest.approx(said.nbytes - said.activations - gathered, rel=0.05)
-        assert found["activations"] == pytest.approx(said.activations + gathered, rel=0.05)
+        assert found["stays"] == pytest.approx(said.nbytes - said.activations, rel=0.05)
+        assert found["activations"] == pytest.approx(said.activations, rel=0.05)
