@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from weft.models import (
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.parallel.parallelize import pipeline_of
+from weft.models.schedules.schedule import run_through
 from weft.models.train.optimizer import clip_gradients
 
 from tests.models.cases import gradients_off, whole
@@ -150,7 +152,7 @@ truth_of = functools.cache(expected)
 
 @pytest.mark.table
 @pytest.mark.parametrize(("axes", "plan", "cases"), together(MESHES, SCHEDULES, MODELS))
-def test_loss_and_gradients_are_those_of_one_process(
+def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool
 ) -> None:
     check(axes, plan, cases, pool)
@@ -209,11 +211,31 @@ def test_a_rank_holds_nothing_of_other_stages(pipeline: dict[str, Any], pool) ->
         assert found["bytes"] == sum(nbytes[name] for name in names)
 
 
-def test_activations_in_flight_are_those_of_the_schedule(pool) -> None:
-    assert [each["in_flight"] for each in pool.run(one_step, {"pp": 3}, "llama", {}, {}, ranks=3)] == [3, 2, 1]
-    assert [
-        each["in_flight"] for each in pool.run(one_step, {"pp": 2}, "llama", {}, {"schedule": "gpipe"}, ranks=2)
-    ] == [4, 4]
+@pytest.mark.parametrize(
+    ("ranks", "plan", "in_flight", "idle"),
+    [
+        pytest.param(3, {}, [3, 2, 1], Fraction(2, MICROBATCHES + 2), id="1f1b"),
+        pytest.param(2, {"schedule": "gpipe"}, [4, 4], Fraction(1, MICROBATCHES + 1), id="gpipe"),
+        pytest.param(
+            *(2, {"schedule": "interleaved"}, [5, 3], Fraction(1, 2 * MICROBATCHES + 1)),
+            id="interleaved",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *(2, {"schedule": "zero_bubble"}, [2, 2], Fraction(1, 3 * MICROBATCHES + 1)),
+            id="zero-bubble",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_activations_in_flight_and_idle_slots_of_what_ran(
+    ranks: int, plan: dict[str, Any], in_flight: list[int], idle: Fraction, pool
+) -> None:
+    found = pool.run(one_step, {"pp": ranks}, "llama", {}, plan, ranks=ranks)
+    assert [each["in_flight"] for each in found] == in_flight
+    planned = PipelinePlan(**plan).make_schedule(ranks, MICROBATCHES)
+    timeline = run_through(replace(planned, actions=tuple(tuple(each["ran"]) for each in found)))
+    assert [Fraction(timeline.idle(rank)) / Fraction(timeline.length) for rank in range(ranks)] == [idle] * ranks
 
 
 def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
@@ -329,7 +351,7 @@ def flat(criterion: Any, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pipeline", SCHEDULES)
-def test_what_is_beside_the_layers_goes_by_data_flow(pipeline: dict[str, Any], pool) -> None:
+def test_paddlenlp_9412_what_is_beside_the_layers_goes_by_data_flow(pipeline: dict[str, Any], pool) -> None:
     alone = own_model(None, {})
     first, last = pool.run(own_model, {"pp": 2}, {"split": ("blocks.1",)} if len(pipeline) == 0 else pipeline, ranks=2)
     for found in (first, last):

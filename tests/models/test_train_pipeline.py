@@ -11,7 +11,7 @@ import torch
 from weft.models import LlamaConfig, PipelinePlan
 from weft.models.cli import main
 from weft.models.data.text import find_corpus
-from weft.models.parallel.memory import predict_memory
+from weft.models.memory import predict_memory
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
 from weft.models.train.loop import train
 from weft.models.train.step import local_value

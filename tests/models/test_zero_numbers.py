@@ -14,7 +14,7 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, initialize, lay_out_batch, parallelize, record
 from weft.models.communication import Communication
-from weft.models.parallel.memory import predict_memory
+from weft.models.memory import predict_memory
 from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, reshard
 

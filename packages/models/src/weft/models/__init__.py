@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .memory import Memory, predict_memory
     from .microbatches import forward_backward
     from .parallel import (
         Batch,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         merge_lora,
         parallelize,
     )
-    from .parallel.memory import Memory, predict_memory
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
@@ -74,8 +74,8 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
-    "Memory": ".parallel.memory",
-    "predict_memory": ".parallel.memory",
+    "Memory": ".memory",
+    "predict_memory": ".memory",
     "clip_gradients": ".train.optimizer",
 }  # those of the families stand in `families`
 __all__ = [

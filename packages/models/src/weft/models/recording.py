@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from weft.mesh.process_mesh import as_mesh
 from weft.reshard import GradientSync, distribute
 from weft.reshard.running.gradients import BUCKET_BYTES
 from weft.reshard.running.issued import Collective
-from weft.reshard.running.recording import recording
+from weft.reshard.running.recording import Recorded, recording
 
 from .communication import Communication, Phase
 from .microbatches import divide, weighing
@@ -105,16 +106,74 @@ def run_on_shapes(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """The step that `record` records, with more of what is known of it. Arguments and errors are those of `record`."""
+    issued: dict[Phase, list[Collective]] = {}
+    with on_shapes(
+        model,
+        mesh,
+        plan,
+        batch=batch,
+        criterion=criterion,
+        rank=rank,
+        inputs=inputs,
+        microbatches=microbatches,
+        bucket_bytes=bucket_bytes,
+    ) as ready:
+        if ready is None:
+            return Step()
+        recorded, pipeline = ready.recorded, pipeline_of(ready.model)
+
+        def ended(phase: Phase) -> None:
+            issued.setdefault(phase, []).extend(recorded.take_each())
+
+        recorded.take_each()
+        ready.run(ended, clip_norm=clip_norm)
+        return Step(
+            Communication.of(issued),
+            shapes_of(ready.model),
+            layouts_of(ready.model),
+            None if pipeline is None else pipeline.schedule,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A step of one rank that is ready to be run on shapes. model: its part of the parallel model."""
+
+    model: nn.Module
+    criterion: Criterion
+    microbatches: Sequence[Microbatch]
+    sync: GradientSync
+    recorded: Recorded
+
+    def run(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
+        """Forward, backward and gradient sync. ended, clip_norm: as of `find_gradients`."""
+        find_gradients(self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, ended=ended)
+
+
+@contextmanager
+def on_shapes(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None,
+    rank: int,
+    inputs: Mapping[str, Any] | None,
+    microbatches: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[Ready | None]:
+    """What `record` runs: inside it can be. None for a rank without a stage. Arguments and errors are those of `record`."""
     mesh = as_mesh(mesh)
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
     tokens, targets = _shapes_alone(batch)
     compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
-    issued: dict[Phase, list[Collective]] = {}
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
-            return Step()  # it has no stage
+            yield None
+            return
         parallel = parallelize(_without_data(model), mesh, plan)
         pipeline = pipeline_of(parallel)
         count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -132,19 +191,10 @@ def run_on_shapes(
         if pipeline is not None:
             pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes)
-        recorded.take_each()
-
-        def ended(phase: Phase) -> None:
-            issued.setdefault(phase, []).extend(recorded.take_each())
-
-        find_gradients(parallel, compute, parts, sync, clip_norm=clip_norm, ended=ended)
-        sync.close()
-        return Step(
-            Communication.of(issued),
-            shapes_of(parallel),
-            layouts_of(parallel),
-            None if pipeline is None else pipeline.schedule,
-        )
+        try:
+            yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
+        finally:
+            sync.close()
 
 
 def _mean_cross_entropy(targets: Tensor) -> Criterion:

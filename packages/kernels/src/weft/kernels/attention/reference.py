@@ -176,12 +176,30 @@ def _visible(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, triangle: bool, scale: float | None) -> Tensor:
+    if q.is_meta:
+        attended: Tensor = _Shapes.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+        return attended
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         # Of CUDA's fused attentions, the one for float32 takes no groups: with enable_gqa torch would run unfused.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=triangle, scale=scale, enable_gqa=grouped)
+
+
+class _Shapes(torch.autograd.Function):
+    """Attention without data. On the meta device torch takes an unfused one, which keeps the weights for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        B, heads, T, D = q.shape
+        output = q.new_empty(B, T, heads, D).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, mask, output, q.new_empty(B, heads, T, dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None
 
 
 def _attend_to_some(

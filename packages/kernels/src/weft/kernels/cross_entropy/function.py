@@ -59,6 +59,8 @@ def forward(
     guessed = dlogits = merged = None
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 5]
+        if once is not None and gather is None and logits.is_meta:
+            dlogits = _like(logits)  # without data what is kept is counted, and is what the others keep
     else:
         guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)

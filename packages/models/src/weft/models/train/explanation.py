@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..parallel.memory import Memory, predict_memory
+from ..memory import Memory, predict_memory
 from .config import TrainConfig
 from .optimizer import states_per_element
 from .outline import Outline

@@ -18,7 +18,7 @@ from ..planning.layouts import without_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
 from .blocks import Stacking, cut_to, padded, stacking_of
 from .collectives import Pending, Running, all_reduce, reduce_scatter
-from .dtensor import kind_of, layout_of, memory_of, of_kind, wrap
+from .dtensor import kind_of, layout_of, of_kind, wrap
 from .groups import group_along, process_mesh, this_rank
 from .order import Words, announce
 
@@ -79,7 +79,8 @@ class Route:
         if way is None:
             return None
         axes = axes_of(way.scatter)
-        local = memory_of(grad)
+        with torch.no_grad():
+            local = grad.to_local()
         part = padded_part(way.scatter, layout, local.shape)
         sizes = tuple(layout.mesh.axis_size(axis) for axis in axes)
         return cls(
@@ -109,11 +110,11 @@ class Bucket:
 
     def add(self, parameter: DTensor, grad: DTensor, route: Route) -> None:
         """Takes the gradient of `parameter` along; added to one that waits here already."""
-        local = memory_of(grad)
-        if parameter in self._grads:
-            with torch.no_grad():
+        with torch.no_grad():
+            local = grad.to_local()
+            if parameter in self._grads:
                 self._grads[parameter] = self._grads[parameter] + local
-            return
+                return
         self._mesh = grad.device_mesh
         self._grads[parameter], self._routes[parameter] = local, route
         self.nbytes += route.nbytes

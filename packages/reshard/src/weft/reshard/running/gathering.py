@@ -90,6 +90,7 @@ class _Bundle:
         first, step = items[0]
         self._group, positions = group_along(first.shard.device_mesh, axes_of(step))
         self._shards = [each.shard for each, _ in items]
+        self._parts = [memory_of(shard) for shard in self._shards]
         self._axes, self._meshes = (
             axes_of(step),
             tuple(dict.fromkeys(process_mesh(e.device_mesh) for e in self._shards)),
@@ -104,7 +105,7 @@ class _Bundle:
         self._filled: list[Tensor] = []
         columns = zip(torch.split(self._buffer, sizes, 1), torch.split(self._mine, sizes), parts, items, strict=True)
         for rows, mine, part, (each, its) in columns:
-            held = memory_of(each.shard).shape
+            held = each.shard.to_local().shape
             self._places.append(mine.view(part)[tuple(slice(size) for size in held)])
             sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(its))
             stacking = stacking_of(tuple(part), axes_of(its), sizes_along, its)
@@ -119,7 +120,7 @@ class _Bundle:
     def start(self) -> None:
         announce(Words(self._words), meshes=self._meshes)
         self._storage.resize_(self._nbytes)
-        torch._foreach_copy_(self._places, [memory_of(shard) for shard in self._shards])
+        torch._foreach_copy_(self._places, self._parts)
         # In place, as NCCL documents it: a rank's input is its row of the output. gloo copies nothing then either.
         self._work = all_gather_single(self._flat, self._mine, self._group, async_op=True)
 

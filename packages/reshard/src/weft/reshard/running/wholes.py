@@ -55,7 +55,7 @@ class Whole:
         made = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
         self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
         assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
-        self._local = memory_of(self.leaf)
+        self._shard, self._local = memory_of(shard), memory_of(self.leaf)
         self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
         self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank()) if stays else None
         self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
@@ -80,21 +80,21 @@ class Whole:
 
     def state_of(self, shard: DTensor) -> object:
         """What changes when the values of the shard do."""
-        return self.steps, shard._version, memory_of(shard)._version
+        return self.steps, shard._version, self._shard._version
 
     def make_room(self) -> None:
         """Has memory, of any values where it had none."""
-        self._storage.resize_(self._nbytes)
+        if self._storage.nbytes() != self._nbytes:  # torch moves the values, whatever the size was
+            self._storage.resize_(self._nbytes)
 
     def take(self, shard: DTensor, state: object) -> None:
         """Its memory was filled with what the shard is."""
         if self._last is not None and self._last != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
-        local = memory_of(shard)
-        if self._stretch is not None and self._lent is not local:
-            local.data = self.memory[self._stretch]
-            self._lent = local
+        if self._stretch is not None and self._lent is None:
+            self._lent = self._shard
+            self._lent.data = self.memory[self._stretch]
 
     def drop(self) -> None:
         """Gives the memory back."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from weft.kernels.weights import Later, waiting_weights
 from weft.mesh import ProcessMesh
@@ -159,6 +160,11 @@ class Pipeline:
         wait_for(dist.all_reduce(number, group=group, async_op=True))
         return number
 
+    def finish_sends(self) -> None:
+        """Waits until all that was sent to other stages has been received."""
+        for channel in self._channels.values():
+            channel.finish()
+
     def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
         ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
         return group_for(f"pipeline {purpose}", tuple(sorted(ranks)), (PIPELINE_AXIS,))
@@ -182,6 +188,17 @@ class Pipeline:
         return self._channels[way, stage]
 
 
+class _Held(NamedTuple):
+    """What is held of a microbatch on a stage until backward, beside what autograd keeps.
+
+    given: where the gradients of what the stage gave go; the values are the next stage's. ones: gradients of the loss, on the last.
+    """
+
+    received: list[Tensor]
+    given: list[GradientEdge]
+    ones: list[Tensor] | None
+
+
 class _Run:
     """One step: what is held of it, and how each action is taken."""
 
@@ -199,9 +216,7 @@ class _Run:
         self._last = pipeline.schedule.num_stages - 1
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._taken: dict[tuple[str, int], int] = {}
-        self._held: dict[
-            tuple[int, int], tuple[list[Tensor], list[Tensor]]
-        ] = {}  # what was received, and what was given
+        self._held: dict[tuple[int, int], _Held] = {}
         self._later: dict[tuple[int, int], Later] = {}  # what adds up gradients of weights, between I and W
         self.most_held = 0
         self.ran: list[Action] = []
@@ -218,8 +233,7 @@ class _Run:
 
     def finish(self) -> None:
         assert not self._held, "a schedule takes every microbatch back"
-        for channel in self._pipeline._channels.values():
-            channel.finish()
+        self._pipeline.finish_sends()
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
@@ -234,7 +248,11 @@ class _Run:
             given = self._loss_of(given, microbatch)
             self.losses.append(given.detach())
         if self._loss_of is not None:
-            self._held[stage, action.microbatch] = differentiable(received), differentiable(given)
+            self._held[stage, action.microbatch] = _Held(
+                differentiable(received),
+                [get_gradient_edge(x) for x in differentiable(given)],
+                [torch.ones_like(x) for x in differentiable(given)] if stage == self._last else None,
+            )
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
@@ -242,9 +260,8 @@ class _Run:
             for add in self._later.pop(key):
                 add()
         else:
-            received, given = self._held[key]
-            is_loss = action.stage == self._last
-            arrived = [torch.ones_like(x) for x in given] if is_loss else self._receive("B", action)
+            received, given, ones = self._held[key]
+            arrived = self._receive("B", action) if ones is None else ones
             waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
             with waiting as later:
                 go_back(given, arrived)
@@ -265,7 +282,7 @@ class _Run:
         return self._pipeline.channel(way, action.stage, self._device).receive(kind, more)
 
 
-def go_back(given: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def go_back(given: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Backward from what a stage gave, but for what has no gradient; where nothing has one there is none."""
     pairs = [(x, gradient) for x, gradient in zip(given, gradients, strict=True) if gradient is not None]
     if pairs:

@@ -1,0 +1,125 @@
+"""What a rank of a pipeline holds: predicted without processes, and measured on them."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile, record_function
+from weft.kernels import cross_entropy
+from weft.kernels.backend import has_data
+from weft.mesh import ProcessMesh
+from weft.models import Llama, LlamaConfig, ParallelPlan, PipelinePlan, initialize, parallelize
+from weft.models.memory import predict_memory
+from weft.models.microbatches import divide
+from weft.models.parallel.parallelize import pipeline_of
+from weft.models.train.step import find_gradients
+from weft.reshard import GradientSync
+
+from tests.models.test_zero_numbers import held_by
+
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=5, num_heads=4, num_kv_heads=4, max_seq_len=32
+)
+BATCH, MICROBATCHES = (16, 16), 4
+
+
+def plan_of(zero: int, pipeline: dict[str, Any], recompute: str = "none") -> ParallelPlan:
+    chosen = PipelinePlan(microbatches=MICROBATCHES, **pipeline)
+    return replace(Llama(CONFIG).parallel_plan(), zero=zero, pipeline=chosen, recompute=recompute)
+
+
+def measured(axes: dict[str, int], plan: ParallelPlan) -> dict[str, int]:
+    """Bytes on this rank in the second step: of what stays, when all microbatches are back, and of activations at the most."""
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
+    model = Llama(CONFIG)
+    initialize(model, seed=3)
+    parallelize(model, ProcessMesh.grid(**axes), plan)
+    sync, optimizer = GradientSync(model, bucket_bytes=1024), torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.arange(BATCH[0] * BATCH[1]).reshape(BATCH) % CONFIG.vocab_size
+    parts = divide(model, tokens, tokens, MICROBATCHES, {})
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, denominator=float(tokens.numel()))
+
+    with profile(
+        profile_memory=True
+    ) as profiler:  # from the start: it tells what is freed of that alone which it saw made
+        find_gradients(model, criterion, parts, sync)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipeline = pipeline_of(model)
+        assert pipeline is not None
+        actions: list[record_function] = []
+
+        def begin() -> None:
+            actions.append(record_function(f"action {len(actions)}"))
+            actions[-1].__enter__()
+
+        def ended(phase: str) -> None:
+            assert pipeline is not None
+            pipeline.finish_sends()  # what is on its way is not counted
+            actions[-1].__exit__(None, None, None)
+            gradients.append(held_by([each.grad for each in model.parameters() if each.grad is not None]))
+            if len(actions) == len(pipeline.ran) and plan.zero < 2:
+                stays.append(held_since(before))  # gradients add up whole until all microbatches are back
+            begin()
+
+        stays: list[int] = []
+        gradients: list[int] = []
+        begin()
+        find_gradients(model, criterion, parts, sync, ended=ended)
+        actions[-1].__exit__(None, None, None)
+    stays.append(held_since(before))
+    bytes_of = {each.name: each.cpu_memory_usage for each in profiler.function_events or ()}
+    held: dict[tuple[int, int], int] = {}
+    most = before_it = 0
+    for number, (action, after_it) in enumerate(zip(pipeline.ran, gradients, strict=False)):
+        key = action.stage, action.microbatch
+        if (
+            action.kind in "FI"
+        ):  # what these leave, but for gradients of parameters, is held until the microbatch is back
+            held[key] = held.get(key, 0) + bytes_of[f"action {number}"] - (after_it - before_it)
+        else:
+            del held[key]
+        before_it, most = after_it, max(most, sum(held.values()))
+    return {"stays": stays[0], "activations": most}
+
+
+def held_since(before: set[int]) -> int:
+    """Bytes of float32 tensors with values, and of their gradients, but for those in `before`."""
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in before]
+    alive = [each for each in alive if each.dtype == torch.float32 and not each.is_meta and has_data(each)]
+    return held_by([*alive, *(each.grad for each in alive if each.is_leaf and each.grad is not None)])
+
+
+FEW, MORE = {"pp": 2, "dp": 2}, pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "pipeline"),
+    [
+        pytest.param(FEW, 1, {"schedule": "1f1b"}, id="1f1b-zero1"),
+        pytest.param(FEW, 0, {"schedule": "gpipe"}, id="gpipe-zero0", marks=MORE),
+        pytest.param(FEW, 0, {"schedule": "zero_bubble"}, id="zero_bubble-zero0", marks=MORE),
+        pytest.param(FEW, 2, {"schedule": "1f1b"}, id="1f1b-zero2", marks=MORE),
+        pytest.param({"pp": 2, "tp": 2}, 0, {"schedule": "1f1b"}, id="tp2", marks=MORE),
+        pytest.param({"pp": 4}, 0, {"schedule": "1f1b", "split": (1, 1, 2, 1)}, id="uneven", marks=MORE),
+    ],
+)
+def test_a_rank_of_a_stage_holds_what_was_predicted(
+    axes: dict[str, int], zero: int, pipeline: dict[str, Any], pool: Any
+) -> None:
+    plan, mesh = plan_of(zero, pipeline), ProcessMesh.grid(**axes)
+    measured_by = pool.run(measured, axes, plan, ranks=4)
+    for stage in range(axes["pp"]):
+        rank = mesh.get_mesh_with_dim("pp", stage).ranks[0]
+        found, said = measured_by[rank], predict_memory(Llama(CONFIG), mesh, plan, rank=rank, batch=BATCH)
+        assert found["stays"] == pytest.approx(said.nbytes - said.activations, rel=0.05)
+        assert found["activations"] == pytest.approx(said.activations, rel=0.05)
