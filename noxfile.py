@@ -144,6 +144,12 @@ def convert(session: nox.Session) -> None:
 
 
 @nox.session
+def explain(session: nox.Session) -> None:
+    """Says what training would do on any mesh; arguments go to `weft explain`."""
+    _give_way(session, "explain")
+
+
+@nox.session
 def layout(session: nox.Session) -> None:
     """Draws a layout, or plans a change of one; arguments go to `weft layout`."""
     _give_way(session, "layout")

@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.architecture.collected import FOUND
 from tests.support.fixtures import pool
 from tests.support.parts import is_in, read_part
 from tests.support.sample import PORTIONS, Portion, mark_all_but_a_sample
@@ -55,6 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With pytest-xdist a worker takes a file at a time, but for tests of it that name a group of their own. Files whose tests
     start processes come first: they take the longest, and the short ones at the end let the workers finish together.
     """
+    if [Path(path).resolve() for path in config.args] == [Path(__file__).parent]:
+        config.stash[FOUND] = [(item.nodeid, item) for item in items]
     if (asked := config.getoption("part")) is not None:
         try:
             part, parts = read_part(asked, Path(__file__).parent)
@@ -64,7 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if not is_in(item.nodeid, part, parts)])
         items[:] = chosen
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if _starts_processes(item)}
         items.sort(key=lambda item: item.path not in slow)

@@ -1,4 +1,4 @@
-"""`python -m tests.architecture.collected`: every test that pytest finds, whatever is selected, as JSON.
+"""Every test that pytest finds, whatever is selected; `python -m tests.architecture.collected` prints them as JSON.
 
 Of each its name, its marks, whether its function is marked exhaustive as a whole, and what of the packages its code uses.
 """
@@ -18,18 +18,31 @@ from typing import Any
 import pytest
 
 PACKAGES = ("weft.mesh.infer", "weft.reshard", "weft.kernels")
+Found = list[tuple[str, pytest.Item]]  # by name, before one is deselected and pytest-xdist adds its group
+FOUND = pytest.StashKey[Found]()  # of a session that collects all tests; tests/conftest.py fills it
 
 
-class Everything:
-    """The items before any is deselected."""
+class Session:
+    """What a session of pytest found."""
 
     def __init__(self) -> None:
-        self.items: list[pytest.Item] = []
+        self.found: Found = []
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        self.items = list(items)
-        yield
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.found = session.config.stash[FOUND]
+
+
+def described(found: Found) -> list[dict[str, Any]]:
+    """As JSON has them."""
+    return [
+        {
+            "name": name,
+            "marks": sorted({mark.name for mark in item.iter_markers()}),
+            "by_hand": any(mark.name == "exhaustive" for mark in getattr(item.obj, "pytestmark", [])),  # type: ignore[attr-defined]
+            "uses": sorted(uses(item)),
+        }
+        for name, item in found
+    ]
 
 
 def uses(item: pytest.Item) -> set[str]:
@@ -112,21 +125,14 @@ def _public() -> dict[int, set[str]]:
 
 
 def main() -> None:
-    everything = Everything()
+    plugin = Session()
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[everything])
+        status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[plugin])
     assert status == pytest.ExitCode.OK, said.getvalue()
-    tests = [
-        {
-            "name": item.nodeid,
-            "marks": sorted({mark.name for mark in item.iter_markers()}),
-            "by_hand": any(mark.name == "exhaustive" for mark in getattr(item.obj, "pytestmark", [])),  # type: ignore[attr-defined]
-            "uses": sorted(uses(item)),
-        }
-        for item in everything.items
-    ]
-    print(json.dumps(tests))
+    print(json.dumps(described(plugin.found)))
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # by the name under which tests/conftest.py knows it
+    from tests.architecture import collected
+
+    collected.main()

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.architecture.collected import FOUND, described
 from tests.architecture.rules import ROOT
 from tests.architecture.test_reference import public_names
 
@@ -35,7 +36,9 @@ def is_selected(expression: str, marks: Iterable[str]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def every_test() -> list[Test]:
+def every_test(pytestconfig: pytest.Config) -> list[Test]:
+    if (found := pytestconfig.stash.get(FOUND, None)) is not None:
+        return described(found)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, "-m", "tests.architecture.collected"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

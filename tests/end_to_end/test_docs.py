@@ -1,13 +1,15 @@
-"""The programs and the `weft layout` commands of the pages under docs/ run as they stand, and print what the page shows."""
+"""The programs of the pages under docs/, and those commands that are quick, run as they stand and print what the page shows."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from weft.models.cli import main
 
 from tests.architecture.rules import ROOT
@@ -17,21 +19,33 @@ from tests.support.programs import as_shown_or_quickly, run_alone, run_in_world
 # A block, and where one follows it directly what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 # A command that is quick enough to be called here, and what it prints.
-LAYOUT = re.compile(r"^```sh\n((?:weft|\./run) layout .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+QUICK = re.compile(
+    r"^```sh\n((?:weft|\./run) (?:layout|explain) .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE
+)
 # Commands that are called one after another, in a folder with this repository's licence, and what they print.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
 
 
+def are_interpreted() -> bool:
+    """Whether the kernels of this process are, which is decided where Triton is first imported."""
+    return "tests.kernels.conftest" in sys.modules and not torch.cuda.is_available()
+
+
 @as_shown_or_quickly
 @pytest.mark.parametrize("page", [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in PAGES])
-def test_a_pages_programs_run_and_print_what_it_shows(page: Path, quickly: bool, tmp_path: Path, pool: Pool) -> None:
+def test_a_pages_programs_run_and_print_what_it_shows(
+    page: Path, quickly: bool, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # a page that sets it sets it for itself
     blocks = PROGRAM.findall(page.read_text())
     program = "\n".join(code for code, _ in blocks)
     if "init_process_group" in program:
-        printed = pool.run(run_in_world, program, tmp_path)[0]
-    elif quickly and "TRITON_INTERPRET" not in program:  # which counts before triton is imported
-        printed = pool.run(run_in_world, program, tmp_path, ranks=1)[0]
+        printed = pool.run(run_in_world, program, tmp_path, quickly)[0]
+    elif quickly and "TRITON_INTERPRET" not in program:
+        printed = pool.run(run_in_world, program, tmp_path, quickly, ranks=1)[0]
+    elif quickly and are_interpreted():
+        printed = run_in_world(program, tmp_path, quickly)
     else:
         printed = run_alone(program, tmp_path)
     assert printed == "".join(shown for _, shown in blocks)
@@ -40,12 +54,12 @@ def test_a_pages_programs_run_and_print_what_it_shows(page: Path, quickly: bool,
 COMMANDS = [
     pytest.param(command, shown, id=f"{path.stem}-{number}")
     for path in sorted((ROOT / "docs").rglob("*.md"))
-    for number, (command, shown) in enumerate(LAYOUT.findall(path.read_text()))
+    for number, (command, shown) in enumerate(QUICK.findall(path.read_text()))
 ]
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS)
-def test_a_layout_command_prints_what_the_page_shows(
+def test_a_command_prints_what_the_page_shows(
     command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -24,6 +24,7 @@ SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
     "./run train --help": r"--data\.path",
     "./run data prepare": r"prepared",
+    "./run explain": r"in all +[\d,]+ bytes",
     "./run layout": r"0:4 \| 0   \| 1   \| 2   \| 3 \|",
     "./run test": r"\d+ passed",
     "./run benchmark": r"cross_entropy: Weft's figures, and the others' over them",

@@ -25,7 +25,7 @@ def launched(program: str, folder: Path, pool: Pool) -> str:
 
 
 def by_workers(program: str, folder: Path, pool: Pool, ranks: int = 4) -> str:
-    return "".join(pool.run(run_in_world, program, folder, ranks=ranks))
+    return "".join(pool.run(run_in_world, program, folder, True, ranks=ranks))
 
 
 def on_ranks(program: str, folder: Path, pool: Pool) -> str:

@@ -8,18 +8,21 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 from weft.models import LlamaConfig
 from weft.models.data.text import find_corpus
+from weft.models.train import trainer
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.folder import newest_complete
+from weft.models.train.folder import checkpoints, newest_complete
 from weft.models.train.loop import train
-from weft.models.train.results import METRICS
+from weft.models.train.results import METRICS, Results
 
 from tests.support.pool import Pool
 
@@ -28,7 +31,7 @@ MODEL = LlamaConfig(
 )
 CONFIG = TrainConfig(
     model=MODEL,
-    steps=12,
+    steps=8,
     save_every=2,
     log_every=3,
     check=False,
@@ -38,10 +41,19 @@ CONFIG = TrainConfig(
 )
 
 
+KILLS = "kills"
+
+
+def beside(folder: Path, what: str) -> Path:
+    """A file of a run in `folder` that the run knows nothing of."""
+    return folder.with_name(f"{folder.name}-{what}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A mesh and its plan."""
+    """A mesh and its plan, and how many steps are taken under them."""
 
+    steps: int = CONFIG.steps
     sizes: dict[str, int] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
 
@@ -60,34 +72,72 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Victim:
-    """The rank that kills itself, and when: seconds after it was told to begin."""
+    """The rank that kills itself, and when: after so much work, in seconds of its processor, and then a pause.
+
+    Not after so many seconds by the clock, which on a machine that others use too are now a moment and now half a run.
+    """
 
     rank: int
-    seconds: float
+    work: float
+    pause: float = 0.0
 
 
-def attempt(way: Way, folder: Path, victim: Victim | None = None) -> int:
-    """The run in `folder`, from its newest checkpoint on; what `train` returns."""
-    fuse = threading.Timer(0.0 if victim is None else victim.seconds, os.kill, (os.getpid(), signal.SIGKILL))
-    if victim is not None and torch.distributed.get_rank() == victim.rank:
-        fuse.start()
-    try:
-        return _train(way, folder)
-    finally:
-        fuse.cancel()
+class Fuse:
+    """While it is entered a thread counts the work that this process does, and kills it when that is enough.
+
+    kills: a file that it then has a line more.
+    """
+
+    def __init__(self, victim: Victim, kills: Path) -> None:
+        self._victim, self._end, self._kills = victim, time.process_time() + victim.work, kills
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._burn, daemon=True)
+
+    def __enter__(self) -> Fuse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _burn(self) -> None:
+        while time.process_time() < self._end:
+            if self._over.wait(0.002):
+                return
+        if not self._over.wait(self._victim.pause):
+            with self._kills.open("a") as file:
+                file.write("killed\n")
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(way: Way, folder: Path) -> int:
+def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
+    """The run in `folder`, from its newest checkpoint on, to its end; the work that it was, in seconds of the processor.
+
+    A folder that has the name of a checkpoint is a whole one: there has been no moment at which it was not.
+    """
+    resume, wrong = newest_complete(folder)
+    assert not wrong and (resume is None or resume == list(checkpoints(folder).values())[-1])
+    before = time.process_time()
+    mine = victim is not None and torch.distributed.get_rank() == victim.rank
+    with Fuse(victim, beside(folder, KILLS)) if victim is not None and mine else contextlib.nullcontext():
+        assert _train(way, folder, resume) == 0
+    return time.process_time() - before
+
+
+def _train(way: Way, folder: Path, resume: Path | None) -> int:
     text = folder.parent / "text.txt"
-    config = replace(CONFIG, plan=PlanConfig(**way.plan), mesh=MeshConfig(pp=way.sizes.get("pp", 1)))
-    resume = newest_complete(folder)[0]
+    config = replace(CONFIG, steps=way.steps, plan=PlanConfig(**way.plan), mesh=MeshConfig(pp=way.sizes.get("pp", 1)))
     run = Run(recipe="llama-tiny", config=config, corpus=find_corpus(text), folder=folder, resume=resume, **way.sizes)
-    with contextlib.redirect_stdout(io.StringIO()):
+    # What is drawn and sampled when all is saved takes as long as the steps.
+    without_end = patch.object(Results, "picture", return_value=""), patch.object(trainer, "SAMPLE_TOKENS", 1)
+    with contextlib.redirect_stdout(io.StringIO()), without_end[0], without_end[1]:
         return train(run, torch.device("cpu"))
 
 
-def complete(pool: Pool, way: Way, folder: Path) -> None:
-    assert pool.run(attempt, way, folder, ranks=way.ranks) == [0] * way.ranks
+def complete(pool: Pool, way: Way, folder: Path) -> list[float]:
+    """Runs to the end, and gives the work of each rank."""
+    return pool.run(attempt, way, folder, ranks=way.ranks)
 
 
 def weights(folder: Path) -> dict[str, Any]:

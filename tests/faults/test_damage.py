@@ -12,11 +12,20 @@ import torch
 from weft.models import load_checkpoint, read_run, save_checkpoint
 from weft.models.checkpoint import shards
 from weft.models.checkpoint.manifest import DamagedCheckpoint, Manifest
+from weft.models.cli.generate import _find_tokenizer
+from weft.models.data.tokenizer import byte_tokenizer
 from weft.models.train.folder import check_again, find_to_resume, keep, lock, newest_complete
 
 from tests.models.checkpoints.states import Case, fill_state, make
 
-FILES = ["config.json", "manifest.json", "part-00000.safetensors", "run.json"]
+FILES = [
+    "config.json",
+    "manifest.json",
+    "part-00000.safetensors",
+    "run.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "checkpoint-4"
     model, optimizer = make(Case(), seed=1)
     fill_state(model, optimizer, 1)
-    save_checkpoint(model, folder, optimizer, run={"step": 4})
+    save_checkpoint(model, folder, optimizer, run={"step": 4}, tokenizer=byte_tokenizer())
     assert sorted(path.name for path in folder.iterdir()) == FILES
     return folder
 
@@ -36,9 +45,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 def read_all(folder: Path) -> None:
     """Reads every file of it."""
-    manifest = Manifest.read(folder)
-    for name in ("config.json", "run.json"):
-        manifest.document(folder, name)
+    Manifest.read(folder).check_documents(folder)
     model, optimizer = make(Case(), seed=2)
     load_checkpoint(model, folder, optimizer)
 
@@ -66,6 +73,13 @@ def test_a_flipped_bit_is_found(name: str, at: float, folder: Path) -> None:
     said = refused(folder)
     assert name in said
     assert "changed" in said or "cannot be read" in said
+
+
+def test_text_is_not_generated_with_a_tokenizer_that_was_changed(folder: Path) -> None:
+    content = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(content.replace("Fast", "Past"))
+    with pytest.raises(DamagedCheckpoint, match=r"tokenizer_config\.json was changed after it was written"):
+        _find_tokenizer(folder)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,8 +1,7 @@
-"""`python -m tests.kernels.assertions`: the PTX of the kernels that look at targets, without and with Triton's debug mode."""
+"""The PTX of the kernels that look at targets, without and with Triton's debug mode."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +26,5 @@ def ptx(variant: Variant, debug: bool) -> str:
     return made[0]
 
 
-if __name__ == "__main__":
-    found = {each.name: [ptx(each, debug) for debug in (False, True)] for each in variants() if each.name in NAMES}
-    print(json.dumps(found))
+def compiled() -> dict[str, list[str]]:
+    return {each.name: [ptx(each, debug) for debug in (False, True)] for each in variants() if each.name in NAMES}

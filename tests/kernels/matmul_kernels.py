@@ -1,13 +1,8 @@
-"""A kernel that tests alone compile, for its tensor-core instructions.
-
-python -m tests.kernels.matmul_kernels sm_90 prints its report for that target.
-"""
-
-import sys
+"""A kernel that tests alone compile, for its tensor-core instructions."""
 
 import triton
 import triton.language as tl
-from weft.kernels.aot import Variant, as_json, compile_variant
+from weft.kernels.aot import Variant
 
 
 @triton.jit
@@ -29,6 +24,3 @@ PRODUCT = Variant(
     {"TILE_M": 128, "TILE_N": 64, "TILE_K": 64},
     warps=4,
 )
-
-if __name__ == "__main__":
-    print(as_json(compile_variant(PRODUCT, target) for target in sys.argv[1:]))

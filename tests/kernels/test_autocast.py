@@ -241,13 +241,11 @@ def test_a_compiled_op(name: str) -> None:
     compiled_as_eager(name, None)
 
 
-def compiled_on_ranks() -> None:
-    for name in COMPILED:
-        compiled_as_eager(name, ProcessMesh.grid(tp=2))
-
-
-def test_compiled_ops_on_dtensors(pool: Pool) -> None:
-    pool.run(compiled_on_ranks, ranks=2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in COMPILED[1:3])) for name in COMPILED]
+)
+def test_a_compiled_op_on_dtensors(pool: Pool, name: str) -> None:
+    pool.run(compiled_as_eager, name, ProcessMesh.grid(tp=2), ranks=2)
 
 
 def test_float64_is_left_alone() -> None:

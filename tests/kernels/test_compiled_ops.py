@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from tests.kernels.cases import GRID, normal
 from tests.kernels.test_incoming_gradients import OPS, laid_out
 from tests.support.pool import Pool
 
+Tensors = Sequence[list[Tensor]]
+
 
 def same(found: Tensor, expected: Tensor) -> None:
     if isinstance(expected, DTensor):
@@ -24,31 +28,48 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def compiles(run: Any, operands: list[Tensor]) -> None:
+def compiles(run: Any, operands: Tensors) -> None:
+    """run: of the operands to one output for each list of them."""
     torch._dynamo.reset()
     found = []
     for way in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
-        leaves = [operand.detach().requires_grad_() for operand in operands]
-        output = way(*leaves)
-        found.append([output, *torch.autograd.grad(output, leaves, torch.full_like(output, 2.0))])
+        leaves = [[operand.detach().requires_grad_() for operand in each] for each in operands]
+        outputs = way(leaves)
+        upstream = [torch.full_like(output, 2.0) for output in outputs]
+        found.append([*outputs, *torch.autograd.grad(outputs, list(chain(*leaves)), upstream)])
     for compiled, eager in zip(*found, strict=True):
         same(compiled, eager)
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_an_op_on_plain_tensors(name: str) -> None:
-    run, ids, tensors = OPS[name]
-    compiles(partial(run, ids), list(tensors))
+def ops_compile(names: Sequence[str], mesh: ProcessMesh | None = None) -> None:
+    """All of them to one graph."""
+    runs, laid = [], []
+    for name in names:
+        run, ids, tensors = OPS[name]
+        ids, operands = (ids, list(tensors)) if mesh is None else laid_out(mesh, ids, tensors)
+        runs.append(partial(run, ids))
+        laid.append(operands)
+    compiles(lambda operands: [run(*each) for run, each in zip(runs, operands, strict=True)], laid)
 
 
-def on_ranks() -> None:
-    for run, ids, tensors in OPS.values():
-        ids, laid = laid_out(ProcessMesh.grid(tp=2), ids, tensors)
-        compiles(partial(run, ids), laid)
+# A compilation takes about as long for one op as for ten.
+TOGETHER_OR_ALONE = pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(tuple(OPS), id="together"),
+        *(pytest.param((name,), id=name, marks=pytest.mark.exhaustive) for name in OPS),
+    ],
+)
 
 
-def test_ops_on_dtensors(pool: Pool) -> None:
-    pool.run(on_ranks, ranks=2)
+@TOGETHER_OR_ALONE
+def test_ops_on_plain_tensors(names: tuple[str, ...]) -> None:
+    ops_compile(names)
+
+
+@TOGETHER_OR_ALONE
+def test_ops_on_dtensors(pool: Pool, names: tuple[str, ...]) -> None:
+    pool.run(ops_compile, names, ProcessMesh.grid(tp=2), ranks=2)
 
 
 FORMS: list[tuple[str, Any]] = [
@@ -61,9 +82,9 @@ FORMS: list[tuple[str, Any]] = [
 
 
 def reshards() -> None:
-    for src, placements in FORMS:
-        x = distribute(normal(7, 5), Layout(GRID, src))
-        compiles(lambda x, placements=placements: reshard(x, placements=placements), [x])
+    laid = [[distribute(normal(7, 5), Layout(GRID, src))] for src, _ in FORMS]
+    forms = [placements for _, placements in FORMS]
+    compiles(lambda xs: [reshard(x, placements=form) for (x,), form in zip(xs, forms, strict=True)], laid)
 
 
 def test_reshard_by_every_form_of_placements(pool: Pool) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.compiled import reported
-from tests.kernels.assertions import NAMES
+from tests.kernels.assertions import NAMES, compiled
+from tests.support.pool import Pool
 
 ASSERTION = "__assertfail"  # what PTX calls where an assertion does not hold
 
 
 def test_the_device_assertion_is_compiled_in_debug_mode_alone():
-    found = reported("tests.kernels.assertions")
+    with Pool() as fresh:  # whose kernels are not interpreted
+        (found,) = fresh.run(compiled, ranks=1)
     assert found.keys() == set(NAMES)
     for plain, debug in found.values():
         assert ASSERTION not in plain

@@ -1,6 +1,5 @@
 """The local computation of each op, against torch's own functions in float64."""
 
-import itertools
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -9,10 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft import kernels
 from weft.kernels.attention import reference as attention
 from weft.kernels.elementwise import reference as elementwise
-from weft.kernels.embedding import function as embedding
 from weft.kernels.gelu import function as gelu
 from weft.kernels.layer_norm import reference as layer_norm
 from weft.kernels.matmul import function as products
@@ -319,66 +316,6 @@ def test_attention_runs_once_forward_and_once_backward():
         "_scaled_dot_product_flash_attention_for_cpu.default",
         "_scaled_dot_product_flash_attention_for_cpu_backward.default",
     ]
-
-
-# embedding: its first tensor has no gradient and its result follows from a rank's rows
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (2, 5), (3, 0)], ids=str)
-def test_embedding(shape):
-    weight = normal(11, 4)
-    tokens = torch.randint(0, 11, shape, generator=torch.Generator().manual_seed(0))
-    output, (_, dweight) = with_gradients(lambda *t: apply(op(embedding), *t), [tokens, weight])
-    expected, (_, wanted) = with_gradients(F.embedding, [tokens, weight])
-    assert torch.equal(output, expected)
-    torch.testing.assert_close(dweight, wanted)
-    leaf = weight.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: apply(op(embedding), tokens, w), (leaf,))
-
-
-@pytest.mark.parametrize(
-    "cuts", [[0, 4, 8, 11], [0, 11, 11], [0, 0, 5, 11]], ids=["uneven", "empty-last", "empty-first"]
-)
-@pytest.mark.parametrize("padding_idx", [None, 10], ids=["all-rows", "padding"])
-def test_embedding_of_a_ranks_rows_sums_to_the_whole(cuts, padding_idx):
-    weight, tokens = normal(11, 4), torch.tensor([[0, 3, 4, 10], [10, 10, 7, 8]])
-    grad = normal(2, 4, 4)
-    whole, (_, wanted) = with_gradients(partial(F.embedding, padding_idx=padding_idx), [tokens, weight], grad)
-    outputs, gradients = [], []
-    for start, stop in itertools.pairwise(cuts):
-        options = {"vocab_start": start, "vocab_size": 11, "padding_idx": padding_idx}
-        part, (_, gradient) = with_gradients(
-            lambda *t, options=options: apply(op(embedding), *t, **options), [tokens, weight[start:stop]], grad
-        )
-        assert gradient.shape == (stop - start, 4)
-        outputs.append(part)
-        gradients.append(gradient)
-    assert torch.equal(sum(outputs), whole)
-    torch.testing.assert_close(torch.cat(gradients), wanted)
-
-
-def test_embedding_gradient_sums_in_float32():
-    weight, tokens = normal(3, 2, dtype=torch.bfloat16).requires_grad_(), torch.ones(1000, dtype=torch.long)
-    apply(op(embedding), tokens, weight).sum().backward()
-    assert weight.grad.tolist() == [[0, 0], [1000, 1000], [0, 0]]  # a bfloat16 sum of ones stops at 256
-
-
-def test_embedding_names_a_padding_row_outside_the_table():
-    with pytest.raises(ValueError, match=r"padding_idx is 11, outside the table of 11 rows; give one of -11 to 10"):
-        kernels.embedding(torch.tensor([1]), normal(11, 4), padding_idx=11)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        pytest.param([[1, 2], [11, 0]], r"tokens\[1, 0\] is 11, outside the table of 11 rows", id="too-large"),
-        pytest.param([[1, -1]], r"tokens\[0, 1\] is -1", id="negative"),
-    ],
-)
-def test_embedding_names_the_token_outside_the_table(tokens, message):
-    for weight, options in [(normal(11, 4), {}), (normal(4, 4), {"vocab_start": 4, "vocab_size": 11})]:
-        with pytest.raises(ValueError, match=message):
-            apply(op(embedding), torch.tensor(tokens), weight, **options)
 
 
 @pytest.mark.parametrize(

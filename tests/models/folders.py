@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 from pathlib import Path
 
 import torch
@@ -102,6 +103,34 @@ def pairs():
         for two in list(options)[i + 1 :]
         if not options[one].keys() & options[two].keys() and options[one] and options[two]
     ]
+
+
+def drawn(kind, number):
+    """Sizes at random, and up to four options that set none of the same fields: (names, sizes)."""
+    draw = random.Random(f"{kind}-{number}")
+    heads = draw.choice([1, 2, 3, 4, 6])
+    hidden, inside = heads * 2 * draw.randint(1, 8), draw.randint(1, 64)
+    layers, vocabulary, positions = draw.randint(1, 3), draw.randint(2, 97), draw.randint(33, 80)
+    if kind == "gpt2":
+        sizes = {
+            "vocab_size": vocabulary,
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": heads,
+            "n_positions": positions,
+        }
+        sizes["n_inner"] = draw.choice([None, inside])
+    else:
+        sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inside}
+        sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": positions}
+        sizes["num_key_value_heads"] = draw.choice([each for each in range(1, heads + 1) if heads % each == 0])
+        sizes["head_dim"] = draw.choice([hidden // heads, 2 * draw.randint(1, 8)])
+    names, fields = [], {"num_key_value_heads"}  # an option's may not divide the heads that were drawn
+    for name in draw.sample(list(OPTIONS[kind]), 8):
+        if len(names) < 4 and not fields & OPTIONS[kind][name].keys():
+            names.append(name)
+            fields |= OPTIONS[kind][name].keys()
+    return tuple(names), {field: size for field, size in sizes.items() if field not in fields - {"num_key_value_heads"}}
 
 
 def their_model(kind, names=(), seed=0, **options):

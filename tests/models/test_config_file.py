@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import main
-from weft.models.cli.train import _parsed
+from weft.models.cli.settings import configured
 from weft.models.rope_scaling import LinearRopeScaling
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.toml import as_toml
 
@@ -30,23 +30,27 @@ OTHER = replace(
 )
 
 
+def parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
+    return configured(arguments, file, command="train", about="")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_what_its_file_says(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml(name, recipe(name)))
-    assert _parsed([], file) == (name, recipe(name))
+    assert parsed([], file) == (name, recipe(name))
 
 
 def test_every_option_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", OTHER))
-    assert _parsed([], file) == ("llama-tiny", OTHER)
+    assert parsed([], file) == ("llama-tiny", OTHER)
 
 
 def test_what_is_given_overrides_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", OTHER))
-    _, config = _parsed(["--steps", "9", "--plan.no-sequence", "--optimizer.lr", "0.5"], file)
+    _, config = parsed(["--steps", "9", "--plan.no-sequence", "--optimizer.lr", "0.5"], file)
     assert config == replace(
         OTHER,
         steps=9,
@@ -58,7 +62,7 @@ def test_what_is_given_overrides_the_file(tmp_path: Path) -> None:
 def test_a_part_of_a_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("steps = 3\n[optimizer]\nlr = 0.125\n")
-    assert _parsed(["qwen3-tiny"], file)[1] == replace(
+    assert parsed(["qwen3-tiny"], file)[1] == replace(
         recipe("qwen3-tiny"), steps=3, optimizer=replace(recipe("qwen3-tiny").optimizer, lr=0.125)
     )
 
@@ -73,7 +77,7 @@ def test_print_config_prints_what_would_run_and_ends(capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     file = tmp_path / "run.toml"
     file.write_text(capsys.readouterr().out)
-    _, config = _parsed([], file)
+    _, config = parsed([], file)
     assert (config.steps, config.mesh) == (5, MeshConfig(pp=1, dp=1, cp=1, tp=4))
 
 
@@ -91,21 +95,21 @@ def test_a_file_that_cannot_be_used(text: str | None, message: str, tmp_path: Pa
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError, match=message):
-        _parsed([], file)
+        parsed([], file)
 
 
 def test_a_file_of_another_recipe(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", recipe("llama-tiny")))
     with pytest.raises(ValueError, match="is of the recipe llama-tiny, and gpt-tiny is asked for"):
-        _parsed(["gpt-tiny"], file)
+        parsed(["gpt-tiny"], file)
 
 
 def test_an_option_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[optimizer]\nlearning_rate = 3\n")
     with pytest.raises(SystemExit) as ended:
-        _parsed([], file)
+        parsed([], file)
     assert ended.value.code == 2
     assert "--optimizer.learning-rate" in capsys.readouterr().err
 
@@ -122,7 +126,7 @@ def test_a_command_that_is_shown_is_taken(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.train.gpu_count", lambda: 8)
+    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 8)
     (tmp_path / "book.txt").write_text("Call me Weft. " * 500)
     for folder in ("books", "code", "prepared"):
         (tmp_path / folder).mkdir()

@@ -80,9 +80,9 @@ def block_events(family: str, recompute: str) -> tuple[list[str], list[str]]:
     if family == "gpt":
         model = GPT(GPTConfig(vocab_size=31, hidden_size=32, num_layers=1, num_heads=4, max_seq_len=16))
     else:
-        model = Qwen(
-            QwenConfig(version=3, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4)
-        )
+        window: dict[str, Any] = {"sliding_window": 3, "sliding_layers": (0,)} if family == "window" else {}
+        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 4}
+        model = Qwen(QwenConfig(version=2 if window else 3, vocab_size=31, **sizes, **window))
         angles = torch.ones(16, model.config.head_dim // 2)
         rope = tuple(distribute(angles, Layout(grid, {"cp": Shard(0)})) for _ in range(2))
     initialize(model, seed=3)
@@ -107,6 +107,7 @@ def block_events(family: str, recompute: str) -> tuple[list[str], list[str]]:
     [
         ("qwen", "none"),
         pytest.param("gpt", "none", marks=pytest.mark.exhaustive),
+        pytest.param("window", "none", marks=pytest.mark.exhaustive),
         pytest.param("qwen", "selective", marks=pytest.mark.exhaustive),
         pytest.param("qwen", "full", marks=pytest.mark.exhaustive),
     ],

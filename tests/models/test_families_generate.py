@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from weft.models import from_pretrained
+from weft.models.cli.generate import run
+from weft.models.data.tokenizer import byte_tokenizer
 from weft.models.generation import generate
 
 from tests.models.folders import their_model, tokens_for
@@ -45,3 +47,14 @@ def test_prompts_of_different_lengths_are_each_as_alone_also_where_a_context_is_
         found = generate(ours, prompts, max_new_tokens=new, use_cache=use_cache)
         for prompt, tokens in zip(prompts, found, strict=True):
             assert torch.equal(tokens, generate(ours, prompt.unsqueeze(0), max_new_tokens=new)[0])
+
+
+@each
+def test_the_command_goes_on_with_a_prompt(name, tmp_path, capsys):
+    kind, names = MADE[name]
+    theirs = their_model(kind, names, vocab_size=257)
+    theirs.save_pretrained(tmp_path / "model")
+    assert run([str(tmp_path / "model"), "--prompt", "Call me", "--tokens", "4", "--temperature", "0"]) == 0
+    prompt = torch.tensor([byte_tokenizer().encode("Call me")])
+    expected = theirs.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert capsys.readouterr().out == byte_tokenizer().decode(expected[0].tolist()) + "\n"

@@ -47,7 +47,12 @@ CONFIGS = {
 }
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
 KEY = derive_key(3, "dropout", 0)
-MESHES = [pytest.param(4, 1, id="4x1"), pytest.param(1, 4, id="1x4"), pytest.param(2, 2, id="2x2")]
+MESHES = [
+    pytest.param(1, 2, id="1x2"),
+    pytest.param(2, 2, id="2x2"),
+    pytest.param(4, 1, id="4x1", marks=pytest.mark.exhaustive),
+    pytest.param(1, 4, id="1x4", marks=pytest.mark.exhaustive),
+]
 PLANS = [
     pytest.param({}, {}, id="tensor"),
     pytest.param({"sequence": True}, {}, id="sequence"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,7 @@ def under_autocast(dp: int, tp: int, lower: torch.dtype, fused: bool, plan: dict
     return found(model, loss)
 
 
+@functools.cache
 def of_transformers(lower: torch.dtype | None) -> Found:
     """Of torch's own ops: under autocast, or in float64."""
     model = make(CONFIG)

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from weft.models import layers
 from weft.models.families import FAMILIES, make_model
-from weft.models.train.recipes import RECIPES
+from weft.models.train.recipes import TINY
 
 from tests.architecture.rules import ROOT, imported, module_name
 
@@ -26,7 +26,7 @@ def test_paddlenlp_9412_a_models_files_know_no_processes(path: Path) -> None:
 
 def test_paddlenlp_9412_no_layer_has_a_parallel_argument() -> None:
     assert len(FILES) >= 2 + len({family.folder for family in FAMILIES.values()})
-    classes = {type(module) for recipe in RECIPES.values() for module in make_model(recipe.model).modules()}
+    classes = {type(module) for recipe in TINY.values() for module in make_model(recipe.model).modules()}
     classes |= {each for each in vars(layers).values() if isinstance(each, type) and issubclass(each, nn.Module)}
     for each in classes:
         if each.__module__.startswith("weft"):

@@ -19,9 +19,9 @@ from weft.models.families import make_model
 from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.loop import _Trainer
 from weft.models.train.report import ROUNDING, Report
 from weft.models.train.results import Results
+from weft.models.train.trainer import Trainer
 
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
@@ -51,7 +51,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         tp=2,
         folder=Path(text).parent,
     )
-    made, said, computed = _Trainer(run, torch.device("cpu")), [], set()
+    made, said, computed = Trainer(run, torch.device("cpu")), [], set()
     made.report.line = said.append
     for layer in made.model.blocks:
         layer.mlp.up_proj.register_forward_hook(lambda module, args, output: computed.add(output.dtype))

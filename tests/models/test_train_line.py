@@ -19,7 +19,7 @@ from weft.mesh import Layout, Partial, ProcessMesh, Shard
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.train.plot import drawn, read_curves, save_picture
-from weft.models.train.recipes import RECIPES, recipe
+from weft.models.train.recipes import TINY, recipe
 from weft.models.train.speed import flops_per_token, peak_flops
 from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
@@ -60,7 +60,7 @@ def multiplied(model: ModelConfig, T: int) -> int:
     return sum(n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", TINY)
 def test_the_operations_of_a_token_are_three_times_those_of_the_products_that_run(name: str) -> None:
     model, T = replace(recipe(name).model, vocab_size=64, num_layers=2), 16
     attention = 12 * model.num_layers * model.attention_width * T
@@ -70,11 +70,7 @@ def test_the_operations_of_a_token_are_three_times_those_of_the_products_that_ru
 
 def test_the_operations_of_a_published_size() -> None:
     """Llama 3 8B at 8192 tokens: 6 x 7.504e9 weights that multiply, and 12 x 32 x 4096 x 8192 of attention."""
-    from weft.models import LlamaConfig
-
-    llama = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8
-    )
+    llama = recipe("llama3-8b").model
     assert flops_per_token(llama, 8192) == pytest.approx(6 * 7.504e9 + 12 * 32 * 4096 * 8192, rel=1e-3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.loop import _Trainer
+from weft.models.train.trainer import Trainer
 
 from tests.support.pool import Pool
 
@@ -28,11 +29,14 @@ MODELS = {"llama": LlamaConfig(intermediate_size=24, **SIZES), "gpt": GPTConfig(
 
 WAYS = [
     pytest.param({"dp": 4, "tp": 1}, {}, id="data", marks=pytest.mark.exhaustive),
-    pytest.param({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2}, id="sequence-microbatches"),
-    pytest.param({"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context"),
+    pytest.param({"dp": 1, "tp": 2}, {"sequence": True, "microbatches": 2}, id="sequence-microbatches"),
+    pytest.param({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2}, id="data-sequence-microbatches", marks=pytest.mark.exhaustive),
+    pytest.param({"dp": 1, "cp": 2, "tp": 1}, {"context": "all_gather"}, id="context"),
+    pytest.param({"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context-tensor", marks=pytest.mark.exhaustive),
     pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive),
-    pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="pipeline", marks=pytest.mark.exhaustive),
-    pytest.param({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, {"microbatches": 4, "context": "all_gather"}, id="pipeline-context"),
+    pytest.param({"pp": 2, "dp": 1, "tp": 1}, {"microbatches": 2}, id="pipeline"),
+    pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="data-pipeline", marks=pytest.mark.exhaustive),
+    pytest.param({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, {"microbatches": 4, "context": "all_gather"}, id="pipeline-context", marks=pytest.mark.exhaustive),
 ]  # fmt: skip
 
 
@@ -58,7 +62,7 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     run = Run(
         recipe="small", config=settled, corpus=find_data(Path(prepared)), folder=Path("nowhere"), **{"tp": 1, **mesh}
     )
-    made = _Trainer(run, torch.device("cpu"))
+    made = Trainer(run, torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()
@@ -94,7 +98,7 @@ def test_documents_of_a_row_are_as_if_each_were_alone(
     assert (rows.tokens == BYTE_END).sum() > BATCH / 2
     with torch.no_grad():
         expected = [alone(model, each.tokens, each.targets).item() for each in (held, rows)]
-    for found in pool.run(trained, prepared, family, mesh, plan, ranks=4):
+    for found in pool.run(trained, prepared, family, mesh, plan, ranks=math.prod(mesh.values())):
         assert found[:2] == pytest.approx(expected, rel=1e-5)
         assert found[2] < found[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh
-from weft.models import lay_out_batch, lora, merge_lora, parallelize
+from weft.models import LlamaConfig, lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
 from weft.reshard.running import units
 from weft.reshard.running.gathering import Gathers
 from weft.reshard.running.wholes import stretch_in
 
 from tests.models.cases import whole
-from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, three_steps
+from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, truth_of
 
 SMALL = replace(CONFIG, num_layers=3)
 
@@ -131,19 +132,26 @@ def test_which_shards_are_stretches_of_memory(
     assert stretch_in(Layout(mesh, shard), Layout(mesh, {}), shape, rank=1) == found
 
 
-def compiled_steps() -> tuple[dict[str, Tensor], list[float]]:
+def compiled_steps(axes: dict[str, int], config: LlamaConfig) -> tuple[dict[str, Tensor], list[float]]:
     torch.compiler.reset()
-    trained = Trained({"dp": 2, "tp": 2}, CONFIG, {"zero": 3, "sequence": True})
+    trained = Trained(axes, config, {"zero": 3, "sequence": "tp" in axes})
     for layer in trained.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     norms = [trained.step(step) for step in range(3)]
     return trained.weights(), norms
 
 
-def test_blocks_compile(pool: Any) -> None:
-    truth = three_steps({"dp": 1})
-    for found in pool.run(compiled_steps, ranks=4):
-        assert_same(found, truth)
+@pytest.mark.parametrize(
+    ("axes", "layers"),
+    [
+        pytest.param({"dp": 2}, 1, id="dp2-one-layer"),
+        pytest.param({"dp": 2, "tp": 2}, 2, id="dp2-tp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_blocks_compile(axes: dict[str, int], layers: int, pool: Any) -> None:
+    config = replace(CONFIG, num_layers=layers)
+    for found in pool.run(compiled_steps, axes, config, ranks=ProcessMesh.grid(**axes).size):
+        assert_same(found, truth_of(config))
 
 
 def adapted(zero: int | None, after: bool) -> tuple[dict[str, Tensor], list[str]]:
@@ -171,10 +179,13 @@ def adapted(zero: int | None, after: bool) -> tuple[dict[str, Tensor], list[str]
     return {name: whole(parameter) for name, parameter in trained.model.named_parameters()}, placed
 
 
+adapted_alone = functools.cache(functools.partial(adapted, None, False))
+
+
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("zero", LEVELS[1:])
 def test_adapters_train_beside_sharded_weights(zero: int, after: bool, pool: Any) -> None:
-    truth, _ = adapted(None, False)
+    truth, _ = adapted_alone()
     base = make().state_dict()
     assert any(not torch.equal(truth[name], base[name]) for name in truth)
     for found, _ in pool.run(adapted, zero, after, ranks=4):

@@ -37,14 +37,14 @@ def backward(model: Any, mesh: ProcessMesh, plan: Any) -> None:
 
 
 def bytes_of_steps(axes: dict[str, int], plan: dict[str, Any], passes: int) -> list[int]:
-    """Bytes that this rank receives over dp in each of three steps, but for the loss."""
+    """Bytes that this rank receives over dp in each of two steps, but for the loss."""
     mesh, model = ProcessMesh.grid(**axes), make()
     chosen = replace(model.parallel_plan(), **plan)
     parallelize(model, mesh, chosen)
     sync = GradientSync(model, bucket_bytes=4096)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     found = []
-    for _ in range(3):
+    for _ in range(2):
         with CollectiveCount() as count:
             for _ in range(passes - 1):
                 with sync.paused():
@@ -74,13 +74,15 @@ def bytes_of_steps(axes: dict[str, int], plan: dict[str, Any], passes: int) -> l
         pytest.param({"zero": 3}, 2, 6, id="zero3-twice"),
     ],
 )
-@pytest.mark.parametrize("axes", [pytest.param({"dp": 2}, id="dp2"), pytest.param({"dp": 4}, id="dp4")])
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"dp": 2}, id="dp2"), pytest.param({"dp": 4}, id="dp4", marks=pytest.mark.exhaustive)]
+)
 def test_bytes_over_dp_in_a_step(
     axes: dict[str, int], plan: dict[str, Any], passes: int, times: int, pool: Any
 ) -> None:
     n, P = axes["dp"], sum(parameter.numel() for parameter in make().parameters())
     for found in pool.run(bytes_of_steps, axes, plan, passes, ranks=n):
-        assert found == [times * (n - 1) * P * 4 // n] * 3
+        assert found == [times * (n - 1) * P * 4 // n] * 2
 
 
 @pytest.mark.parametrize(("plan", "times"), [({"zero": 0}, 2), ({"zero": 2}, 2), ({"zero": 3}, 3)])
@@ -135,7 +137,8 @@ UNEVEN = replace(
 @pytest.mark.parametrize(
     ("axes", "config"),
     [
-        pytest.param({"dp": 4}, CONFIG, id="dp4"),
+        pytest.param({"dp": 2}, CONFIG, id="dp2"),
+        pytest.param({"dp": 4}, CONFIG, id="dp4", marks=pytest.mark.exhaustive),
         pytest.param({"dp": 2, "tp": 2}, CONFIG, id="dp2-tp2"),
         pytest.param({"dp": 4}, UNEVEN, id="dp4-uneven", marks=pytest.mark.exhaustive),
     ],
@@ -144,11 +147,13 @@ def test_a_rank_holds_what_the_layouts_say_and_less_at_each_level(
     axes: dict[str, int], config: LlamaConfig, pool: Any
 ) -> None:
     totals, P = [], 4 * sum(parameter.numel() for parameter in make(config).parameters())
+    mesh = ProcessMesh.grid(**axes)
     for zero in range(4):
         model = make(config)
         plan = replace(model.parallel_plan(), zero=zero)
-        for rank, found in enumerate(pool.run(measured, axes, {"zero": zero}, config, ranks=4)):
-            said = predict_memory(model, ProcessMesh.grid(**axes), plan, rank=rank)
+        for rank, found in enumerate(pool.run(measured, axes, {"zero": zero}, config, ranks=mesh.size)):
+            if rank == 0 or config is UNEVEN:  # even shards are as large on every rank
+                said = predict_memory(model, mesh, plan, rank=rank)
             assert found["states"] == pytest.approx(said.states, rel=0.05)
             assert found["all"] == pytest.approx(said.nbytes, rel=0.05)
         if zero < 3 and "tp" not in axes and config is CONFIG:

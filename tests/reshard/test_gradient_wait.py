@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import GradientSync, to_global
+from weft.reshard import GradientSync, clip_grad_norm_, to_global
 
 from tests.reshard.test_gradients import Model, backward, expected, inputs
 
@@ -50,6 +50,20 @@ def test_a_step_before_wait_is_refused(pool, optimizer):
         for message in messages:
             assert "weights.0 and 1 other" in message
             assert "call sync.wait() between loss.backward() and optimizer.step()" in message
+
+
+def norm_without_wait():
+    """Of gradients that are on their way there is none: without them it would be 0."""
+    for bucket_bytes in (1, 2**20):
+        model, sync, _ = made(2, bucket_bytes)
+        backward(forward(model, 0), 0)
+        with pytest.raises(
+            RuntimeError, match=r"clip_grad_norm_\(\) before sync.wait\(\): .* weights.0 and 1 other are still"
+        ):
+            clip_grad_norm_(model.parameters(), 1.0)
+        clip_grad_norm_(torch.ones(2, requires_grad=True), 1.0)  # of another model
+        sync.wait()
+        assert clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
 def paused_and_never_waited_for():
@@ -145,6 +159,7 @@ def hooks_are_taken_off():
 @pytest.mark.parametrize(
     "function",
     [
+        norm_without_wait,
         paused_and_never_waited_for,
         accumulation,
         evaluation,

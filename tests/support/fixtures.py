@@ -1,14 +1,17 @@
 """Fixtures that the tests and the benchmarks share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.pool import Pool
 
+ANSWERS = Path(__file__).parents[2] / ".pytest_cache" / "propagation"
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Gloo worker processes: `pool.run(function, *arguments, ranks=4)` returns the results by rank."""
-    with Pool() as pool:
+    with Pool(ANSWERS) as pool:
         yield pool

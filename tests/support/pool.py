@@ -99,8 +99,10 @@ class _Worker:
 class Pool:
     """Gloo worker processes, started when first needed. Close it, or use it as a context."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Path | None = None) -> None:
+        """answers: a folder for what torch says of layouts, from run to run; see `tests.support.propagation`."""
         self._workers: list[_Worker] = []
+        self._answers = answers
         self._folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
         self._calls = 0
         self._started = 0
@@ -153,7 +155,7 @@ class Pool:
         self._started += 1
         stacks = Path(self._folder.name) / f"stacks-{self._started}"
         mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, str(stacks), self._answers), daemon=True)
         with _worker_environment():
             process.start()
         theirs.close()
@@ -230,13 +232,13 @@ def _worker_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+def _serve(connection: Connection, stacks: str, answers: Path | None) -> None:
     """A worker's life: a call, an answer, until the pool goes away."""
     import torch
 
     from tests.support.propagation import keep_answers
 
-    keep_answers()
+    keep_answers(answers)
     gc.freeze()  # torch is there to stay, and takes the collector long
     # Of its own, since torch would take what it kept of other sources.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(stacks).with_name("inductor"))

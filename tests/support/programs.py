@@ -41,12 +41,17 @@ def run_alone(program: str, folder: Path, command: Sequence[str] = PYTHON) -> st
     return done.stdout
 
 
-def run_in_world(program: str, folder: Path) -> str:
-    """What the program prints on this rank, of a world that is there already: torch is loaded once for all programs."""
+def run_in_world(program: str, folder: Path, quickly: bool) -> str:
+    """What the program prints on this rank, of a world that is there already: torch is loaded once for all programs.
+
+    quickly: what it compiles runs as it is.
+    """
+    import torch
     import torch.distributed as dist
 
     printed = io.StringIO()
     nothing: dict[str, Any] = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
-    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), patch.multiple(dist, **nothing):
+    eager = torch.compiler.set_stance("force_eager") if quickly else contextlib.nullcontext()
+    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), patch.multiple(dist, **nothing), eager:
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     return printed.getvalue()

@@ -2,15 +2,22 @@
 
 A worker forgets torch's own cache after each call, since its entries hold meshes whose groups are gone. To fill it anew takes half
 of the time of a small model's first step: for a sum of two gradients on three axes torch goes through thousands of placements,
-0.3 s. Here an answer is kept without its mesh, which is that of the question when it is read.
+0.3 s. Here an answer is kept without its mesh, which is that of the question when it is read; and what took long is kept in a file,
+for other workers and for the next run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 import pickle
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _sharding_prop
@@ -20,11 +27,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from weft.reshard.running.dtensor import as_process_mesh
 
 ask = ShardingPropagator.propagate_op_sharding_non_cached
+LONG = 0.005  # seconds
 
 
-def keep_answers() -> None:
-    """From now on, in this process."""
-    answers: dict[bytes, bytes] = {}
+def keep_answers(folder: Path | None = None) -> None:
+    """From now on, in this process; what took long in a folder too, where there is one, apart for each torch."""
+    answers = _Answers(None if folder is None else folder / f"{torch.__version__}-{torch.version.git_version}")
 
     def asked_once(self: ShardingPropagator, op_schema: OpSchema) -> OutputSharding:
         if _sharding_prop._are_we_tracing():  # type: ignore[attr-defined]
@@ -33,19 +41,49 @@ def keep_answers() -> None:
         if question is None:
             return ask(self, op_schema)
         text, meshes = question
-        if text in answers:
-            answer: OutputSharding = _Reader(answers[text], meshes).load()
+        if (kept := answers.to(text)) is not None:
+            answer: OutputSharding = _Reader(kept, meshes).load()
             return answer
+        start = time.process_time()
         found = ask(self, op_schema)
+        seconds = time.process_time() - start
         if (
             found.redistribute_schema is None
             and (written := _Writer.text_of(found))
             and written[1].items() <= meshes.items()
         ):
-            answers[text] = written[0]
+            answers.keep(text, written[0], seconds)
         return found
 
     ShardingPropagator.propagate_op_sharding_non_cached = asked_once  # type: ignore[method-assign]
+
+
+class _Answers:
+    """Answers by their questions, both as texts: of this process, and in files."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._here: dict[bytes, bytes] = {}
+        self._folder = folder
+
+    def to(self, question: bytes) -> bytes | None:
+        if question not in self._here and self._folder is not None:
+            with suppress(OSError):
+                self._here[question] = self._file(self._folder, question).read_bytes()
+        return self._here.get(question)
+
+    def keep(self, question: bytes, answer: bytes, seconds: float) -> None:
+        self._here[question] = answer
+        if self._folder is not None and seconds > LONG:
+            with suppress(OSError):  # a folder that takes no files costs time alone
+                self._folder.mkdir(parents=True, exist_ok=True)
+                file = self._file(self._folder, question)
+                part = file.with_suffix(f".{os.getpid()}")
+                part.write_bytes(answer)
+                part.replace(file)  # at once: another worker reads all of it or nothing
+
+    @staticmethod
+    def _file(folder: Path, question: bytes) -> Path:
+        return folder / hashlib.sha256(question).hexdigest()
 
 
 class _Writer(pickle.Pickler):
@@ -53,6 +91,7 @@ class _Writer(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
+        self.fast = True  # whether two equal values are one object does not count
         self.meshes: dict[str, DeviceMesh] = {}
 
     @classmethod

@@ -78,10 +78,11 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
     """All combinations of what `pytest.param` makes, for `parametrize`: a value of `first`, and a list of what goes with it.
 
     The list has the values of `others`, as one tuple for each combination. Both may have to be named: ("axes, plan, cases").
+    What of `first` is marked by hand is in no sample.
     """
     values, combined = list(first), list(itertools.product(*others))
     rows = [(value, rest, [value.id, *(each.id for each in rest)]) for value in values for rest in combined]
-    taken = sample([("-".join(ids), frozenset(enumerate(ids))) for *_, ids in rows])
+    taken = sample([("-".join(ids), frozenset(enumerate(ids))) for value, _, ids in rows if not value.marks])
     found = []
     portions: list[tuple[bool, str, Any]] = [(True, "sample", ()), (False, "rest", pytest.mark.exhaustive)]
     for (is_sample, word, marks), value in itertools.product(portions, values):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import propagation
 from tests.support.pool import Pool
@@ -32,6 +34,43 @@ def test_torch_is_asked_once_for_each_mesh_and_shape() -> None:
             for found, total in pool.run(added, names, size, ranks=4):
                 assert found == times
                 assert size == 3 or torch.equal(total, x)
+
+
+def added_for_long(size: int) -> int:
+    """How often torch was asked, where every answer took long."""
+    with patch.object(propagation, "LONG", 0.0):
+        return added(("a", "b"), size)[0]
+
+
+def test_other_workers_read_what_took_long(tmp_path: Path) -> None:
+    with Pool(tmp_path) as pool:
+        assert sum(pool.run(added_for_long, 2, ranks=4)) > 0
+    with Pool(tmp_path) as pool:
+        assert pool.run(added_for_long, 2, ranks=4) == [0] * 4
+        assert sum(pool.run(added_for_long, 3, ranks=4)) > 0
+
+
+def twice_from_equal_values() -> list[int]:
+    """How often torch is asked of a fused optimizer's step by a model, and by another that is made as it was."""
+    counts = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        parameters = [DTensor.from_local(torch.ones(2, size), mesh, [Shard(0)]).requires_grad_() for size in (2, 2, 3)]
+        for parameter in parameters:
+            parameter.grad = DTensor.from_local(torch.ones_like(parameter.to_local()), mesh, [Shard(0)])
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        with patch.object(propagation, "ask", wraps=propagation.ask) as asked:
+            optimizer.step()
+        counts.append(asked.call_count)
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    return counts
+
+
+def test_equal_values_are_one_question_whichever_objects_they_are() -> None:
+    with Pool() as pool:
+        for first, second in pool.run(twice_from_equal_values, ranks=2):
+            assert first > 0
+            assert second == 0
 
 
 def laid_out_anew(times: int) -> list[Tensor]:

@@ -130,6 +130,15 @@ def test_a_table_whose_cases_run_together_has_a_sample_and_a_rest_for_each_value
     assert set("".join("".join(case) for case in taken)) == set("ab123xy")
 
 
+def test_of_such_a_table_what_is_marked_by_hand_is_in_no_sample() -> None:
+    first = [pytest.param("a", id="a"), pytest.param("b", id="b", marks=pytest.mark.exhaustive)]
+    rows = together(first, [pytest.param(each, id=each) for each in "123"])
+    assert [(row.id, bool(row.marks), len(row.values[1])) for row in rows] == [
+        ("a-sample", False, 3),
+        ("b-rest", True, 3),
+    ]
+
+
 def test_portions_are_told_apart_by_what_cases_print_as() -> None:
     cases = [(first, second) for first in range(30) for second in "abc"]
     taken, left = (list(Portion(is_sample).of(cases, every=9)) for is_sample in (True, False))

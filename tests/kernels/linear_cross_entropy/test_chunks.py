@@ -24,7 +24,7 @@ def test_anchor_3_the_error_of_the_weights_gradient_is_flat_in_the_number_of_chu
         case.input.abs_()
     case.target[:] = 3  # so that all tokens pull the same class, and the sum grows with each
     _, truth = oracle(case, torch.float64, reduction=reduction)
-    errors = [max_error(run(case, reduction=reduction, chunk_tokens=n)[1][1], truth[1]) for n in (64, 8, 1)]
+    errors = [max_error(run(case, reduction=reduction, chunk_tokens=n)[1][1], truth[1]) for n in (64, 1)]
     assert max(errors) <= 1.5 * errors[0] + torch.finfo(dtype).eps / 2 * float(truth[1].abs().max())
 
 

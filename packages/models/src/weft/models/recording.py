@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,13 @@ from weft.reshard.running.recording import recording
 from .communication import Communication, Phase
 from .microbatches import divide, weighing
 from .parallel import ParallelPlan, parallelize
+from .parallel.layouts import layouts_of, shapes_of
 from .parallel.parallelize import own_plan, pipeline_of
 from .parallel.pipeline.channels import form_of
 from .parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
 from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
+from .schedules.schedule import Schedule
 from .train.step import find_gradients, whole_loss
 
 Criterion = Callable[[Any, Tensor], Tensor]
@@ -64,6 +67,44 @@ def record(
     Raises ValueError for a model that is parallel already, a rank below 0, a batch that is neither, microbatches that do not divide
     it, and as `parallelize`; what the model raises where it reads values of its tensors.
     """
+    return run_on_shapes(
+        model,
+        mesh,
+        plan,
+        batch=batch,
+        criterion=criterion,
+        rank=rank,
+        inputs=inputs,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        bucket_bytes=bucket_bytes,
+    ).communication
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of one rank, run on shapes. shapes: global, of the parameters that the rank has a part of; layouts: how those lie."""
+
+    communication: Communication = field(default_factory=Communication)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layouts: Mapping[str, Layout | None] = field(default_factory=dict)
+    schedule: Schedule | None = None
+
+
+def run_on_shapes(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None = None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None = None,
+    rank: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Step:
+    """The step that `record` records, with more of what is known of it. Arguments and errors are those of `record`."""
     mesh = as_mesh(mesh)
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
@@ -73,7 +114,7 @@ def record(
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
-            return Communication()  # it has no stage
+            return Step()  # it has no stage
         parallel = parallelize(_without_data(model), mesh, plan)
         pipeline = pipeline_of(parallel)
         count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -98,7 +139,12 @@ def record(
 
         find_gradients(parallel, compute, parts, sync, clip_norm=clip_norm, ended=ended)
         sync.close()
-    return Communication.of(issued)
+        return Step(
+            Communication.of(issued),
+            shapes_of(parallel),
+            layouts_of(parallel),
+            None if pipeline is None else pipeline.schedule,
+        )
 
 
 def _mean_cross_entropy(targets: Tensor) -> Criterion:

@@ -65,7 +65,7 @@ def check_tokens(tokens: Tensor, size: int) -> None:
     """Raises ValueError for a token outside 0 <= token < size."""
     if tokens.numel() == 0:
         return
-    low, high = tokens.aminmax()
+    low, high = (each.item() for each in tokens.aminmax())
     if low >= 0 and high < size:
         return
     position = ((tokens < 0) | (tokens >= size)).nonzero()[0].tolist()

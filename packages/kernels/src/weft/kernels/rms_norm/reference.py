@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..backend import on_cpu
 from ..op import Tensors
 
 
@@ -17,23 +18,32 @@ def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | Non
     Normalised in float32 at least, rounded to x's dtype, then multiplied by the weight if there is one: as Hugging Face's Llama
     does, and its Qwen 3 for the heads.
     """
-    heads = _heads(x, head_dim)  # [..., heads, D]
-    wide = heads.to(torch.promote_types(x.dtype, torch.float32))
-    rrms = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1], one over the root of the mean square
+    rrms = _rrms(_heads(x, head_dim), eps)
     return again(x, weight, rrms, head_dim=head_dim), (x, weight, rrms)
+
+
+def _rrms(heads: Tensor, eps: float) -> Tensor:
+    """[..., H] -> [..., 1], one over the root of each row's mean square, in float32 at least."""
+    wide = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
+    # Of a token alone, what the host asks for is what a norm costs: this asks for the least.
+    return torch.linalg.vecdot(wide, wide).div_(heads.shape[-1]).add_(eps).rsqrt_().unsqueeze_(-1)
 
 
 def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | None = None) -> Tensor:
     """The output of `forward`, from what it saves."""
-    normal = (_heads(x, head_dim) * rrms).to(x.dtype)  # of float32 at least, as rrms is
-    output = normal if weight is None else normal * weight
+    normal = _heads(x, head_dim) * rrms  # of float32 at least, as rrms is
+    if normal.dtype != x.dtype:
+        normal = normal.to(x.dtype)
+    if weight is not None:
+        normal = normal.mul_(weight) if weight.dtype == normal.dtype else normal * weight
+    output = normal
     return output if head_dim is None else output.reshape(x.shape)
 
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
-    """The output of `forward`, by torch's own function where that rounds as often: one kernel on a GPU."""
-    if x.dtype not in (torch.float32, torch.float64) or (weight is not None and weight.dtype != x.dtype):
-        return forward(x, weight, eps=eps, head_dim=head_dim)[0]
+    """The output of `forward`, on a GPU by torch's own function where that rounds as often: one kernel."""
+    if on_cpu(x) or x.dtype not in (torch.float32, torch.float64) or (weight is not None and weight.dtype != x.dtype):
+        return again(x, weight, _rrms(_heads(x, head_dim), eps), head_dim=head_dim)
     heads = _heads(x, head_dim)
     output = torch.rms_norm(heads, heads.shape[-1:], weight, eps)
     return output if head_dim is None else output.view(x.shape)
@@ -47,14 +57,18 @@ def backward(
     assert x is not None and rrms is not None, "forward saves them"
     wide = _heads(grad, head_dim).to(rrms.dtype)
     normal = _heads(x, head_dim) * rrms
+    product = wide * normal
     dx = dweight = None
     if needed[0]:
+        # The mean of g * n is a product with the weight, which a CPU makes in one pass where it multiplies and sums in two.
+        total = product.sum(-1) if weight is None else product @ weight.to(product.dtype)
         scaled = wide if weight is None else wide * weight
-        mean = (scaled * normal).mean(-1, keepdim=True)
-        dx = scaled.addcmul(normal, mean, value=-1).mul_(rrms).to(x.dtype)
+        dx = (
+            torch.addcmul(scaled, normal, total.div_(product.shape[-1]).unsqueeze_(-1), value=-1).mul_(rrms).to(x.dtype)
+        )
         dx = dx if head_dim is None else dx.reshape(x.shape)
     if weight is not None and needed[1]:
-        dweight = (wide * normal).reshape(math.prod(wide.shape[:-1]), wide.shape[-1]).sum(0).to(weight.dtype)
+        dweight = product.reshape(math.prod(wide.shape[:-1]), wide.shape[-1]).sum(0).to(weight.dtype)
     return dx, dweight
 
 

@@ -19,7 +19,6 @@ def forward(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
 ) -> tuple[Tensor, Tensors]:
     """See `reference.forward`. inplace: the kernel writes into x, where that is contiguous, and x is the output."""
-    reference.check(x, cos)
     over = inplace and use_triton(x) and x.is_contiguous() and not torch.compiler.is_compiling()
     return _turned(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
 
@@ -70,6 +69,7 @@ def _turned(
     if not use_triton(x):
         turned = reference.turned_back if inverse else reference.forward
         return turned(x, cos, sin, interleaved=interleaved)
+    reference.check(x, cos)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     _turn(x, cos, sin, y, inverse, interleaved)
     return y

@@ -15,7 +15,7 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
     Raises ValueError where the last dim is no multiple of D, or the tables are of other tokens than x.
     """
     check(x, cos)
-    return _turn(x, cos, sin, interleaved)
+    return _turn(x, cos, sin, interleaved, 1)
 
 
 def check(x: Tensor, cos: Tensor) -> None:
@@ -30,14 +30,15 @@ def check(x: Tensor, cos: Tensor) -> None:
 
 def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """The turn by the negative angle, at the same scale: the reverse of `forward` where that does not scale, and its transpose."""
-    return _turn(grad, cos, -sin, interleaved)
+    return _turn(grad, cos, sin, interleaved, -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    """sign: of the angles."""
     if interleaved:
         apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
         halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
-        turned = _turn(halves, cos, sin, False).view(*apart[:-2], 2, cos.shape[-1])
+        turned = _turn(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
         return turned.transpose(-1, -2).reshape(x.shape)
     dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
@@ -49,11 +50,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if dtype != wide:
         pairs = pairs.to(wide)
     first, second = pairs.unbind(-2)
-    sin = sin.unsqueeze(-2)  # [..., T, 1, D // 2]
-    turned = pairs * cos[..., None, None, :]  # [..., T, 1, 1, D // 2]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., T, 1, D // 2]
+    turned = pairs * cos.unsqueeze(-2)
     turned_first, turned_second = turned.unbind(-2)
-    turned_first.addcmul_(second, sin, value=-1)
-    turned_second.addcmul_(first, sin)
+    turned_first.addcmul_(second, sin, value=-sign)
+    turned_second.addcmul_(first, sin, value=sign)
     output = turned.view(shape)
     return output if dtype == wide else output.to(dtype)
 

@@ -12,20 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Replicate, Shard
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.running.dtensor import kind_of, wrap
+from weft.reshard.running.dtensor import kind_of, of_kind, wrap
 from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
 from ..op import Op
 from .meshes import Meshes
 from .rules import Shapes, Sharding, sharding_of
 
+Kinds = dict[tuple[int, torch.dtype], Any]  # `kind_of` what was made, by its position: a layout takes longer to look up
+
 
 class Flow(NamedTuple):
     """How gradients go through an op. sliced: what a gradient that arrived is cut to, None for those that are taken as they
-    are. operands: the layout of each operand's gradient, None where it has none."""
+    are. operands: the layout of each operand's gradient, None where it has none. kinds: see `Call.as_operands`."""
 
     sliced: tuple[Layout | None, ...]
     operands: tuple[Layout | None, ...]
+    kinds: Kinds
 
 
 class Call:
@@ -53,6 +56,7 @@ class Call:
         rank = this_rank()
         self.options = self.sharding.local(rank, mesh) if rank in self.sharding.output.mesh else None
         self._flows: dict[Any, Flow] = {}
+        self._kinds: Kinds = {}
 
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> Call:
@@ -87,7 +91,17 @@ class Call:
             for grad, layout, output in zip(grads, arrived, outputs, strict=True)
         )
         taken = (cut or layout for cut, layout in zip(sliced, arrived, strict=True))
-        return Flow(sliced, self.gradients(*taken))
+        return Flow(sliced, self.gradients(*taken), {})
+
+    def output(self, i: int, part: Tensor) -> DTensor:
+        """Output i, of which this rank has `part`."""
+        key = i, part.dtype
+        kind = self._kinds.get(key)
+        if kind is not None:
+            return of_kind(part, kind)
+        made = wrap(part, *self.outputs[i])
+        self._kinds[key] = kind_of(made)
+        return made
 
     def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
         """The layouts of the operands' gradients, where those of the outputs arrive so, on the mesh that the op is computed on."""
@@ -102,14 +116,24 @@ class Call:
             part, layout = self._meshes.as_given(self.op.name, part, layout, own, shape)
         return laid(self.op, part, layout, shape, self.is_plain[i])
 
-    def as_operands(self, parts: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+    def as_operands(self, parts: Sequence[Tensor | None], flow: Flow) -> list[Tensor | None]:
         """The gradients of the operands, from this rank's parts of them."""
         gradients: list[Tensor | None] = []
-        for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
+        for i, (part, layout) in enumerate(zip(parts, flow.operands, strict=True)):
             if part is None or layout is None or (self.options is None and self.is_plain[i]):
                 gradients.append(None)  # a plain tensor has no empty part
-            else:
-                gradients.append(self.as_operand(i, part, layout))
+                continue
+            kind = flow.kinds.get((i, part.dtype))
+            if kind is not None:
+                gradients.append(of_kind(part, kind))
+                continue
+            gradient = self.as_operand(i, part, layout)
+            gradients.append(gradient)
+            own = self._own[i]
+            if (
+                isinstance(gradient, DTensor) and own is not None and own.mesh == layout.mesh
+            ):  # the part is taken as it is
+                flow.kinds[i, part.dtype] = kind_of(gradient)
         return gradients
 
 

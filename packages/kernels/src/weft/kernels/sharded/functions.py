@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout
-from weft.reshard.running.dtensor import wrap
 
 from ..again import kept, mark, restored
 from ..op import Op, Tensors
 from ..weights import compute_or_wait
-from .calls import Call, sliced
+from .calls import Call, Flow, sliced
 from .derivatives import anchor, first_order, refusing
 from .rules import Sharding
 
@@ -67,9 +65,9 @@ class Sharded(torch.autograd.Function):
     def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
         call: Call = ctx.call
         needed = ctx.needs_input_grad[2:]
-        cuts, layouts = call.flow(grads)
+        flow = call.flow(grads)
         locals_ = tuple(
-            None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, cuts, strict=True)
+            None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, flow.sliced, strict=True)
         )
         if call.options is not None:
             assert call.op.backward is not None, "torch differentiates it elsewhere"
@@ -77,7 +75,7 @@ class Sharded(torch.autograd.Function):
             backward, saved, options = call.op.backward, _saved(ctx), ctx.options
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
-                return call.as_operands(backward(saved, local, needed, **options), layouts)
+                return call.as_operands(backward(saved, local, needed, **options), flow)
 
             gradients = compute_or_wait(ctx, call.op.weights, needed, compute)
             if ctx.overwritten is not None:
@@ -86,7 +84,7 @@ class Sharded(torch.autograd.Function):
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(call.dtypes, needed, strict=True)
             parts = tuple(like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes)
-            gradients = call.as_operands(parts, layouts)
+            gradients = call.as_operands(parts, flow)
         return None, None, *gradients
 
 
@@ -94,11 +92,9 @@ class ToLocal(torch.autograd.Function):
     """The parts of an op that torch differentiates. Its dual is `FromLocal`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, layouts: list[Layout | None], *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """layouts: of the operands' gradients, filled in before backward comes here."""
-        ctx.call, ctx.layouts = call, layouts
+    def forward(ctx: Any, call: Call, flows: list[Flow], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """flows: how gradients go through, put there before backward comes here."""
+        ctx.call, ctx.flows = call, flows
         ctx.set_materialize_grads(False)
         locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
         return tuple(None if local is None else local.detach() for local in locals_)
@@ -106,7 +102,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *parts: Tensor | None) -> Tensors:
         with torch.no_grad():
-            gradients = ctx.call.as_operands(parts, ctx.layouts)
+            gradients = ctx.call.as_operands(parts, ctx.flows[-1])
         return None, None, *(refusing(gradients, *parts) if torch.is_grad_enabled() else gradients)
 
 
@@ -114,10 +110,10 @@ class FromLocal(torch.autograd.Function):
     """The outputs of an op that torch differentiates. Its dual is `ToLocal`."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, layouts: list[Layout | None], *outputs: Tensor) -> tuple[DTensor, ...]:
-        ctx.call, ctx.layouts = call, layouts
+    def forward(ctx: Any, call: Call, flows: list[Flow], *outputs: Tensor) -> tuple[DTensor, ...]:
+        ctx.call, ctx.flows = call, flows
         ctx.set_materialize_grads(False)
-        made = [wrap(output.detach(), *lying) for output, lying in zip(outputs, call.outputs, strict=True)]
+        made = [call.output(i, output.detach()) for i, output in enumerate(outputs)]
         ctx.mark_non_differentiable(*(each for each in made if not (each.is_floating_point() or each.is_complex())))
         return tuple(made)
 
@@ -126,9 +122,11 @@ class FromLocal(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * (2 + len(grads))
         with torch.no_grad():
-            cuts, ctx.layouts[:] = ctx.call.flow(grads)
+            flow = ctx.call.flow(grads)
+            ctx.flows.append(flow)
             parts = tuple(
-                None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, cuts, strict=True)
+                None if grad is None else sliced(grad, cut).to_local()
+                for grad, cut in zip(grads, flow.sliced, strict=True)
             )
         return None, None, *(refusing(parts, *grads) if torch.is_grad_enabled() else parts)
 
@@ -152,7 +150,7 @@ def computed(
         else:
             output = op.infer(*locals_, **options)
     parts = (output,) if sharding.more is None else output
-    return [wrap(part, *lying) for part, lying in zip(parts, call.outputs, strict=True)], saved, options
+    return [call.output(i, part) for i, part in enumerate(parts)], saved, options
 
 
 def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor) -> Tensor | None:

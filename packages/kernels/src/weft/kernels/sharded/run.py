@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout
 from weft.reshard.running.dynamo import in_graph
 
 from ..op import OPS, Op
-from .calls import Call
+from .calls import Call, Flow
 from .functions import FromLocal, Plain, Sharded, ToLocal, computed
 
 
@@ -63,11 +62,11 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
         return *computed(call, options, tensors, recorded=False)[0], None
     if op.backward is not None or call.options is None:
         return Sharded.apply(call, options, *tensors)  # type: ignore[no-untyped-call]
-    layouts: list[Layout | None] = []
-    parts = ToLocal.apply(call, layouts, *tensors)  # type: ignore[no-untyped-call]
+    flows: list[Flow] = []
+    parts = ToLocal.apply(call, flows, *tensors)  # type: ignore[no-untyped-call]
     output = op.forward(*parts, **options, **call.options)
     outputs = (output,) if call.sharding.more is None else output
-    return *FromLocal.apply(call, layouts, *outputs), None  # type: ignore[no-untyped-call]
+    return *FromLocal.apply(call, flows, *outputs), None  # type: ignore[no-untyped-call]
 
 
 @in_graph

@@ -126,6 +126,11 @@ class Manifest:
         self.check(folder, name, content)
         return content
 
+    def check_documents(self, folder: Path) -> None:
+        """Raises DamagedCheckpoint unless all files that hold no tensors are as they were written."""
+        for name in self.files.keys() - {part.file for tensor in self.tensors.values() for part in tensor.parts}:
+            self.content(folder, name)
+
     def check(self, folder: Path, name: str, content: bytes) -> None:
         """Raises DamagedCheckpoint unless that is what was written of a file: all, or what stands before the tensors."""
         if hashlib.sha256(content).hexdigest() != self.files[name].sha256:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from ..terminal import PROGRAM, wrapped
 
-COMMANDS = ("train", "data", "generate", "convert", "layout")
+COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
 
@@ -23,11 +23,13 @@ Commands
   data: make tokens of a text, and tokenizers
   generate: let a trained model go on with a text
   convert: make a checkpoint into a folder for transformers, or back
+  explain: say what training would do on any mesh
   layout: draw who holds what of a tensor, and plan a change
 
 Examples
   {PROGRAM} train --data.path book.txt
   {PROGRAM} train --mesh.dp 4 --steps 500
+  {PROGRAM} explain --mesh.dp 64 --plan.zero 2
   {PROGRAM} layout "tp: S(0)" --mesh tp=4
 
 {PROGRAM} COMMAND --help has examples, options and exit statuses. {PROGRAM} --version says what is installed.

@@ -8,22 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.manifest import RUN, Manifest
-from ..checks import check_tensor_parallel
 from ..data.sources import check_enough, check_vocabulary, find_data
 from ..terminal import PROGRAM
-from ..train.config import Run, TrainConfig, mesh_sizes, settled_plan
+from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
-from ..train.launch import CPU_PROCESSES, gpu_count, launch, launched_processes
+from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
-from ..train.recipes import RECIPES, recipe, size_in_words
 from ..train.report import describe
 from ..train.saved import check_same_run
-from ..train.toml import as_toml, read_toml
+from ..train.toml import as_toml
 from ..train.trackers import check_trackers
-from .arguments import parse, refusing, speaks
+from .arguments import refusing, speaks
+from .resuming import NEWEST, sizes_for_processes
+from .settings import configured, settled
 
-DEFAULT_RECIPE = "llama-tiny"
-NEWEST = "newest"  # what --resume without a path stands for
 ABOUT = f"""\
   Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
 
@@ -37,13 +35,15 @@ Examples
   {PROGRAM} train --print-config > run.toml
   {PROGRAM} train --config run.toml --steps 500
   {PROGRAM} train --output run --save-every 50 --resume
+  {PROGRAM} train --output run --resume
 
 Recipes
 {{recipes}}
-  The options show the defaults of the one that is named; of {DEFAULT_RECIPE} where none is.
+  The options show the defaults of the one that is named; of {{default}} where none is.
 
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
+  --resume takes them from the config.toml of the run that it goes on with, where there is one; the others override it.
   --print-config: prints what would run, as such a file, and ends.
 
 Prints
@@ -61,13 +61,13 @@ def run(arguments: list[str]) -> int:
     with refusing("train"):
         adopt_launcher()
         files, rest = _files().parse_known_args(arguments)
-        settled, gpus = _settle(rest, files.config)
+        made, gpus = _settle(rest, files.config)
     if files.print_config:
-        print(as_toml(settled.recipe, settled.resolved), end="")
+        print(as_toml(made.recipe, made.resolved), end="")
         return 0
     if speaks():
-        print("\n".join([describe(settled, gpus=gpus), *settled.notes]), flush=True)
-    return launch(settled, gpus=gpus)
+        print("\n".join([describe(made, gpus=gpus), *made.notes]), flush=True)
+    return launch(made, gpus=gpus)
 
 
 def _files() -> argparse.ArgumentParser:
@@ -80,38 +80,21 @@ def _files() -> argparse.ArgumentParser:
 
 def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
-    name, config = _parsed(arguments, file)
+    name, config = configured(arguments, file, command="train", about=ABOUT)
     check_trackers(config.track)
-    gpus, world = gpu_count(), launched_processes()
-    dp, cp, tp = mesh_sizes(config.mesh, world or gpus or CPU_PROCESSES, exact=world is not None)
-    check_tensor_parallel(config.model, tp)
-    config = replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
-    processes = config.mesh.pp * dp * cp * tp
-    if config.compile and config.plan.recompute == "selective" and processes > 1:
-        raise ValueError(
-            f"blocks that are recomputed selectively do not compile on a mesh of {processes} processes; leave --compile out, or "
-            f"take --plan.recompute full"
-        )
+    dp, cp, tp = sizes_for_processes(config)
+    config = settled(config, dp=dp, cp=cp, tp=tp)
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
     folder, resume, notes = _where(config, name)
-    settled = Run(
+    made = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
     )
     if resume is not None:
         saved = Manifest.read(resume).document(resume, RUN)
-        notes = [*notes, f"goes on from {resume}", *check_same_run(saved, settled)]
-    return replace(settled, notes=tuple(notes)), gpus
-
-
-def _with_resume(arguments: list[str]) -> list[str]:
-    """The arguments, where `--resume` without a path has one that stands for it."""
-    ended = [*arguments, "--"]
-    return [
-        f"{each}={NEWEST}" if each == "--resume" and ended[i + 1].startswith("-") else each
-        for i, each in enumerate(arguments)
-    ]
+        notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
+    return replace(made, notes=tuple(notes)), gpu_count()
 
 
 def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:
@@ -143,24 +126,3 @@ def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]
     if speaks():  # of several at once, the others would meet what it makes
         check_new(folder)
     return folder, None, []
-
-
-def _parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
-    """The recipe's name and its options: its own, then those of the file, then those that are given. Raises ValueError."""
-    asked = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    of_file, options = (None, []) if file is None else read_toml(file)
-    if asked is not None and of_file not in (None, asked):
-        raise ValueError(f"config {file} is of the recipe {of_file}, and {asked} is asked for; leave out one of them")
-    name = asked or of_file or DEFAULT_RECIPE
-    recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
-    config = recipe(name)
-    for given in (options, _with_resume(arguments)) if options else (_with_resume(arguments),):
-        config = parse(
-            TrainConfig,
-            given,
-            command="train [RECIPE]",
-            about=ABOUT.format(recipes=recipes),
-            default=config,
-            compact_below=60,
-        )
-    return name, config

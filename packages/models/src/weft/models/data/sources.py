@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Documents that a run may be trained on. is_prepared: from token shards, not from text."""
+    """Documents that a run may be trained on. sha256: of what they are. is_prepared: from token shards, not from text."""
 
     @property
     def name(self) -> str: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def sha256(self) -> str: ...
     @property
     def prompt(self) -> str: ...
     @property
@@ -53,6 +56,11 @@ class Prepared:
     def num_tokens(self) -> int:
         """Ends of documents included."""
         return sum(shard.tokens for shard in self.manifest.shards)
+
+    @property
+    def sha256(self) -> str:
+        """Of the sums of the shards' tokens and documents."""
+        return _sha256_of(name for shard in self.manifest.shards for name in shard.sha256)
 
     @property
     def prompt(self) -> str:
@@ -95,6 +103,11 @@ class Mixture:
     def num_tokens(self) -> int:
         """Of all sources."""
         return sum(source.num_tokens for source, _ in self.parts)
+
+    @property
+    def sha256(self) -> str:
+        """Of the sums of the sources."""
+        return _sha256_of(source.sha256 for source, _ in self.parts)
 
     @property
     def prompt(self) -> str:
@@ -148,6 +161,10 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
                 f"data.mixture: {source.name} and {first.name} have different tokenizers; prepare both with one"
             )
     return Mixture(tuple(parts))
+
+
+def _sha256_of(sums: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(sums).encode()).hexdigest()
 
 
 def _find(path: Path | None) -> Corpus | Prepared:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Corpus:
     """Documents on disk, in order; none is empty.
 
-    skipped: files of the folder that are no text. prompt: what a sample of such text may begin with.
+    skipped: files of the folder that are no text. prompt: what a sample of such text may begin with. sha256: of the texts, as
+    `find_corpus` has read them.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Corpus:
     num_bytes: int
     skipped: tuple[Path, ...] = ()
     prompt: str = "def "
+    sha256: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -58,22 +61,16 @@ def find_corpus(path: Path | None) -> Corpus:
     Raises ValueError for a path that is missing, holds no text, or is a file that is not UTF-8.
     """
     if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        sources = tuple(file for file in sorted(_sources(root)) if file.stat().st_size and _bad_byte(file) is None)
-        return Corpus("the Python standard library", sources, sum(file.stat().st_size for file in sources))
+        files, _, sha256 = _texts(sorted(_sources(Path(sysconfig.get_path("stdlib")))))
+        return Corpus("the Python standard library", files, _num_bytes(files), sha256=sha256)
     if not path.exists():
         raise ValueError(f"data.path {path} does not exist; give a text file or a folder of them")
-    if path.is_file() and (offset := _bad_byte(path)) is not None:
+    if path.is_file() and (offset := _bad_byte(path.read_bytes())) is not None:
         raise ValueError(f"data.path: {path} is not UTF-8 text (byte {offset} of the file); convert it")
-    files: list[Path] = []
-    skipped: list[Path] = []
-    for file in files_under(path):
-        (files if _bad_byte(file) is None else skipped).append(file)
-    files = [file for file in files if file.stat().st_size]
-    num_bytes = sum(file.stat().st_size for file in files)
-    if not num_bytes:
+    files, skipped, sha256 = _texts(files_under(path))
+    if not files:
         raise ValueError(f"data.path {path} holds no text; give a text file or a folder of them, in UTF-8")
-    return Corpus(str(path), tuple(files), num_bytes, tuple(skipped), _first_words(files))
+    return Corpus(str(path), files, _num_bytes(files), skipped, _first_words(files), sha256)
 
 
 def files_under(path: Path) -> list[Path]:
@@ -90,7 +87,24 @@ def first_words(text: str) -> str:
     return f"{' '.join(words)[:39]} " if words else ""
 
 
-def _first_words(files: list[Path]) -> str:
+def _texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...], str]:
+    """Of the files those that hold text, those that hold something else, and the SHA-256 of the texts, each with its end."""
+    texts, skipped, digest = [], [], hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        if _bad_byte(content) is not None:
+            skipped.append(file)
+        elif content:
+            texts.append(file)
+            digest.update(content + b"\xff")  # which no UTF-8 has
+    return tuple(texts), tuple(skipped), digest.hexdigest()
+
+
+def _num_bytes(files: Iterable[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _first_words(files: Iterable[Path]) -> str:
     for file in files:
         with file.open(encoding="utf-8") as opened:
             words = first_words(opened.read(1000))
@@ -99,9 +113,9 @@ def _first_words(files: list[Path]) -> str:
     return " "
 
 
-def _bad_byte(file: Path) -> int | None:
+def _bad_byte(content: bytes) -> int | None:
     try:
-        file.read_bytes().decode()
+        content.decode()
     except UnicodeDecodeError as error:
         return error.start
     return None

@@ -81,9 +81,8 @@ def lay_out_batch(
     if mesh.size == 1:
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, order=None)
     B, T = (tokens.shape[0] if rows is None else rows), tokens.shape[1]
-    by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
     cut = plan.context is not None and CONTEXT_AXIS in mesh.axis_names
-    by_tokens = by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows
+    by_rows, by_tokens = _layouts(mesh, cut)
     ways = mesh.axis_size(CONTEXT_AXIS) if cut else 1
     order = balanced_order(T, ways) if plan.context == "all_gather" and ways > 1 else None
     if order is not None and positions is None:
@@ -115,6 +114,13 @@ def lay_out_batch(
         documents=laid(documents, by_rows),
         order=order,
     )
+
+
+@lru_cache(maxsize=1024)  # a few meshes, asked for with every microbatch
+def _layouts(mesh: ProcessMesh, cut: bool) -> tuple[Layout, Layout]:
+    """The layouts of a batch's rows; and of its tokens, which may be cut over "cp"."""
+    by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
+    return by_rows, by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows
 
 
 @lru_cache(maxsize=1024)

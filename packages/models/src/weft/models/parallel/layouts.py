@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
+from weft.reshard import layout_of
 
 from ..layers import LowRank
 from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
@@ -104,3 +106,14 @@ def _placements(style: Style | None, leaf: str) -> dict[str, Shard]:
         case RowwiseParallel() if leaf == "weight":
             return {TENSOR_AXIS: Shard(1)}
     return {}
+
+
+def layouts_of(model: nn.Module) -> dict[str, Layout | None]:
+    """How the parameters of a parallel model lie; None of those that are whole, on one process."""
+    parameters = model.named_parameters()
+    return {name: layout_of(each) if isinstance(each, DTensor) else None for name, each in parameters}
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The global shapes of the parameters."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -12,8 +12,11 @@ from weft.mesh.process_mesh import as_mesh
 from weft.reshard.running.wholes import stretch_in
 
 from .layouts import parameter_layouts
-from .plan import ParallelPlan
+from .pipeline.cut import cut
+from .pipeline.run import stage_mesh_of
+from .plan import ParallelPlan, pipeline_plan, without_pipeline
 from .resolve import parts_of, styles_of
+from .styles import PIPELINE_AXIS
 from .zero import check_zero, plan_of, shard_layouts
 
 
@@ -42,7 +45,7 @@ def predict_memory(
     rank: int = 0,
     states: int = 2,
 ) -> Memory:
-    """What `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes.
+    """What `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes; of stages, its own.
 
     model: not parallel yet, on any device. plan: the model's own where None.
     states: tensors that the optimizer keeps for an element that it changes: 2 of Adam, 1 of momentum.
@@ -52,6 +55,13 @@ def predict_memory(
     """
     mesh = as_mesh(mesh)
     plan = model.parallel_plan() if plan is None else plan  # type: ignore[operator]
+    pipeline, own = pipeline_plan(plan), {name for name, _ in model.named_parameters()}
+    if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
+        at = mesh.coordinate(rank)
+        schedule = pipeline.make_schedule(mesh.axis_size(PIPELINE_AXIS))
+        held = set() if at is None else {*schedule.stages[at[PIPELINE_AXIS]]}
+        own = {name for name, stages in cut(model, pipeline, schedule).parameters.items() if stages & held}
+        mesh, plan = stage_mesh_of(mesh, 0 if at is None else at[PIPELINE_AXIS]), without_pipeline(plan)
     parts = parts_of(model, plan)
     for part in parts:
         check_zero(mesh, part.plan)
@@ -59,6 +69,8 @@ def predict_memory(
     at_rest = shard_layouts(parts, layouts, model)
     counts = {"parameters": 0, "gathered": 0, "gradients": 0, "states": 0}
     for name, parameter in model.named_parameters():
+        if name not in own:
+            continue
 
         def held(layout: Layout, parameter: nn.Parameter = parameter) -> int:
             return math.prod(layout.local_shape(parameter.shape, rank)) * parameter.dtype.itemsize

@@ -22,7 +22,7 @@ from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
 from .plan import ParallelPlan, pipeline_plan, without_pipeline
 from .preparation import check_prepared, hook_prepared
-from .recompute import blocks_of, recompute, refuse_compile
+from .recompute import blocks_of, recompute
 from .resolve import Part, parts_of, parts_with, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
 from .zero import check_zero, hook_zero, shard_layouts
@@ -124,10 +124,7 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
     """Last, since from then on a block's forward is another function."""
     for part in parts:
         if part.plan.recompute != "none":
-            within = model.get_submodule(part.name)
-            recompute(within, part.plan)
-            if mesh.size > 1:
-                refuse_compile(within, part.plan)
+            recompute(model.get_submodule(part.name), part.plan)
             setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from weft.reshard.running.received import giving, keeping
 
 from .plan import ParallelPlan, Recompute
@@ -61,34 +61,24 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
     for block in blocks_of(model, plan).values():
         forward = block.forward
         block.forward = partial(_recomputed, plan.recompute, forward)
-        if plan.recompute == "full":
-            block.compile = partial(_compile_within, block, forward)  # type: ignore[method-assign]
+        compile_it = _compile_whole if plan.recompute == "full" else _compile_marked
+        block.compile = partial(compile_it, block, forward)  # type: ignore[method-assign]
 
 
-def _compile_within(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """`block.compile`: the graph is what is computed again, and the checkpoint is outside of it.
-
-    AOTAutograd, of torch 2.13, takes the mesh of a DTensor for a tensor to save where the checkpoint of a parallel block is inside.
-    """
+def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """`block.compile`: the graph is what is computed again, and the checkpoint is outside of it."""
     block.forward = partial(_recomputed, "full", torch.compile(forward, *args, **kwargs))
 
 
-def refuse_compile(model: nn.Module, plan: ParallelPlan) -> None:
-    """Has `compile` of a block with recompute="selective" say that it does not go with a mesh.
+def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """`block.compile`: the checkpoint is in the graph, where it marks what the compiler is to keep.
 
-    What it keeps is known by each op: within a graph by its nodes, where see `_compile_within`; around one by a dispatch mode, with
-    which Dynamo compiles nothing.
+    Dynamo refuses a checkpoint in which Python state changes, as that of siblings which share what they were sent; it need not
+    change again in backward, which runs the graph's nodes alone.
     """
-    if plan.recompute == "selective":
-        for block in blocks_of(model, plan).values():
-            block.compile = _refused  # type: ignore[method-assign]
-
-
-def _refused(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "a block of a parallel model with recompute='selective' does not compile; take recompute='full', or 'none', whose graph "
-        "recomputes what is cheap by itself"
-    )
+    compiled = torch.compile(partial(_recomputed, "selective", forward), *args, **kwargs)
+    allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    block.forward = allowed(compiled)
 
 
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
@@ -121,11 +111,20 @@ def _recomputed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwar
 
 
 def _traced_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For a graph: torch's own, which mark its nodes for the compiler. A reshard is one node there."""
-    kept = [*PRODUCTS, torch.ops.weft.reshard.default]
+    """For a graph: torch's own, which mark its nodes for the compiler."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
+    contexts = create_selective_checkpoint_contexts(_marked)  # type: ignore[no-untyped-call]
     return contexts
+
+
+def _marked(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What a graph keeps: products, what was communicated, and what torch counts as random, its fused attention among it.
+
+    To repeat the last, AOTAutograd hands the generator's state from forward to backward, in torch 2.13 in the place where a graph
+    of DTensors hands on its mesh.
+    """
+    kept = op in PRODUCTS or op == torch.ops.weft.reshard.default or torch.Tag.nondeterministic_seeded in op.tags
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

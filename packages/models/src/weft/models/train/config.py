@@ -203,13 +203,8 @@ class Run:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes and their sizes; pp and cp where they are used."""
-        return {
-            **({"pp": self.pp} if self.pp > 1 else {}),
-            "dp": self.dp,
-            **({"cp": self.cp} if self.cp > 1 else {}),
-            "tp": self.tp,
-        }
+        """The mesh's axes and their sizes."""
+        return axes_of(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @property
     def resolved(self) -> TrainConfig:
@@ -219,6 +214,12 @@ class Run:
     @property
     def processes(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+
+def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
+    """A mesh's axes and their sizes; pp and cp where they are used."""
+    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("dp", "tp")}
 
 
 def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:

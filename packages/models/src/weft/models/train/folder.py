@@ -35,7 +35,7 @@ def check_new(folder: Path) -> None:
 
 def check_again(folder: Path) -> None:
     """Raises ValueError where `folder` is of no run that can go on: of none, of one that goes on now, or not to be written."""
-    if not folder.is_dir() or not ((folder / CONFIG).is_file() or not any(folder.iterdir())):
+    if not folder.is_dir() or not ((folder / CONFIG).is_file() or all(_is_hidden(path) for path in folder.iterdir())):
         raise ValueError(f"{folder} is the folder of no run; give another with --output")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} cannot be written; give another with --output")
@@ -44,6 +44,11 @@ def check_again(folder: Path) -> None:
             f"the run in {folder} is done, and has kept no checkpoint to go on with; give another with --output"
         )
     os.close(lock(folder))
+
+
+def _is_hidden(path: Path) -> bool:
+    """As what is written aside."""
+    return path.name.startswith(".")
 
 
 def lock(folder: Path) -> int:

@@ -87,7 +87,9 @@ def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
 
 
 def _join_world(run: Run, gpus: int) -> int:
-    _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus)
+    from .meeting import meet
+
+    _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus, **meet(run.config.timeout))
     return 0
 
 
@@ -95,8 +97,9 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from .loop import TrainingError, train
+    from .loop import train
     from .rollcall import Unanswered
+    from .trainer import TrainingError
 
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:

@@ -53,6 +53,17 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return kind.make(groups, lr=config.lr, **kind.options(config), **({"fused": True} if kind.fused else {}))
 
 
+def states_per_element(config: OptimizerConfig) -> int:
+    """The numbers that the optimizer keeps for each element of a parameter: a step of it on a few says so."""
+    with torch.device("cpu"):
+        model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer = make_optimizer(model, config)
+    optimizer.step()
+    kept = optimizer.state[model.weight].values()
+    return sum(isinstance(each, Tensor) and each.shape == model.weight.shape for each in kept)
+
+
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was, a scalar.
 

@@ -9,8 +9,9 @@ from ..config import ModelConfig
 from ..data.tokenizer import BYTE_VOCAB_SIZE
 from ..gpt.config import GPTConfig
 from ..llama.config import LlamaConfig
+from ..published import PUBLISHED
 from ..qwen.config import QwenConfig
-from .config import OptimizerConfig, TrainConfig
+from .config import DataConfig, OptimizerConfig, TrainConfig
 
 # Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
 # every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
@@ -29,7 +30,8 @@ _GATED: dict[str, Any] = {**_SIZES, "intermediate_size": 384, "num_kv_heads": 4}
 # At 4e-3 and 0.95 the gradient's norm, which is else below 3, goes up to 6 at single steps.
 _LLAMA = OptimizerConfig(lr=3e-3, beta2=0.98)
 
-RECIPES = {
+# Runs that take a minute; their losses are one on every mesh.
+TINY = {
     "llama-tiny": TrainConfig(model=LlamaConfig(**_GATED), optimizer=_LLAMA),
     "llama-tiny-tied": TrainConfig(model=LlamaConfig(**_GATED, tie_embeddings=True), optimizer=_LLAMA),
     "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED)),
@@ -37,6 +39,22 @@ RECIPES = {
     # At 4e-3, reached within 20 steps, the gradient's norm jumps to 4.3 just after in one of two orders of the samples; so in neither.
     "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES), optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40)),
 }
+
+# The highest learning rates: of Llama 2, table 1 and section 2.2 of Touvron et al. 2023; of Llama 3, table 3 of Grattafiori et al. 2024.
+_RATES = {"llama2-7b": 3e-4, "llama2-70b": 1.5e-4, "llama3-8b": 3e-4, "llama3-70b": 1.5e-4, "llama3.1-405b": 8e-5}
+_LONGEST = 8192  # tokens of a sequence; longer ones were trained on at the end alone
+
+
+def _published(name: str, model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        model=model,
+        dtype="bfloat16",
+        data=DataConfig(sequence_length=min(model.max_seq_len, _LONGEST)),
+        optimizer=OptimizerConfig(lr=_RATES.get(name, 3e-4)),
+    )
+
+
+RECIPES = {**TINY, **{name: _published(name, model) for name, model in PUBLISHED.items()}}
 
 
 def recipe(name: str) -> TrainConfig:
@@ -50,4 +68,6 @@ def recipe(name: str) -> TrainConfig:
 
 def size_in_words(model: ModelConfig) -> str:
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
-    return f"{model.title}, {model.num_parameters / 1e6:.2f} M parameters, {model.num_layers} layers{tied}"
+    count = model.num_parameters
+    size = f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
+    return f"{model.title}, {size} parameters, {model.num_layers} layers{tied}"

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
-from weft.mesh import Layout
+from weft.mesh import Layout, Shard
 
 from ..communication import PHASES, Communication
+from ..schedules.schedule import Schedule
 from ..terminal import printable
 from .config import Run, TrainConfig, general_name
 from .recipes import size_in_words
@@ -106,8 +107,11 @@ class Report:
         for row in rows:
             self.line("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
 
-    def predicted(self, predicted: Communication) -> None:
-        self.line("collectives a step, predicted by running the model on shapes; bytes that rank 0 receives")
+    def schedule(self, schedule: Schedule) -> None:
+        self.line(f"schedule of the pipeline\n{schedule}")
+
+    def predicted(self, predicted: Communication, rank: int = 0) -> None:
+        self.line(f"collectives a step, predicted by running the model on shapes; bytes that rank {rank} receives")
         for line in str(predicted).splitlines():
             self.line(f"  {line}")
 
@@ -172,18 +176,30 @@ class _Steps:
 
 
 def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
-    """The distinct shapes of the shards, as the ranks hold them."""
-    shapes = list(dict.fromkeys(layout.local_shape(shape, rank) for rank in layout.mesh.ranks))
+    """The distinct shapes of the shards, as the ranks hold them. Of ranks that replicate each other one is asked: there may be thousands."""
+    repeats = [
+        axis
+        for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
+        if not isinstance(placement, Shard)
+    ]
+    apart = len(repeats) < layout.mesh.ndim
+    ranks = layout.mesh.select(**dict.fromkeys(repeats, 0)).ranks if apart else layout.mesh.ranks[:1]
+    shapes = list(dict.fromkeys(layout.local_shape(shape, rank) for rank in ranks))
     return "" if shapes == [shape] else "shards " + ", ".join(str(list(shard)) for shard in shapes[:4])
+
+
+def mesh_in_words(axes: Mapping[str, int]) -> str:
+    """ "4 processes, mesh dp=2 x tp=2" """
+    count = math.prod(axes.values())
+    return f"{count:,} process{'es' if count > 1 else ''}, mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"
 
 
 def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
-    processes = run.processes
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
         f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
-        f"{processes} process{'es' if processes > 1 else ''}, mesh {' x '.join(f'{axis}={size}' for axis, size in run.axes.items())}"
+        f"{mesh_in_words(run.axes)}"
     )
     skipped = run.corpus.skipped
     if not skipped:

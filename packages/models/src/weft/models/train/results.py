@@ -26,6 +26,10 @@ from .trackers import Trackers
 METRICS = "metrics.jsonl"
 
 
+class NotWritten(RuntimeError):
+    """Metrics or the model could not be written; the message says which, and why. What was written before is whole."""
+
+
 class Results:
     """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, a picture and checkpoints; one rank writes.
 
@@ -37,6 +41,7 @@ class Results:
         self._metrics = folder / METRICS
         self._trackers: Trackers | None = None
         self._lock: int | None = None
+        self._error: Exception | None = None
 
     def __enter__(self) -> Results:
         return self
@@ -77,47 +82,70 @@ class Results:
         self._lock = lock(self._folder)
         tidy(self._folder)
         self._cut(step)
-        self._write(CONFIG, as_toml(recipe, config).rstrip())
+        self._write(CONFIG, as_toml(recipe, config))
         kinds = {f"{general_name(name)}: {layout or 'whole'}": None for name, layout in layouts.items()}
-        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds]))
-        self._write("versions.json", json.dumps(versions(), indent=2))
+        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds, ""]))
+        self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
         self._trackers = Trackers(config.track, self._folder, config)
 
     def add(self, metrics: Metrics) -> None:
-        """A line of metrics.jsonl, there at once."""
-        if self._writes:
-            with self._metrics.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
-            if self._trackers is not None:
-                self._trackers.add(metrics)
+        """A line of metrics.jsonl, there at once. Where it cannot be written none is after it, and `sync` says so."""
+        if self._writes and self._error is None:
+            self._error = attempt(self._add, metrics)
+
+    def _add(self, metrics: Metrics) -> None:
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        if self._trackers is not None:
+            self._trackers.add(metrics)
 
     def picture(self, width: int) -> str:
         """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
         curves = read_curves(self._metrics)
-        save_picture(curves, self._folder / "curves.svg")
-        return drawn(curves, width)
+        shown = drawn(curves, width)
+        error = attempt(save_picture, curves, self._folder / "curves.svg")
+        return shown if error is None else f"{shown}\ncurves.svg could not be written: {error}"
 
     def sync(self) -> None:
-        """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before."""
-        if self._writes and self._metrics.exists():
-            with self._metrics.open("a") as file:
-                os.fsync(file.fileno())
+        """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before.
+
+        Communication: where there are several ranks, a broadcast of how it went on the one that writes. Raises NotWritten, on
+        every rank, where a line since the last call could not be.
+        """
+        if self._writes and self._error is None and self._metrics.exists():
+            self._error = attempt(self._sync)
+        try:
+            raise_on_all(self._error, dist.is_initialized())
+        except OSError as error:
+            raise NotWritten(f"{self._metrics} could not be written: {error}") from error
+
+    def _sync(self) -> None:
+        with self._metrics.open("a") as file:
+            os.fsync(file.fileno())
 
     def save(self, model: nn.Module, name: str) -> None:
-        """A folder that transformers loads, with the tokenizer, in the place of one that is there. Communication: as of `save_pretrained`."""
+        """A folder that transformers loads, with the tokenizer, in the place of one that is there.
+
+        Communication: as of `save_pretrained` and `sync`. Raises NotWritten as that does.
+        """
+        self.sync()
         folder = self._folder / name
         if self._writes and folder.exists():
             remove(folder)
-        save_pretrained(model, folder, tokenizer=self._tokenizer)
+        try:
+            save_pretrained(model, folder, tokenizer=self._tokenizer)
+        except OSError as error:
+            raise NotWritten(f"the model could not be written: {error}") from error
 
     def _cut(self, step: int) -> None:
         if not self._metrics.exists():
             return
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        new = self._metrics.with_name(f".{METRICS}")
-        new.write_text("".join(kept), encoding="utf-8")
-        new.replace(self._metrics)
+        self._write(METRICS, "".join(kept))
 
     def _write(self, name: str, text: str) -> None:
-        (self._folder / name).write_text(text + "\n", encoding="utf-8")
+        """Aside, and then under its name: whoever is killed here leaves the file that was there."""
+        new = self._folder / f".{name}"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self._folder / name)

@@ -29,7 +29,7 @@ def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
         "held_out_loss": held_out_loss,
         "recipe": run.recipe,
         "config": as_json(run.config),
-        "data_tokens": run.corpus.num_tokens,
+        "data": _data_of(run),
         "mesh": run.axes,
         "versions": versions(),
     }
@@ -59,12 +59,19 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
                 f"the checkpoint was saved with {name} {before.get(name)}, and this run has {now.get(name)}; give it as it "
                 f"was, or start a new run"
             )
-    if saved["data_tokens"] != run.corpus.num_tokens:
-        raise ValueError(
-            f"the checkpoint was saved by a run on {saved['data_tokens']} tokens, and {run.corpus.name} has "
-            f"{run.corpus.num_tokens}; give the same data, or start a new run"
-        )
+    data = _data_of(run)
+    for name, value in saved["data"].items():
+        if value != data[name]:
+            raise ValueError(
+                f"the checkpoint was saved by a run on data of {name} {value}, and {run.corpus.name} has {data[name]}; give the "
+                f"same data, or start a new run"
+            )
     return [f"{name} is {now.get(name)}, and was {before.get(name)}" for name in changed]
+
+
+def _data_of(run: Run) -> dict[str, Any]:
+    """What tells the data of a run from others, wherever it lies."""
+    return {"tokens": run.corpus.num_tokens, "sha256": run.corpus.sha256}
 
 
 def _within(name: str, names: tuple[str, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (buc
 
 _synchronized = WeakTensorKeyDictionary()  # by parameter, a weak reference to its GradientSync: two would reduce twice
 
+_alive: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
 
 class GradientSync:
     """Brings the gradient of every DTensor parameter of `module` to the parameter's layout.
@@ -33,8 +35,9 @@ class GradientSync:
     A gradient is Partial over every axis that sharded something its parameter was applied to, whichever dim that was;
     it says so itself, so no dim is looked for. Gradients that go the same way travel together: one collective for each
     bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` is None, and a step of
-    a torch optimizer that holds such a parameter is a RuntimeError. Backward passes add up until `wait()`. A step is given
-    up by `sync.wait()` and then `zero_grad()`, which alone clears nothing that is on its way.
+    a torch optimizer that holds such a parameter, or `clip_grad_norm_` of it, is a RuntimeError. An update by hand finds no
+    gradient. A further forward pass is no error: backward passes add up until `wait()`. A step is given up by `sync.wait()` and
+    then `zero_grad()`, which alone clears nothing that is on its way.
 
     shard_over: axes (one, or several) over which the gradient of a parameter that is replicated there ends as a shard:
         reduce-scattered instead of all-reduced, over the first dim that divides evenly, else dim 0.
@@ -101,6 +104,7 @@ class GradientSync:
         self._paused = False
         self._names = {_dtensor(leaves[parameter]): name for name, parameter in named.items()}
         self._unsynchronized: set[DTensor] = set()  # parameters that a backward pass gave gradients to since `wait()`
+        _alive.add(self)
         self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
         for parameter in self._targets:
@@ -160,17 +164,24 @@ class GradientSync:
         self._unsynchronized.clear()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Refuses a step that would pass over parameters, or take addends of their gradients."""
-        if not self._unsynchronized:
-            return
+        if self._unsynchronized:
+            groups = optimizer.param_groups
+            self._refuse(
+                [p for group in groups for p in group["params"]],
+                f"{type(optimizer).__name__}.step()",
+                "optimizer.step()",
+            )
+
+    def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
+        """Raises RuntimeError where `what` would pass over parameters, or take addends of their gradients."""
         waiting = {self._homes[parameter]: parameter for parameter in self._unsynchronized}
-        held = [waiting[p] for group in optimizer.param_groups for p in group["params"] if p in waiting]
+        held = [waiting[parameter] for parameter in parameters if parameter in waiting]
         if held:
             others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() before sync.wait(): the gradients of {self._names[held[0]]}{others} are "
-                f"still addends, or on their way, and the step would not apply them; call sync.wait() between "
-                f"loss.backward() and optimizer.step(). To give these gradients up, sync.wait() and then zero_grad()"
+                f"{what} before sync.wait(): the gradients of {self._names[held[0]]}{others} are still addends, or on their "
+                f"way, and it would not see them; call sync.wait() between loss.backward() and {then}. To give these "
+                f"gradients up, sync.wait() and then zero_grad()"
             )
 
     def _before(self, parameter: DTensor, incoming: Tensor | None) -> None:
@@ -178,6 +189,8 @@ class GradientSync:
         if parameter.grad is None or incoming is None:  # None: a function gave this parameter no gradient
             return
         older = _gradient(parameter)
+        if kind_of(older) is kind_of(_dtensor(incoming)):
+            return
         layout = layout_of(older)
         if layout != layout_of(_dtensor(incoming)):
             parameter.grad = None
@@ -238,6 +251,13 @@ class GradientSync:
 
     def _accumulate(self, parameter: DTensor, grad: DTensor) -> None:
         self._held[parameter] = _sum(self._held.get(parameter), grad)
+
+
+def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
+    """Raises RuntimeError where the gradients of some of them wait for their `GradientSync.wait()`."""
+    for sync in list(_alive):
+        if sync._unsynchronized:
+            sync._refuse(parameters, what, what)
 
 
 def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:

@@ -14,6 +14,7 @@ from weft.mesh import Partial, ProcessMesh, Shard
 from weft.mesh.refinement import parts_of_axes
 
 from .dtensor import as_process_mesh, layout_of
+from .gradients import refuse_before_wait
 from .groups import device_mesh, device_type, group_of, group_over, this_rank
 from .waits import wait_for
 
@@ -39,13 +40,15 @@ def clip_grad_norm_(
     is not finite scales nothing. The host waits for no device.
     Communication: one all-reduce of a number, over the ranks of `mesh`, where any parameter is a DTensor or a mesh is given. A rank
     outside has no part in it, and is given its own norm.
-    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient: that is an addend.
+    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient: that is an addend. RuntimeError
+    for gradients that wait for the `wait()` of a GradientSync.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; give a number > 0, or inf")
     given = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+    refuse_before_wait(given, "clip_grad_norm_()")
     group, first = _counting(list(given), mesh)
     first = first or mesh is not None
     held = [parameter for parameter in given if parameter.grad is not None]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter
 from weft.mesh import Layout
 
 from .dtensor import layout_of
 from .gathering import Gather, Gathers
+from .trees import tensors_of
 from .wholes import Gathering, Whole, Wholes
 
 _UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
@@ -241,7 +241,7 @@ class Unit:
 
 
 def _differentiable(tree: object) -> list[Tensor]:
-    return [each for each in tree_iter(tree) if isinstance(each, Tensor) and each.requires_grad]
+    return [each for each in tensors_of(tree) if each.requires_grad]
 
 
 class _Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dtensor import kind_of, of_kind, wrap
 from weft.reshard.running.groups import group_for, of_this_world
 from weft.reshard.running.waits import wait_for
 from weft.reshard.running.worlds import world
@@ -60,11 +60,45 @@ class Channel:
         number = made[self._group] = made.get(self._group, 0) + 1  # of the models whose stages these ranks have
         self._told = f"pipeline {number}: {name}, ranks {members}"
         self._forms: dict[Any, Any] = dict(forms)  # messages with a `_Sent` in place of each tensor
+        self._looks: dict[Any, Any] = {}  # of what was sent last in that form: seen sooner than its form
+        self._expected: dict[Any, _Expected] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None
 
     def send(self, message: Any, kind: Any) -> None:
         """Starts to send a tree of tensors and small values. kind: of microbatches whose messages have one form."""
+        leaves, structure = tree_flatten(message)
+        looks = structure, [_look(leaf) for leaf in leaves]
+        if kind not in self._looks or self._looks[kind] != looks:
+            self._check(message, kind)
+            self._looks[kind] = looks
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        with torch.no_grad():
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self._start((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
+
+    def receive(self, kind: Any, more: bool) -> Any:
+        """The next message. more: whether another will follow, which is then received ahead."""
+        if kind not in self._expected:
+            if kind not in self._forms:
+                self._forms[kind] = pickle.loads(world().hear(f"{self._told}, {kind}"))
+            self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
+        expected = self._expected[kind]
+        parts, works = self._ahead or self._receives(expected)
+        for work in works:
+            wait_for(work)
+        self._ahead = self._receives(expected) if more else None
+        return expected.made(parts)
+
+    def finish(self) -> None:
+        """Waits until all that was sent has been received."""
+        while self._sent:
+            wait_for(self._sent.popleft()[0])
+
+    def _check(self, message: Any, kind: Any) -> None:
+        """Tells the first message's form, and raises RuntimeError for another."""
         form = form_of(message)
         known = self._forms.get(kind)
         if known is None:
@@ -75,29 +109,6 @@ class Channel:
                 f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; what "
                 f"goes from stage to stage must have one form"
             )
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        for leaf in tree_leaves(message):
-            if isinstance(leaf, Tensor):
-                local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-                self._start(local.detach().contiguous())
-
-    def receive(self, kind: Any, more: bool) -> Any:
-        """The next message. more: whether another will follow, which is then received ahead."""
-        if kind not in self._forms:
-            self._forms[kind] = pickle.loads(world().hear(f"{self._told}, {kind}"))
-        form = self._forms[kind]
-        parts, works = self._ahead or self._receives(form)
-        for work in works:
-            wait_for(work)
-        self._ahead = self._receives(form) if more else None
-        arrived = iter(parts)
-        return tree_map(lambda leaf: self._made(next(arrived), leaf) if isinstance(leaf, _Sent) else leaf, form)
-
-    def finish(self) -> None:
-        """Waits until all that was sent has been received."""
-        while self._sent:
-            wait_for(self._sent.popleft()[0])
 
     def _start(self, part: Tensor) -> None:
         if part.numel():
@@ -105,19 +116,37 @@ class Channel:
             assert work is not None, "this rank is in the group"
             self._sent.append((work, part))
 
-    def _receives(self, form: Any) -> tuple[list[Tensor], list[dist.Work]]:
-        parts = [
-            torch.empty(leaf.local, dtype=leaf.dtype, device=self._device)
-            for leaf in tree_leaves(form)
-            if isinstance(leaf, _Sent)
-        ]
+    def _receives(self, expected: _Expected) -> tuple[list[Tensor], list[dist.Work]]:
+        parts = expected.empty()
         works = [dist.irecv(part, group=self._group, group_src=self._other) for part in parts if part.numel()]
         return parts, [work for work in works if work is not None]
 
-    def _made(self, part: Tensor, sent: _Sent) -> Tensor:
-        if sent.placements is not None:
-            part = wrap(part, Layout(self._mesh, sent.placements), sent.shape)
-        return part.requires_grad_(sent.requires_grad)
+
+class _Expected:
+    """Messages of one form, as their receiver makes them: what they have in common is found once."""
+
+    def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
+        self._leaves, self._structure = tree_flatten(form)
+        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, _Sent)]
+        self._mesh, self._device = mesh, device
+        self._kinds: dict[int, Any] = {}  # of the DTensors among the tensors
+
+    def empty(self) -> list[Tensor]:
+        """Room for this rank's parts of the tensors."""
+        return [torch.empty(sent.local, dtype=sent.dtype, device=self._device) for sent in self._sent]
+
+    def made(self, parts: Sequence[Tensor]) -> Any:
+        """The message."""
+        tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
+        leaves = [next(tensors) if isinstance(leaf, _Sent) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._structure)
+
+    def _tensor(self, i: int, part: Tensor, sent: _Sent) -> Tensor:
+        if sent.placements is None:
+            return part.requires_grad_(sent.requires_grad)
+        if i not in self._kinds:
+            self._kinds[i] = kind_of(wrap(part, Layout(self._mesh, sent.placements), sent.shape))
+        return of_kind(part, self._kinds[i]).requires_grad_(sent.requires_grad)
 
 
 class Handover:
@@ -138,6 +167,13 @@ class Handover:
 
     def finish(self) -> None:
         """Nothing is under way."""
+
+
+def _look(leaf: Any) -> Any:
+    """Equal for leaves of one form."""
+    if isinstance(leaf, DTensor):
+        return kind_of(leaf), leaf.requires_grad
+    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def form_of(message: Any) -> Any:

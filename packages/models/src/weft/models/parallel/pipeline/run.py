@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from weft.kernels.weights import Later, waiting_weights
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
+from weft.reshard.running.trees import tensors_of
 from weft.reshard.running.units import keeping_gathered
 from weft.reshard.running.waits import wait_for
 
@@ -39,8 +39,7 @@ class Microbatch:
 
     @property
     def kind(self) -> Any:
-        leaves = tree_leaves((self.args, self.kwargs))
-        return tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)), torch.is_grad_enabled()
+        return tuple(tuple(each.shape) for each in tensors_of((self.args, self.kwargs))), torch.is_grad_enabled()
 
 
 LossOf = Callable[[Any, Microbatch], Tensor]
@@ -195,6 +194,7 @@ class _Run:
         computing: Within = nullcontext,
     ) -> None:
         self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
+        self._kinds = [each.kind for each in microbatches]
         self._computing = computing
         self._last = pipeline.schedule.num_stages - 1
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -227,7 +227,7 @@ class _Run:
         with self._computing():
             given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
         if stage < self._last:
-            self._pipeline.channel("F", stage + 1, self._device).send(given, microbatch.kind)
+            self._pipeline.channel("F", stage + 1, self._device).send(given, self._kinds[action.microbatch])
         elif self._loss_of is None:
             self.outputs.append(given)
         else:
@@ -257,14 +257,12 @@ class _Run:
     def _send_back(self, action: Action, gradients: list[Any]) -> None:
         if action.stage:
             channel = self._pipeline.channel("B", action.stage - 1, self._device)
-            channel.send(gradients, self._microbatches[action.microbatch].kind)
+            channel.send(gradients, self._kinds[action.microbatch])
 
     def _receive(self, way: str, action: Action) -> Any:
         taken = self._taken[way, action.stage] = self._taken.get((way, action.stage), 0) + 1
-        kind = self._microbatches[action.microbatch].kind
-        return self._pipeline.channel(way, action.stage, self._device).receive(
-            kind, more=taken < len(self._microbatches)
-        )
+        kind, more = self._kinds[action.microbatch], taken < len(self._microbatches)
+        return self._pipeline.channel(way, action.stage, self._device).receive(kind, more)
 
 
 def go_back(given: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -276,7 +274,7 @@ def go_back(given: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None
 
 def differentiable(tree: Any) -> list[Tensor]:
     """The tensors of a tree that autograd follows."""
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad]
+    return [x for x in tensors_of(tree) if x.requires_grad]
 
 
 def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:

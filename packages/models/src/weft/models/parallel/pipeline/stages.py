@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
+from weft.reshard.running.trees import tensors_of
 
 from .cut import Cut
 
@@ -73,8 +74,10 @@ class Stages:
 
     def _place_shapes(self, given: Any) -> None:
         """Puts shapes in the places of parameters that other stages have, on the device of what the model is given."""
+        if not self._around:
+            return
         device = _device_of(given)
-        if self._around and device != self._device:
+        if device != self._device:
             self._device = device
             for module, leaf, shape in self._around:
                 object.__setattr__(module, leaf, _fake(shape, device))
@@ -83,7 +86,7 @@ class Stages:
         start, stop = self._range()
         if index < start:
             return self._received
-        if index == start and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+        if index == start and any(isinstance(x, FakeTensor) for x in tensors_of((args, kwargs))):
             raise RuntimeError(
                 f"{self.cut.layers[index]} reads a value of which stage {self._running} has the shape alone: it was made by a "
                 f"module that earlier stages have, in a way that could not be followed on shapes"
@@ -151,7 +154,7 @@ def _shapes() -> FakeTensorMode:
 
 
 def _device_of(given: Any) -> torch.device:
-    return next((x.device for x in tree_leaves(given) if isinstance(x, Tensor)), torch.device("cpu"))
+    return next((x.device for x in tensors_of(given)), torch.device("cpu"))
 
 
 def _fake(x: Tensor, device: torch.device) -> Tensor:
@@ -192,6 +195,9 @@ class _Absent:
 
 def _kind(given: Any) -> Any:
     """Equal for arguments from which a module makes the same shapes; None where they are not tensors and plain values alone."""
+    args, kwargs = given
+    if not kwargs and all(isinstance(x, Tensor) for x in args):
+        return tuple([(x.shape, x.dtype, x.device) for x in args])
     leaves, structure = tree_flatten(given)
     if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in leaves):
         return None

@@ -1,0 +1,57 @@
+"""What a run that goes on takes from the folder of the run before."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..train.config import MeshConfig, TrainConfig, mesh_sizes
+from ..train.folder import CONFIG
+from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes
+
+NEWEST = "newest"  # what --resume without a path stands for
+
+
+def with_resume(arguments: Sequence[str]) -> list[str]:
+    """The arguments, where `--resume` without a path has one that stands for it."""
+    ended = [*arguments, "--"]
+    return [
+        f"{each}={NEWEST}" if each == "--resume" and ended[i + 1].startswith("-") else each
+        for i, each in enumerate(arguments)
+    ]
+
+
+def config_to_resume(arguments: Sequence[str]) -> Path | None:
+    """The config.toml of the run that the arguments go on with, where there is one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--resume", nargs="?", const=NEWEST)
+    given, _ = parser.parse_known_args(arguments)
+    if given.resume is None:
+        return None
+    path = Path(given.resume)
+    folders = [given.output] if given.resume == NEWEST else [path, path.parent]
+    return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
+
+
+def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
+    """(dp, cp, tp) for the processes that there are. Raises as `mesh_sizes`."""
+    world = launched_processes()
+    return mesh_sizes(config.mesh, world or gpu_count() or CPU_PROCESSES, exact=world is not None)
+
+
+def on_a_mesh_that_fits(config: TrainConfig, given: Sequence[str]) -> TrainConfig:
+    """The config of a run that goes on, without its mesh where another is given, or there are not the processes for it."""
+    try:
+        sizes_for_processes(config)
+        fits = not any(each.startswith("--mesh.") for each in given)
+    except ValueError:
+        fits = False
+    if fits:
+        return config
+    plan = config.plan
+    if not any(each.startswith("--mesh.pp") for each in given):
+        plan = replace(plan, schedule=None, split=None)  # which are of a pipeline
+    return replace(config, mesh=MeshConfig(), plan=plan)

@@ -1,0 +1,109 @@
+"""Models as they were published: the sizes and constants of their config.json on huggingface.co.
+
+Dropout is left out, as today's runs train without it. Tokens of a sequence are at most those that the config was published with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .config import ModelConfig
+from .gpt.config import GPTConfig
+from .llama.config import LlamaConfig
+from .qwen.config import QwenConfig
+from .rope_scaling import Llama3RopeScaling
+
+
+def _gpt2(hidden_size: int, num_layers: int, num_heads: int) -> GPTConfig:
+    return GPTConfig(vocab_size=50257, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads)
+
+
+def _llama2(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_seq_len=4096,
+        norm_eps=1e-5,
+    )
+
+
+def _llama3(
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    *,
+    stretched: float | None = None,
+    tie_embeddings: bool = False,
+) -> LlamaConfig:
+    """stretched: by which factor the rotary wavelengths were, from 3.1 on, for 131,072 tokens."""
+    scaling = None
+    if stretched is not None:
+        scaling = Llama3RopeScaling(
+            factor=stretched, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+        )
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        max_seq_len=8192 if stretched is None else 131072,
+        rope_theta=500000.0,
+        rope_scaling=scaling,
+        norm_eps=1e-5,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def _qwen(
+    version: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    vocab_size: int = 151936,
+    tie_embeddings: bool = False,
+) -> QwenConfig:
+    return QwenConfig(
+        version=2 if version == 2 else 3,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128 if version == 3 else 0,
+        max_seq_len=131072 if version == 2 else 40960,
+        rope_theta=1000000.0,
+        norm_eps=1e-6,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+PUBLISHED: Mapping[str, ModelConfig] = {
+    "gpt2": _gpt2(768, 12, 12),  # openai-community/gpt2
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "llama2-7b": _llama2(4096, 11008, 32, 32, 32),  # meta-llama/Llama-2-7b-hf
+    "llama2-70b": _llama2(8192, 28672, 80, 64, 8),
+    "llama3-8b": _llama3(4096, 14336, 32, 32),  # meta-llama/Meta-Llama-3-8B
+    "llama3-70b": _llama3(8192, 28672, 80, 64),
+    "llama3.1-405b": _llama3(16384, 53248, 126, 128, stretched=8.0),  # meta-llama/Llama-3.1-405B
+    "llama3.2-1b": _llama3(2048, 8192, 16, 32, stretched=32.0, tie_embeddings=True),  # meta-llama/Llama-3.2-1B
+    "qwen2.5-7b": _qwen(2, 3584, 18944, 28, 28, 4, vocab_size=152064),  # Qwen/Qwen2.5-7B
+    "qwen2.5-72b": _qwen(2, 8192, 29568, 80, 64, 8, vocab_size=152064),
+    "qwen3-0.6b": _qwen(3, 1024, 3072, 28, 16, 8, tie_embeddings=True),  # Qwen/Qwen3-0.6B
+    "qwen3-8b": _qwen(3, 4096, 12288, 36, 32, 8),  # Qwen/Qwen3-8B
+    "qwen3-32b": _qwen(3, 5120, 25600, 64, 64, 8),
+}

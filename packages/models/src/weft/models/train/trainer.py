@@ -1,0 +1,280 @@
+"""The model on one process of the mesh, and a step of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from weft.kernels import cross_entropy
+from weft.mesh import Layout, Shard
+from weft.reshard import GradientSync
+from weft.reshard.running.issued import Collective
+from weft.reshard.running.units import drop_gathered
+from weft.reshard.running.waits import Waits
+
+from ..communication import Communication, Phase
+from ..data.batches import Batches, Rows
+from ..data.prefetch import Prefetch
+from ..generation import generate
+from ..initialization import initialize
+from ..microbatches import divide, microbatch_key
+from ..parallel import lay_out_batch, parallelize
+from ..parallel.parallelize import pipeline_of
+from ..parallel.pipeline.run import Microbatch, Pipeline
+from .config import Run
+from .learning_rate import learning_rate
+from .memory import peak_memory, total_memory
+from .observe import CollectiveCount
+from .optimizer import make_optimizer
+from .outline import Outline
+from .report import Metrics, Report
+from .speed import flops_per_token, peak_flops
+from .step import Found, find_gradients, find_loss, local_value
+
+SAMPLE_TOKENS = 60
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says where and why, and names the last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step that was taken, its numbers still on the device."""
+
+    step: int
+    found: Found
+    lr: float
+
+
+class Trainer:
+    """The model on this process, and one step of it."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self._config, self._device = run.config, device
+        self.rank = dist.get_rank()
+        self.report = Report(speaks=self.rank == 0)
+        self._outline = outline = Outline.of(run.config, run.axes)
+        self.mesh, self.plan, self._shape, self._criterion = (
+            outline.mesh,
+            outline.plan,
+            outline.batch,
+            outline.criterion,
+        )
+        self.predicted = outline.first_step(self.rank, device.type).communication if self.rank == 0 else None
+        self.model = _filled(parallelize(outline.make_model(), self.mesh, self.plan), device, run.config.seed)
+        self.pipeline = pipeline_of(self.model)
+        if run.config.compile:
+            for layer in self.model.blocks:  # type: ignore[union-attr]
+                layer.compile(fullgraph=True)
+        self._sync = GradientSync(self.model)
+        self.optimizer = make_optimizer(self.model, run.config.optimizer)
+        self.doing = "before the first step"
+        self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer
+        data = run.config.data
+        self._batches = Batches(
+            run.corpus,
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size,
+            seed=run.config.seed,
+            packed=data.pack and run.corpus.is_prepared,
+        )
+        self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
+        self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
+        self._rows = Prefetch(self._read_rows)
+        self.issued: dict[Phase, list[Collective]] = {}
+        self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
+        self._peak_flops = peak_flops(device, run.config.dtype)
+        self._taken: list[_Taken] = []
+        self.waits = Waits(device)
+        self._read_at = time.perf_counter()
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """What the model is called in."""
+        return self._outline.computing(self._device.type)
+
+    def step(self, step: int, count: CollectiveCount | None = None) -> None:
+        """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`.
+
+        The host waits for no device: `read` brings the numbers.
+        """
+
+        def ended(phase: Phase) -> None:
+            self.doing = f"step {step + 1}, after {phase}"
+            if count is not None:
+                self.issued.setdefault(phase, []).extend(count.take_each())
+
+        self.doing = f"step {step + 1}, forward"
+
+        clip_norm = self._config.optimizer.clip_norm
+        found = find_gradients(
+            self.model,
+            self._criterion,
+            self._microbatches(step),
+            self._sync,
+            clip_norm=clip_norm,
+            ended=ended,
+            computing=self._computing,
+        )
+        lr = learning_rate(self._config.optimizer, step, self._config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._taken.append(_Taken(step + 1, found, lr))
+
+    def begin_reading(self) -> None:
+        """What is read next begins now: nothing before it counts as a step's time."""
+        self.waits.take()
+        self._read_at = time.perf_counter()
+
+    def read(self, last: Path | None) -> list[Metrics]:
+        """The metrics of the steps since it was last called, in order. The host waits for the device once.
+
+        last: the checkpoint that an error names.
+        Communication: none; where a loss is not finite, a gather of that step's parts.
+        Raises TrainingError for the first step whose loss is not finite, on every rank.
+        """
+        taken, self._taken = self._taken, []
+        losses = torch.stack([each.found.loss for each in taken]).tolist()
+        norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
+        seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
+        waited_for_data, self._rows.waited = self._rows.waited, 0.0
+        self.begin_reading()
+        for each, loss in zip(taken, losses, strict=True):
+            if not math.isfinite(loss):
+                raise TrainingError(self._explain(each, loss, last))
+        per_second = len(taken) * math.prod(self._shape) / seconds
+        flops = per_second * self._flops_per_token / self.mesh.size
+        used = peak_memory(self._device)
+        return [
+            Metrics(
+                step=each.step,
+                done=each.step / self._config.steps,
+                loss=loss,
+                grad_norm=norm,
+                lr=each.lr,
+                tokens_per_second=per_second,
+                tflops=flops / 1e12,
+                mfu=None if self._peak_flops is None else flops / self._peak_flops,
+                memory_bytes=used,
+                memory_share=used / total_memory(self._device),
+                communication_share=waited / seconds,
+                data_share=waited_for_data / seconds,
+                seconds_left=(self._config.steps - each.step) * seconds / len(taken),
+            )
+            for each, loss, norm in zip(taken, losses, norms, strict=True)
+        ]
+
+    def first_step(self) -> None:
+        """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
+        alone = self._loss_alone() if self._config.check and self.rank == 0 else None
+        self.begin_reading()
+        drop_gathered(self.model)  # as every step it starts from shards
+        with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
+            self.step(0, count)
+        if self.predicted is not None:
+            self.report.issued(self.predicted, Communication.of(self.issued))
+        if alone is not None:
+            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
+        if self.pipeline is not None:
+            self.report.line(_held(self.pipeline, self.model, self.optimizer))
+
+    def held_out_loss(self) -> float:
+        """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
+
+        Communication: for each batch the model's own forward, and the sum of the losses over "dp" and "cp".
+        """
+        self.model.eval()
+        (size, T), count = self._shape, self._batches.num_held_out
+        total = torch.zeros((), device=self._device)
+        with torch.compiler.set_stance("force_eager"), self._computing():  # without gradients it would be compiled anew
+            for start in range(0, count, size):
+                shape = (min(size, count - start), T)
+                rows = self._layout.local_slices(shape, self.rank)[0]
+                batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
+                microbatch = self._microbatch(batch, shape)
+                total += find_loss(self.model, partial(cross_entropy, denominator=float(count * T)), [microbatch])
+        self.model.train()
+        return total.item()
+
+    def sample(self) -> str:
+        """A prompt and what the model puts after it, without dropout; every rank takes part."""
+        self.model.eval()
+        prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
+        with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
+            tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
+        return self._tokenizer.decode(tokens[0].tolist())
+
+    def _microbatches(self, step: int) -> list[Microbatch]:
+        """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
+        (rows, T), parts = self._shape, []
+        for number, batch in enumerate(self._rows(step)):
+            key = microbatch_key(self._outline.dropout_key(step), number, self._outline.microbatches)
+            parts.append(self._microbatch(batch, (rows // self._outline.microbatches, T), dropout_key=key))
+        return parts
+
+    def _read_rows(self, step: int) -> list[Rows]:
+        """This rank's rows of each microbatch, and no others."""
+        (rows, T), count = self._shape, self._outline.microbatches
+        own = self._layout.local_slices((rows // count, T), self.rank)[0]
+        firsts = range(0, rows, rows // count)
+        return [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+
+    def _microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
+        """What the model is called with for this rank's rows, of those of the global `shape`."""
+        given = {name: each.to(self._device) for name, each in rows.named().items()}
+        laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
+        assert laid.targets is not None, "they were given"
+        inputs |= {"positions": laid.positions, "documents": laid.documents}
+        return Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets)
+
+    def _loss_alone(self) -> float:
+        """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
+        model = _filled(self._outline.make_model(), self._device, self._config.seed)
+        given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
+        tokens, target = given.pop("tokens"), given.pop("targets")
+        parts = divide(
+            model, tokens, target, self._outline.microbatches, {"dropout_key": self._outline.dropout_key(0), **given}
+        )
+        return float(find_loss(model, self._criterion, parts, self._computing))
+
+    def _explain(self, taken: _Taken, loss: float, saved: Path | None) -> str:
+        """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
+        parts: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(parts, float(taken.found.local_loss))
+        ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
+        last = saved or "none; set --save-every to keep some"
+        return (
+            f"the loss is {loss} at step {taken.step}, on rank{'s' if len(ranks) > 1 else ''} "
+            f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
+            f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
+        )
+
+
+def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """What each rank holds, a line each. Communication: a gather of a few numbers."""
+    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    parameters = list(model.parameters())
+    numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, parameters, states)]
+    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])
+    lines = ["held by each rank: parameters, gradients and optimizer state in MiB; microbatches in flight at most"]
+    for rank, (parameter, gradient, state, in_flight) in enumerate(of_ranks):
+        held = "  ".join(f"{each / 2**20:8.2f}" for each in (parameter, gradient, state))
+        lines.append(f"  rank {rank}  {held}  {in_flight:3}")
+    return "\n".join(lines)
+
+
+def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    model = model.to_empty(device=device)
+    initialize(model, seed)
+    return model

@@ -1,0 +1,31 @@
+"""The tensors among the arguments of a call, and in what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, in its order.
+
+    Most arguments are tensors and plain values, for which torch's own walk takes the host as long as an op does.
+    """
+    found: list[Tensor] = []
+    _add(tree, found)
+    return found
+
+
+def _add(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif type(tree) in (tuple, list):
+        for each in tree:
+            _add(each, found)
+    elif type(tree) is dict:
+        for each in tree.values():
+            _add(each, found)
+    elif tree is not None and not isinstance(tree, bool | int | float | str):
+        found += [each for each in tree_iter(tree) if isinstance(each, Tensor)]

@@ -1,0 +1,30 @@
+"""The sizes of published models: as many parameters as their authors' files have."""
+
+from __future__ import annotations
+
+import pytest
+from weft.models.published import PUBLISHED
+
+# What huggingface.co says of the safetensors of each model, a tied table counted once.
+PARAMETERS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_as_many_parameters_as_were_published(name: str) -> None:
+    assert PUBLISHED[name].num_parameters == PARAMETERS[name]

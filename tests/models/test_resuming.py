@@ -1,0 +1,135 @@
+"""`weft train --output run --resume`: what is taken from the run that goes on, and what may not be otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from weft.models import save_checkpoint
+from weft.models.cli import main
+from weft.models.cli.settings import configured
+from weft.models.data.text import find_corpus
+from weft.models.families import make_model
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.folder import check_again
+from weft.models.train.recipes import recipe
+from weft.models.train.saved import describe_run
+from weft.models.train.toml import as_toml
+
+RECIPE = "qwen3-tiny"
+SMALL = replace(recipe(RECIPE).model, hidden_size=16, intermediate_size=24, num_layers=2)
+TEXT = "what was saved is whole. " * 40
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """That of a run in the folder `run` with a checkpoint of step 4, where these tests stand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("text.txt").write_text(TEXT)
+    config = replace(
+        recipe(RECIPE),
+        steps=12,
+        save_every=2,
+        seed=3,
+        data=DataConfig(path=Path("text.txt"), batch_size=4, sequence_length=8),
+        mesh=MeshConfig(pp=2, dp=2, cp=1, tp=1),
+        plan=PlanConfig(schedule="gpipe", split="layers", microbatches=2),
+        optimizer=OptimizerConfig(lr=1e-3),
+        model=SMALL,
+    )
+    run = Run(recipe=RECIPE, config=config, corpus=find_corpus(Path("text.txt")), pp=2, dp=2, tp=1, folder=Path("run"))
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(as_toml(RECIPE, config))
+    torch.manual_seed(0)
+    save_checkpoint(make_model(SMALL), "run/checkpoint-4", run=describe_run(run, 4, 5.5))
+    return config
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, TrainConfig]:
+    """What would run."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments, "--print-config"])
+    out, error = capsys.readouterr()
+    assert ended.value.code == 0, error
+    Path("asked.toml").write_text(out)
+    return configured([], Path("asked.toml"), command="train", about="")
+
+
+@pytest.mark.parametrize(
+    "what", [["--output", "run", "--resume"], ["--resume", "run"], ["--resume", "run/checkpoint-4"]]
+)
+def test_a_run_goes_on_with_its_own_recipe_and_options(
+    what: list[str], config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(capsys, *what) == (RECIPE, config)
+
+
+def test_what_is_given_overrides_what_the_run_had(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("more.toml").write_text("steps = 20\nkeep = 7\n")
+    given = ["--config", "more.toml", "--output=run", "--resume", "--steps", "30", "--optimizer.lr", "0.5"]
+    wanted = replace(config, steps=30, keep=7, optimizer=replace(config.optimizer, lr=0.5))
+    assert asked(capsys, *given) == (RECIPE, wanted)
+
+
+def test_a_mesh_that_is_given_takes_the_place_of_the_whole_mesh(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = asked(capsys, "--output", "run", "--resume", "--mesh.tp", "4")
+    assert found.mesh == MeshConfig(pp=1, dp=1, cp=1, tp=4)
+    assert found.plan == PlanConfig(microbatches=2)
+
+
+def test_a_mesh_for_which_there_are_no_processes_gives_way(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert asked(capsys, "--output", "run", "--resume")[1].mesh == MeshConfig(pp=1, dp=1, cp=1, tp=2)
+
+
+def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "--output", "new", "--resume", "--data.path", "text.txt")
+    assert found[0] == "llama-tiny" and found[1].steps == recipe("llama-tiny").steps
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--seed", "5"], "saved with seed 3, and this run has 5;"),
+        (["--model.num-layers", "4"], "saved with model.num_layers 2, and this run has 4;"),
+        (["--data.batch-size", "8"], "saved with data.batch_size 4, and this run has 8;"),
+        (["--data.path", "longer.txt"], "data of tokens 1001, and longer.txt has 1005;"),
+        (["--data.path", "other.txt"], "data of sha256 "),
+        (["llama-tiny"], "config run/config.toml is of the recipe qwen3-tiny, and llama-tiny is asked for;"),
+    ],
+    ids=["seed", "model", "batch", "more-text", "other-text", "recipe"],
+)
+def test_what_makes_it_another_run_is_refused(
+    given: list[str], said: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("longer.txt").write_text(f"{TEXT}more")
+    Path("other.txt").write_text(TEXT.upper())
+    recipes, options = (given, []) if given == ["llama-tiny"] else ([], given)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *recipes, "--output", "run", "--resume", *options])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("weft train: ") and said in line
+
+
+def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text.txt").rename("moved.txt")
+    asked(capsys, "--output", "run", "--resume", "--data.path", "moved.txt")
+
+
+def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -> None:
+    (tmp_path / ".config.toml").write_text("rec")
+    check_again(tmp_path)
+    (tmp_path / "notes.txt").write_text("of somebody")
+    with pytest.raises(ValueError, match="is the folder of no run"):
+        check_again(tmp_path)
