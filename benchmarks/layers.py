@@ -14,27 +14,42 @@ from weft import kernels
 
 from benchmarks.losses import Made, Ways
 
+WIDE = ("x", "y", "table")
+HEAD = 128
+NEVER = 1e-12  # a chance at which numbers are drawn and no element is dropped, so that all ways give the same
 Layer = Callable[..., Any]  # of a set of operands: an output, or a tuple of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A layer. weft, eager: of the operands, of which the first `wide` are [N, H] and the others [H].
+    """A layer. weft, eager: of the operands, which are named as in `operands`.
 
-    liger: module and name of Liger's function, and what it takes after the operands; None where it has none.
+    liger: module and name of Liger's function, and what it takes after the operands; None where it has none of the same meaning.
     passes: over [N, H] that no way does without, in forward and in backward.
     """
 
     weft: Layer
     eager: Layer
-    wide: int
-    others: int
-    liger: tuple[str, str, tuple[Any, ...]] | None
+    takes: str
     passes: tuple[int, int]
+    liger: tuple[str, str, tuple[Any, ...]] | None = None
+
+    @property
+    def wide(self) -> int:
+        """How many operands are [N, H]."""
+        return sum(name in WIDE for name in self.takes.split())
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As transformers has it."""
+    heads = x.unflatten(-1, (-1, 2 * cos.shape[-1]))  # [N, heads, D]
+    first, second = heads.chunk(2, -1)
+    cos, sin = (torch.cat((each, each), -1).unsqueeze(-2).to(x.dtype) for each in (cos, sin))
+    return (heads * cos + torch.cat((-second, first), -1) * sin).flatten(-2)
 
 
 def _add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,35 +59,56 @@ def _add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 CASES = {
     "rms_norm": Case(
-        weft=kernels.rms_norm, eager=_norm, wide=1, others=1, passes=(2, 3),
+        weft=kernels.rms_norm, eager=_norm, takes="x weight", passes=(2, 3),
         liger=("rms_norm", "LigerRMSNormFunction", (1e-6, 0.0, "llama", False)),
     ),
     "add_rms_norm": Case(
-        weft=kernels.add_rms_norm, eager=_add_and_norm, wide=2, others=1, passes=(4, 4),
+        weft=kernels.add_rms_norm, eager=_add_and_norm, takes="x y weight", passes=(4, 4),
         liger=("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", (1e-6, 0.0, "llama", False)),
     ),
     "layer_norm": Case(
-        weft=kernels.layer_norm, eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b), wide=1, others=2, passes=(2, 3),
+        weft=kernels.layer_norm, eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b), takes="x weight bias", passes=(2, 3),
         liger=("layer_norm", "LigerLayerNormFunction", (1e-5,)),
     ),
     "swiglu": Case(
-        weft=kernels.swiglu, eager=lambda gate, up: F.silu(gate) * up, wide=2, others=0, passes=(3, 5),
+        weft=kernels.swiglu, eager=lambda gate, up: F.silu(gate) * up, takes="x y", passes=(3, 5),
         liger=("swiglu", "LigerSiLUMulFunction", ()),
     ),
     "geglu": Case(
         weft=lambda gate, up: kernels.geglu(gate, up, approximate="tanh"),
-        eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up, wide=2, others=0, passes=(3, 5),
+        eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up, takes="x y", passes=(3, 5),
         liger=("geglu", "LigerGELUMulFunction", ()),
+    ),
+    "rope": Case(weft=kernels.rope, eager=_turn, takes="x cos sin", passes=(2, 2)),
+    "embedding": Case(weft=kernels.embedding, eager=F.embedding, takes="tokens table", passes=(2, 2)),
+    "dropout, residual": Case(
+        weft=lambda x, y: kernels.dropout(x, NEVER, 0, residual=y), eager=lambda x, y: y + F.dropout(x, NEVER),
+        takes="x y", passes=(3, 2),
     ),
 }  # fmt: skip
 
 
 def operands(case: Case, N: int, H: int, device: str, seed: int) -> tuple[Tensor, ...]:
-    """In bf16, at random; each has a gradient."""
+    """In bf16, at random; each has a gradient, but for N tokens of a table with N rows, and angles, in float32, of heads."""
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = [(N, H)] * case.wide + [(H,)] * case.others
-    made = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes)
-    return tuple(each.requires_grad_() for each in made)
+    D = min(HEAD, H)
+    rates = torch.logspace(0, -4, D // 2, device=device)
+    angles = torch.outer(torch.arange(N, device=device), rates)  # [N, D / 2]
+
+    def made(name: str) -> Tensor:
+        if name == "tokens":
+            return torch.randint(N, (N,), device=device, generator=generator)
+        if name in ("cos", "sin"):
+            return angles.cos() if name == "cos" else angles.sin()
+        shape = (N, H) if name in WIDE else (H,)
+        return torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
+
+    return tuple(map(made, case.takes.split()))
+
+
+def leaves(given: tuple[Tensor, ...]) -> list[Tensor]:
+    """The operands with a gradient."""
+    return [each for each in given if each.requires_grad]
 
 
 def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -132,6 +168,6 @@ def _in_turn(layer: Layer, sets: list[tuple[Tensor, ...]], upstream: list[Tensor
             with torch.no_grad():
                 return Made(as_tuple(layer(*given))[-1], [])
         outputs = as_tuple(layer(*given))
-        return Made(outputs[-1].detach(), torch.autograd.grad(outputs, given, upstream))
+        return Made(outputs[-1].detach(), torch.autograd.grad(outputs, leaves(given), upstream))
 
     return way

@@ -1,4 +1,4 @@
-"""What norms, gates and rope move, counted: bytes of device memory an element of their input, beside Liger's where installed.
+"""What norms, gates, rope, embedding and dropout move, counted: bytes of device memory an element of their input, beside Liger's where installed.
 
 Counted in Triton's interpreter on a CPU, exactly, on the kernels that a GPU runs; no time is measured here.
 """
@@ -42,7 +42,7 @@ def counted() -> tuple[dict[str, dict[str, float]], dict[str, str]]:
                 with counted_traffic() as forward:
                     outputs = layers.as_tuple(layer(*given))
                 with counted_traffic() as backward:
-                    torch.autograd.grad(outputs, given, layers.upstream_of(outputs))
+                    torch.autograd.grad(outputs, layers.leaves(given), layers.upstream_of(outputs))
                 moved = [(each.loaded + each.stored) / (N * H) for each in (forward, backward)]
                 figures = {"forward": moved[0], "backward": moved[1], "least": 2 * sum(case.passes)}
                 found[f"{way}, {name}"] = figures

@@ -1,4 +1,4 @@
-"""Norms and gates on a GPU: time of forward, and of both, against a copy's in the same run, and against torch's and Liger's.
+"""Norms, gates, rope, embedding and dropout on a GPU: time of forward, and of both, against a copy's in the same run, and against torch's and Liger's.
 
 The same numbers first: each way's output and gradients against float64. Without a GPU nothing is timed here; `of_layer` with the
 host's clock and small sizes is how the tests see that it works.
@@ -26,7 +26,7 @@ def of_layer(name: str, N: int, H: int, device: str, clock: Clock, *, backward: 
     case = layers.CASES[name]
     count = sets_for(2 * N * H * case.wide) if device == "cuda" else 2
     sets = [layers.operands(case, N, H, device, seed) for seed in range(count)]
-    nbytes = sets[0][0].nbytes
+    nbytes = 2 * N * H  # of a pass
     passes = sum(case.passes) if backward else case.passes[0]
     ways = layers.ways_of(case, sets, backward)
     what = "forward and backward" if backward else "forward"
@@ -37,7 +37,7 @@ def of_layer(name: str, N: int, H: int, device: str, clock: Clock, *, backward: 
         done=2 * nbytes,
         needed=passes * nbytes,
     )
-    calls = {copy.call: copying([each[0].detach() for each in sets])}
+    calls = {copy.call: copying([layers.leaves(each)[0].detach() for each in sets])}
     rows = measured(ways, _truth(case, sets[0], backward), calls, copy, clock, rounds=rounds, sets=count)
     return Found(
         case=f"{name}, {N} x {H} bf16, {what}", rows=rows, absent=ways.absent, failed=ways.failed, measures=[copy]
@@ -45,11 +45,13 @@ def of_layer(name: str, N: int, H: int, device: str, clock: Clock, *, backward: 
 
 
 def _truth(case: layers.Case, given: tuple[torch.Tensor, ...], backward: bool) -> truth.Truth:
-    wide = [each.detach().double().requires_grad_() for each in given]
+    wide = [each.detach().double().requires_grad_() if each.requires_grad else each for each in given]
     outputs = layers.as_tuple(case.eager(*wide))
     parts = [truth.Part("output_error", "the output", lambda made: made.loss, outputs[-1].detach(), truth.ROUNDED)]
     if backward:
-        gradients = torch.autograd.grad(outputs, wide, [each.double() for each in layers.upstream_of(outputs)])
+        gradients = torch.autograd.grad(
+            outputs, layers.leaves(tuple(wide)), [each.double() for each in layers.upstream_of(outputs)]
+        )
         for i, gradient in enumerate(gradients):
             figure = "gradient_error" if i == 0 else f"gradient_error_{i}"
             parts.append(

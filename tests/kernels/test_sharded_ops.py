@@ -107,6 +107,11 @@ CASES = {
         lambda *t: F.linear(*t).relu(),
         (normal(B, 5), normal(7, 5), normal(7)),
     ),
+    "linear-of-silu": Case(
+        partial(kernels.linear, input_activation="silu"),
+        lambda x, w: F.linear(F.silu(x), w),
+        (normal(B, 5), normal(7, 5)),
+    ),
     "matmul": Case(
         lambda a, b, residual: kernels.matmul(a, b, residual=residual, alpha=0.5, beta=2.0),
         lambda a, b, residual: a @ b / 2 + 2 * residual,
@@ -276,6 +281,7 @@ TAKEN = {
     "linear": 7,  # (R S0 S1 P, R), (R, S0), (S2, S1), (R, P)
     "linear-bias": 6,  # the same with one token dim less, and the one bias that fits each
     "linear-relu": 3,  # those whose output is no sum: (R S0, R, R), (R, S0, S0)
+    "linear-of-silu": 5,  # those whose input is no sum: (R S0, R), (R, S0), (S1, S1), (R, P)
     "matmul": 6,  # (R S0 P, R), (R, S1 P), (S1, S0), each with the residual that fits
     "matmul-batch": 7,  # (R P, R), (S0, S0), (S1, R), (R, S2 P), (S2, S1)
     "swiglu_linear": 3,  # (R S0, R, R), (R, S0, S0)

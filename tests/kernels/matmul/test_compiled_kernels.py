@@ -7,14 +7,21 @@ import pytest
 from tests.kernels.test_aot import EACH_TARGET, FIRST, reports_for
 
 MULTIPLIES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-BY_DESCRIPTORS = ("bf16-bias-gelu-residual", "bf16-transposed-sum", "bf16-specialized", "fp8-scales", "bf16-swiglu")
+BY_DESCRIPTORS = (
+    "bf16-bias-gelu-residual",
+    "bf16-slope-of-gelu",
+    "bf16-transposed-sum",
+    "bf16-specialized",
+    "fp8-scales",
+    "bf16-swiglu",
+)
 
 
 @EACH_TARGET
 def test_products_are_made_by_tensor_cores(target: str) -> None:
     """float32 is multiplied as such, without them on NVIDIA's, unless tf32 is asked for."""
     reports = {name: report for (name, _), report in reports_for(target).items() if "matmul" in name}
-    assert len(reports) == 11
+    assert len(reports) == 12
     for name, report in reports.items():
         multiplies = "combine" not in name and ("/fp32" not in name or target.startswith("gfx"))
         assert (MULTIPLIES[target] in report["tensor_core"]) == multiplies, name

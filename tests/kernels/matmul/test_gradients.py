@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels import linear, matmul
+from weft.kernels.traffic import counted_traffic
 
 from .cases import ACTIVATIONS, assert_as_good_as_eager, expected, normal
 
@@ -32,6 +33,47 @@ def test_gradients_by_finite_differences(kind: str, activation: str | None) -> N
 def test_gradients_of_linear_by_finite_differences(activation: str | None) -> None:
     tensors = [normal(*shape).requires_grad_() for shape in ((2, 3, 4), (5, 4), (5,))]
     assert torch.autograd.gradcheck(lambda *t: linear(*t, activation=activation), tensors)
+
+
+ALONE = [each for each in ACTIVATIONS if each is not None]
+
+
+@pytest.mark.parametrize("activation", ALONE)
+def test_gradients_through_an_activation_of_the_input_by_finite_differences(activation: str) -> None:
+    tensors = [normal(*shape).requires_grad_() for shape in ((2, 3, 4), (5, 4), (5,))]
+    assert torch.autograd.gradcheck(lambda *t: linear(*t, activation="silu", input_activation=activation), tensors)
+
+
+@pytest.mark.parametrize("activation", ALONE)
+def test_an_activation_of_the_input_in_16_bits_is_as_good_as_eagers(activation: str, device: str) -> None:
+    tensors = [normal(*shape, dtype=torch.bfloat16).to(device) for shape in ((20, 32), (24, 32), (24,))]
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear(x, weight, bias, input_activation=activation)
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return expected(expected(x, torch.eye(32, dtype=x.dtype, device=x.device), None, activation), weight.mT, bias)
+
+    wide = [each.double() for each in tensors]
+    assert_as_good_as_eager(run(*tensors), eager(*tensors), eager(*wide))
+    for one, other, true in zip(
+        gradients(run, *tensors), gradients(eager, *tensors), gradients(eager, *wide), strict=True
+    ):
+        assert_as_good_as_eager(one, other, true)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_the_derivative_is_computed_in_the_epilogue(activation: str, interpreted: None) -> None:
+    """The gradient of the input: tiles of 16 x 32 read the factors' panels and, once, what the activation was applied to."""
+    N, M, K = 48, 32, 64
+    x, weight = (normal(*shape, dtype=torch.float16).requires_grad_() for shape in ((N, K), (M, K)))
+    weight.requires_grad_(False)
+    output = linear(x, weight, input_activation=activation)
+    with counted_traffic() as traffic:
+        torch.autograd.grad(output, x, torch.ones_like(output))
+    assert traffic.loaded == 2 * (N * M * (K // 32) + M * K * (N // 16) + N * K)
+    assert traffic.stored == 2 * N * K
+    assert kept(lambda *t: linear(*t, input_activation=activation), x, weight) == 0
 
 
 def gradients(run: Any, *tensors: Tensor) -> list[Tensor]:

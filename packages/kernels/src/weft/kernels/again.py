@@ -51,9 +51,12 @@ class Source:
 
 @dataclass(slots=True)
 class Kept:
-    """What takes the place of the tensors that an op saves. makes: for each of them what makes it of so many of `tensors`, or None."""
+    """What takes the place of the tensors that an op saves.
 
-    tensors: list[Tensor | None]
+    makes: for each of them what makes it of so many of `tensors`, or None; empty where all are kept as they are.
+    """
+
+    tensors: Sequence[Tensor | None]
     makes: list[tuple[Again, int] | None] = field(default_factory=list)
 
 
@@ -66,21 +69,28 @@ def mark(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> Non
 
 def kept(saved: Tensors) -> Kept:
     """What to save in the place of `saved`."""
-    result = Kept([])
-    for tensor in saved:
-        source = None if tensor is None or torch.compiler.is_compiling() else _source(tensor)
+    if torch.compiler.is_compiling():
+        return Kept(saved)
+    sources = [None if tensor is None else _source(tensor) for tensor in saved]
+    if not any(sources):
+        return Kept(saved)
+    tensors: list[Tensor | None] = []
+    result = Kept(tensors)
+    for tensor, source in zip(saved, sources, strict=True):
         if source is None:
-            result.tensors.append(tensor)
+            tensors.append(tensor)
             result.makes.append(None)
         else:
             source.again.readers += 1
-            result.tensors += source.saved
+            tensors += source.saved
             result.makes.append((source.again, len(source.saved)))
     return result
 
 
 def restored(tensors: Sequence[Tensor | None], makes: Sequence[tuple[Again, int] | None]) -> Tensors:
     """What was to be saved, from what `kept` saved in its place. In backward, once."""
+    if not makes:
+        return tuple(tensors)
     remaining = iter(tensors)
     saved: list[Tensor | None] = []
     for make in makes:
@@ -95,8 +105,9 @@ def restored(tensors: Sequence[Tensor | None], makes: Sequence[tuple[Again, int]
 def _source(tensor: Tensor) -> Source | None:
     """Where the tensor is what an op gave, unchanged, not a part of it or another view, and what makes it has its memory."""
     source: Source | None = getattr(tensor.untyped_storage(), SOURCE, None)
-    same = source is not None and source.version == tensor._version and source.lies == _lies(tensor)
-    return source if same and source is not None and all(map(_has_memory, source.saved)) else None
+    if source is None or source.version != tensor._version or source.lies != _lies(tensor):
+        return None
+    return source if all(map(_has_memory, source.saved)) else None
 
 
 def _has_memory(tensor: Tensor | None) -> bool:

@@ -282,7 +282,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
         gate, up = self.gate_proj, self.up_proj
-        if _is_bare(gate) and _is_bare(up):
+        if gate.bias is None and up.bias is None and is_bare(gate) and is_bare(up):
             hidden = kernels.swiglu_linear(x, gate.weight, up.weight)
         else:
             hidden = kernels.swiglu(gate(x), up(x))
@@ -290,13 +290,13 @@ class GatedMLP(nn.Module):
         return output
 
 
-def _is_bare(layer: nn.Module) -> bool:
-    """Whether a layer's call is no more than a product with its weight: no bias, no hook or adapter, not another's class or forward.
+def is_bare(layer: nn.Module) -> bool:
+    """Whether a layer's call is no more than its product: no hook or adapter, not another's class or forward.
 
     Then the call may be left out, and nobody misses it.
     """
     hooks = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
-    return type(layer) is Linear and layer.bias is None and not any(hooks) and "forward" not in vars(layer)
+    return type(layer) is Linear and not any(hooks) and "forward" not in vars(layer)
 
 
 def join(

@@ -65,7 +65,7 @@ def rows_by_group(
                 bias_of_group, None, None, None, out_ptr, z_ptr,
                 stop, M, stride_biasm, 0, 0, 0, 0, stride_on, stride_om,
                 None, None,
-                ACTIVATION, False, TILE_N, TILE_M, PARTS,
+                ACTIVATION, None, False, TILE_N, TILE_M, PARTS,
             )  # fmt: skip
             tile += tl.num_programs(0)
         before += here
@@ -114,5 +114,5 @@ def weights_by_group(
         None, None, None, None, out_ptr + tl.cast(g, tl.int64) * stride_og, None,
         K, M, 0, 0, 0, 0, 0, stride_ok, stride_om,
         None, None,
-        None, ACCUMULATE, TILE_K, TILE_M, PARTS,
+        None, None, ACCUMULATE, TILE_K, TILE_M, PARTS,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def _variant(name: str, of: Any, chosen: Configuration, out: str, activation: st
     kinds = _KINDS | {"out_ptr": f"*{out}:16"} | given
 
     def launched(chosen: Configuration) -> Variant:
-        constexprs = {
+        constexprs: dict[str, int | str | None] = {
             "DESCRIPTORS": int(chosen.descriptors), "B_BY_ROWS": 1, "PRECISION": "ieee", "ACTIVATION": activation,
             "ACCUMULATE": int(out == "fp32"), "PARTS": chosen.parts,
         }  # fmt: skip

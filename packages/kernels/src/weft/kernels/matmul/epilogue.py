@@ -36,6 +36,26 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def slope(z, ACTIVATION: tl.constexpr):
+    """The derivative of the activation at z, in float32."""
+    if ACTIVATION == "gelu":
+        found = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(
+            -0.5 * z * z
+        )  # 1 / sqrt(2 pi)
+    elif ACTIVATION == "gelu_tanh":
+        s = sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        found = s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+    elif ACTIVATION == "silu":
+        s = sigmoid(z)
+        found = s * (1.0 + z * (1.0 - s))
+    elif ACTIVATION == "relu":
+        found = tl.where(z > 0.0, 1.0, 0.0)
+    else:
+        found = tl.where(z > 0.0, 2.0 * z, 0.0)  # relu2
+    return found
+
+
+@triton.jit
 def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The columns of the left half and of the right half of [ROWS, COLS]."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
@@ -47,12 +67,13 @@ def finish(
     bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
     M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
     alpha, beta,
-    ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Stores the tile [ROWS, COLS] at (row, col), in PARTS that follow one another: fewer registers are alive at once.
 
     z = alpha * product * scales + bias, also stored where z_ptr is given, which lies as out; out = act(z) + beta * residual,
-    or out += z. Rows and columns are int64.
+    or out += z; or, with SLOPE, out = z times the derivative of that activation at the residual. Rows and columns are int64.
     """
     if PARTS > 1:
         left, right = halves(product, ROWS, COLS)
@@ -61,14 +82,14 @@ def finish(
             bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
             M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
             alpha, beta,
-            ACTIVATION, ACCUMULATE, ROWS, COLS // 2, PARTS // 2,
+            ACTIVATION, SLOPE, ACCUMULATE, ROWS, COLS // 2, PARTS // 2,
         )  # fmt: skip
         finish(
             right, row, col + COLS // 2,
             bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
             M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
             alpha, beta,
-            ACTIVATION, ACCUMULATE, ROWS, COLS // 2, PARTS // 2,
+            ACTIVATION, SLOPE, ACCUMULATE, ROWS, COLS // 2, PARTS // 2,
         )  # fmt: skip
     else:
         rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
@@ -90,7 +111,10 @@ def finish(
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + rows[:, None] * stride_rm + cols * stride_rn, mask=inside, other=0.0)
             residual = residual.to(tl.float32)
-            out += residual if beta is None else beta * residual
+            if SLOPE is not None:
+                out *= slope(residual, SLOPE)
+            else:
+                out += residual if beta is None else beta * residual
         if ACCUMULATE:
             out += tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)

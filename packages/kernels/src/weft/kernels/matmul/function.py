@@ -12,9 +12,16 @@ from torch import Tensor
 from ..backend import use_triton
 from ..launched import launched
 from ..op import Tensors
+from ..swiglu import function as gates
 from . import reference
 from .configurations import MEASURED, Class, Kind, kernel_runs
 from .reference import derivative, rows_of, shaped
+
+GATES = {
+    "gelu": "none",
+    "gelu_tanh": "tanh",
+    "silu": "silu",
+}  # the activations that the gates' kernel has, as it names them
 
 
 def linear(
@@ -23,10 +30,11 @@ def linear(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
+    input_activation: str | None = None,
     add_bias: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """input [..., K], weight [M, K], bias [M] -> [..., M]; one GEMM.
+    """input [..., K], weight [M, K], bias [M] -> [..., M]; one GEMM, of the activation of the input where there is one.
 
     add_bias: False leaves the bias out of this rank's output, where the ranks' outputs are summed and another rank
         adds it. The bias' gradient does not change: the sum is linear in the bias, wherever it was added.
@@ -34,25 +42,41 @@ def linear(
         the activation's derivative is computed again; of relu the output says enough.
     """
     bias = bias if add_bias else None
+    hidden = input if input_activation is None else activated(input, input_activation)
     if activation is None and not MEASURED:
-        return torch.nn.functional.linear(input, weight, bias), (input, weight)
+        return torch.nn.functional.linear(hidden, weight, bias), (input, weight)
     keep_z = keep and activation not in (None, "relu")
-    out, z = product(rows_of(input), weight.mT, bias, activation=activation, keep_z=keep_z)
+    out, z = product(rows_of(hidden), weight.mT, bias, activation=activation, keep_z=keep_z)
     out = shaped(out, input)
     return out, (input, weight) if activation is None else (input, weight, out if z is None else shaped(z, input))
 
 
 def linear_backward(
-    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str | None = None, add_bias: bool = True
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    activation: str | None = None,
+    input_activation: str | None = None,
+    add_bias: bool = True,
 ) -> Tensors:
-    """dz = grad * act'(z), dinput = dz @ weight, dweight = dz.T @ input, dbias = dz summed over the rows; one GEMM each."""
+    """dz = grad * act'(z), dinput = dz @ weight, dweight = dz.T @ input, dbias = dz summed over the rows; one GEMM each.
+
+    An activation of the input is computed again for dweight; by its derivative dinput is multiplied in the epilogue.
+    """
     input, weight, *z = saved
     assert input is not None and weight is not None, "forward saves both"
     if z and z[0] is not None:
         grad = derivative(grad, z[0], activation)
     rows = rows_of(grad)  # [N, M]
-    dinput = shaped(plain(rows, weight), input) if needed[0] else None
-    dweight = plain(rows.mT, rows_of(input)) if needed[1] else None  # [M, K]
+    dinput = dweight = None
+    if needed[0]:
+        dinput = shaped(
+            plain(rows, weight) if input_activation is None else sloped(rows, weight, input, input_activation), input
+        )
+    if needed[1]:
+        hidden = input if input_activation is None else activated(input, input_activation)
+        dweight = plain(rows.mT, rows_of(hidden))  # [M, K]
     dbias = rows.sum(0) if len(needed) > 2 and needed[2] else None
     return (dinput, dweight, dbias)[: len(needed)]
 
@@ -79,6 +103,14 @@ def matmul(
     a_scale: one number or one for each row of a; b_scale: one or [N].
     add_bias, add_residual: as of `linear`, for this rank.
     """
+    beside = bias is not None or residual is not None or a_scale is not None or b_scale is not None
+    if (
+        not (beside or activation or MEASURED)
+        and alpha == 1
+        and (out_dtype or a.dtype) == a.dtype
+        and a.dtype.itemsize > 1
+    ):
+        return a @ b, (a, b, None, None)  # at once: of a few rows the host's time counts
     left, right = _flat(a, b)
     shape = (*a.shape[:-1], b.shape[-1])
     added = residual if add_residual else None
@@ -156,7 +188,7 @@ def product(
     if use_triton(a) and by_kernel(a, b, "fused" if fused else "plain"):
         out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
         z = torch.empty_like(out) if keep_z else None
-        _launch(a, b, bias, residual, a_scale, b_scale, out, z, activation, alpha, beta, False)
+        _launch(a, b, bias, residual, a_scale, b_scale, out, z, activation, None, alpha, beta, False)
         return out, z
     return reference.product(
         a, b, bias, residual, a_scale, b_scale,
@@ -166,7 +198,7 @@ def product(
 
 @launched(
     "matmul(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, Tensor(a!) out, Tensor(b!)? z, "
-    "str? activation, float alpha, float beta, bool accumulate)"
+    "str? activation, str? slope, float alpha, float beta, bool accumulate)"
 )
 def _launch(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
@@ -179,11 +211,31 @@ def plain(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if not MEASURED else product(a, b)[0]
 
 
+def activated(x: Tensor, activation: str) -> Tensor:
+    """The activation of x, in one pass."""
+    by_gates = GATES.get(activation)
+    return (
+        reference.activated(x, activation)
+        if by_gates is None or not use_triton(x)
+        else gates.activated(x, None, by_gates)
+    )
+
+
+def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
+    """a @ b times the derivative of the activation at z, whose rows are the product's: in one pass where the kernel runs."""
+    z = rows_of(z)
+    if not use_triton(a) or not by_kernel(a, b, "fused"):
+        return derivative(plain(a, b), z, activation)
+    out = torch.empty((len(a), b.shape[-1]), dtype=a.dtype, device=a.device)
+    _launch(a, b, None, z, None, None, out, None, None, activation, 1.0, 1.0, False)
+    return out
+
+
 def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]."""
     rows, total = rows_of(a), into.view(-1, into.shape[-1]) if into.ndim != 2 else into
     if use_triton(a) and by_kernel(rows, b, "plain"):
-        _launch(rows, b, None, None, None, None, total, None, None, 1.0, 1.0, True)
+        _launch(rows, b, None, None, None, None, total, None, None, None, 1.0, 1.0, True)
     else:
         reference.accumulate(rows, b, total)
     return into, ()

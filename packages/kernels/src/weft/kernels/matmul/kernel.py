@@ -23,7 +23,7 @@ def product(
     stride_biasn, stride_rb, stride_rm, stride_rn, stride_sm, stride_sn, stride_ob, stride_os, stride_om, stride_on,
     alpha, beta,
     DESCRIPTORS: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, SPECIALIZED: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, SPECIALIZED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out = epilogue(a @ b) for a [B, M, K] and b [B, K, N]; see `finish`. Grid: programs, B, splits of K.
@@ -106,7 +106,7 @@ def product(
                 bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr, z_ptr,
                 M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
                 alpha, beta,
-                ACTIVATION, ACCUMULATE, TILE_M, TILE_N, PARTS,
+                ACTIVATION, SLOPE, ACCUMULATE, TILE_M, TILE_N, PARTS,
             )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def combine(
     stride_ps, stride_pb, stride_pm, stride_biasn, stride_rb, stride_rm, stride_rn, stride_sm, stride_sn,
     stride_ob, stride_om, stride_on,
     alpha, beta,
-    ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """out = epilogue of the sum of the splits' products [SPLITS, B, M, N] in float32, in the order of the splits."""
     batch = tl.program_id(2).to(tl.int64)
@@ -138,5 +138,5 @@ def combine(
         bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, out_ptr + batch * stride_ob, z_ptr,
         M, N, stride_biasn, stride_rm, stride_rn, stride_sm, stride_sn, stride_om, stride_on,
         alpha, beta,
-        ACTIVATION, ACCUMULATE, ROWS, COLS, 1,
+        ACTIVATION, SLOPE, ACCUMULATE, ROWS, COLS, 1,
     )  # fmt: skip

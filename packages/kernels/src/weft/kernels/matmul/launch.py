@@ -27,6 +27,7 @@ def product(
     out: Tensor,
     z: Tensor | None,
     activation: str | None = None,
+    slope: str | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
     accumulate: bool = False,
@@ -36,6 +37,7 @@ def product(
 
     a: [M, K] or [B, M, K], b: as many dims, any strides. bias: [N]. residual: expands to out. a_scale: one number or
     [M]; b_scale: one or [N]; float32. out and z lie alike. accumulate: nothing follows the product.
+    slope: an activation; out is the product times its derivative at the residual, and nothing else follows.
     """
     M, K = a.shape[-2:]
     N = b.shape[-1]
@@ -71,7 +73,8 @@ def product(
             *of_vectors, _batch(first), 0 if partial is None else partial.stride(0), *first.stride()[-2:],
             *(scalars if partial is None else (None, None)),
             DESCRIPTORS=by_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a),
-            ACTIVATION=activation if partial is None else None, ACCUMULATE=accumulate and partial is None,
+            ACTIVATION=activation if partial is None else None, SLOPE=slope if partial is None else None,
+            ACCUMULATE=accumulate and partial is None,
             SPECIALIZED=chosen.specialized and by_descriptors,
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
@@ -83,7 +86,7 @@ def product(
                 M, N, splits,
                 *partial.stride()[:3], *of_vectors, _batch(out), *out.stride()[-2:],
                 *scalars,
-                ACTIVATION=activation, ACCUMULATE=accumulate, ROWS=rows, COLS=cols,
+                ACTIVATION=activation, SLOPE=slope, ACCUMULATE=accumulate, ROWS=rows, COLS=cols,
             )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def gated(
             0, *x.stride(), 0, *gate.stride(), 0, 0, 0, 0, 0, 0, 0, 0, *out.stride(),
             None, None,
             DESCRIPTORS=by_descriptors, A_BY_ROWS=x.stride(-1) == 1, B_BY_ROWS=gate.stride(-1) == 1,
-            PRECISION=precision(x), ACTIVATION=None, ACCUMULATE=False, SPECIALIZED=False,
+            PRECISION=precision(x), ACTIVATION=None, SLOPE=None, ACCUMULATE=False, SPECIALIZED=False,
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip

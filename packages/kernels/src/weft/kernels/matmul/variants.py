@@ -50,7 +50,7 @@ def _product(
     aligned: bool = True,
     elsewhere: Mapping[str, Configuration] | None = None,
 ) -> Variant:
-    """asked: of "gated", "bias", "residual", "scales", "z", "sum". transposed: which factors lie so. elsewhere: on other chips."""
+    """asked: of "gated", "bias", "residual", "slope", "scales", "z", "sum". transposed: which factors lie so. elsewhere: on other chips."""
     at, bt = "a" in transposed, "b" in transposed
 
     def launched(configuration: Configuration, target: str = "") -> Variant:
@@ -60,7 +60,8 @@ def _product(
             _arguments(EIGHT_BITS_OF.get(target, of) if of == EIGHT else of, to, asked, aligned, at, bt),
             {
                 "DESCRIPTORS": int(configuration.descriptors), "A_BY_ROWS": int(not at), "B_BY_ROWS": int(not bt),
-                "PRECISION": precision, "ACTIVATION": activation, "ACCUMULATE": int("sum" in asked),
+                "PRECISION": precision, "ACTIVATION": None if "slope" in asked else activation,
+                "SLOPE": activation if "slope" in asked else None, "ACCUMULATE": int("sum" in asked),
                 "SPECIALIZED": int(configuration.specialized),
                 "TILE_M": configuration.tile_m, "TILE_N": configuration.tile_n, "TILE_K": configuration.tile_k,
                 "GROUP_M": configuration.group_m, "PARTS": configuration.parts,
@@ -84,12 +85,13 @@ COMBINE = Variant(
         "stride_rb": "i32", "stride_rm": "i32", "stride_rn": "i32", "stride_sm": "i32", "stride_sn": "i32",
         "stride_ob": ALIGNED, "stride_om": ALIGNED, "stride_on": "1", "alpha": "None", "beta": "None",
     },
-    {"ACTIVATION": "gelu", "ACCUMULATE": 0, "ROWS": COMBINED[0], "COLS": COMBINED[1]},
+    {"ACTIVATION": "gelu", "SLOPE": None, "ACCUMULATE": 0, "ROWS": COMBINED[0], "COLS": COMBINED[1]},
     4,
 )  # fmt: skip
 
 VARIANTS = (
     _product("bf16-bias-gelu-residual", LARGE, "bias", "residual", "z", activation="gelu", elsewhere=OLDER),
+    _product("bf16-slope-of-gelu", LARGE, "residual", "slope", activation="gelu", transposed="", elsewhere=OLDER),
     _product("bf16-transposed-sum", MIDDLE, "sum", to="fp32", transposed="a", elsewhere=OLDER),
     # A tcgen05 loop has registers to spare, and gains nothing from it.
     _product("bf16-specialized", SPECIALIZED, "bias", activation="silu", elsewhere=OLDER | {"sm_100": MIDDLE}),

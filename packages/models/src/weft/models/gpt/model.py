@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,13 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 
 from ..decoder import CausalModel
-from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, join
+from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, is_bare, join
 from ..parallel.plan import ParallelPlan
 from .config import Activation, GPTConfig
 from .plan import PLAN
 
-ACTIVATIONS: Mapping[Activation, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu": "none"}
+# As `kernels.linear` names them, and `kernels.gelu`.
+ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {"gelu_new": ("gelu_tanh", "tanh"), "gelu": ("gelu", "none")}
 
 
 class GPT(CausalModel[GPTConfig]):
@@ -133,15 +134,18 @@ class GPTAttention(nn.Module):
 
 
 class GPTMLP(nn.Module):
-    """c_proj(gelu(c_fc(x)))"""
+    """c_proj(gelu(c_fc(x))); the gelu is part of the second product where nobody sees what that is given."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = Linear(config.hidden_size, config.intermediate_size)
         self.c_proj = Linear(config.intermediate_size, config.hidden_size)
-        self.approximate = ACTIVATIONS[config.activation]
+        self.activation, self.approximate = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        output: Tensor = self.c_proj(kernels.gelu(self.c_fc(x), approximate=self.approximate))
+        inner, second = self.c_fc(x), self.c_proj
+        if is_bare(second):
+            return kernels.linear(inner, second.weight, second.bias, input_activation=self.activation)
+        output: Tensor = second(kernels.gelu(inner, approximate=self.approximate))
         return output

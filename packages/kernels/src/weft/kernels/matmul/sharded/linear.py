@@ -7,31 +7,41 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from weft.mesh import Layout, infer
+from weft.mesh import Layout, LayoutError, infer
 
 from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts
 from .. import function
 from ..checks import check_activation_name
-from .layouts import adds, check_activation, check_operand, kept
+from .layouts import adds, check_activation, check_operand, kept, summed_axes
 
 
 @autocasts("linear")
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
-    """`act(input @ weight.T + bias)`.
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    input_activation: str | None = None,
+) -> Tensor:
+    """`act(input @ weight.T + bias)`, or that of `input_act(input)`.
 
     input: [..., K]. weight: [M, K]. bias: [M]. Returns [..., M]. activation: "gelu", "gelu_tanh" (the form that GPT-2 was trained
     with), "silu", "relu" or "relu2" (relu squared; So et al. 2021); on a GPU it is computed before the product is stored.
+    input_activation: one of these, of the input: the second layer of two. Its output is computed again in backward, and on a GPU the
+    gradient of the input is multiplied by its derivative before it is stored: neither is kept, and no pass is made for the latter.
     Saved for backward: input, weight and, with an activation, what it is applied to; of relu the output instead.
     Layouts: as of the einsum "...k,mk->...m": a weight sharded on M shards the output (column parallel), an input and
     a weight sharded on K leave it Partial(sum) (row parallel); the bias is then added at one coordinate alone, and there is no
     activation of a Partial. Communication: none. Raises LayoutError for any other layouts, ValueError for another activation.
     """
     _check(input, weight, bias)
-    if activation is None:
+    if activation is None and input_activation is None:
         return apply(LINEAR, input, weight, bias)
     check_activation_name("linear", activation)
-    return apply(LINEAR, input, weight, bias, activation=activation)
+    check_activation_name("linear", input_activation)
+    return apply(LINEAR, input, weight, bias, activation=activation, input_activation=input_activation)
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -52,6 +62,13 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     check_operand("linear", "bias", bias, kept(output, f"{lead}y", "y"), output)
     activation = options.get("activation")
     check_activation("linear", activation, output)
+    if options.get("input_activation") is not None and (addends := summed_axes(input)):
+        whole = input.replace(**addends)
+        raise LayoutError(
+            f"linear: {options['input_activation']} of an input that is ({input}) would be of addends, and not of their sum; reshard "
+            f"it to ({whole})",
+            (whole,),
+        )
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         if activation is not None:

@@ -1,4 +1,4 @@
-"""A gated MLP computes gate and up together, on a mesh too, but where somebody would see the one or the other."""
+"""MLPs compute together what nobody sees between: a gate and up, on a mesh too, and GPT's activation with the second product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from weft import kernels
 from weft.mesh import Layout, ProcessMesh
-from weft.models import ColwiseParallel, ParallelPlan, RowwiseParallel, lora, parallelize
+from weft.models import ColwiseParallel, GPTConfig, ParallelPlan, RowwiseParallel, lora, parallelize
+from weft.models.gpt.model import GPTMLP
 from weft.models.layers import GatedMLP
 from weft.reshard import distribute, to_global
 
@@ -96,6 +97,39 @@ def test_an_adapter_applies(fused: list[int]) -> None:
     gate = F.linear(x, mlp.gate_proj.weight) + 2 * F.linear(F.linear(x, adapter.A), adapter.B)
     torch.testing.assert_close(mlp(x), F.linear(F.silu(gate) * F.linear(x, mlp.up_proj.weight), mlp.down_proj.weight))
     assert not fused
+
+
+def gpt() -> GPTMLP:
+    config = GPTConfig(vocab_size=7, hidden_size=H, intermediate_size=INNER, num_layers=1, num_heads=2, max_seq_len=8)
+    torch.manual_seed(0)
+    mlp = GPTMLP(config).double()
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter)
+    return mlp
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["together", "seen"])
+def test_gpts_activation_is_part_of_the_second_product_where_nobody_sees_it(
+    seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp = gpt()
+    passes, own = [], kernels.gelu
+    monkeypatch.setattr(kernels, "gelu", lambda *given, **more: passes.append(1) or own(*given, **more))
+    given_to: list[Tensor] = []
+    if seen:
+        mlp.c_proj.register_forward_hook(lambda module, args, output: given_to.append(args[0]))
+
+    def hidden(x: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, mlp.c_fc.weight, mlp.c_fc.bias), approximate="tanh")
+
+    parameters = [*mlp.parameters()]
+    torch.testing.assert_close(
+        found(mlp, given(), *parameters),
+        found(lambda x: F.linear(hidden(x), mlp.c_proj.weight, mlp.c_proj.bias), given(), *parameters),
+    )
+    assert len(passes) == len(given_to) == seen
+    for each in given_to:
+        torch.testing.assert_close(each, hidden(given()))
 
 
 COLUMNS = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
