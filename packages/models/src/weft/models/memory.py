@@ -81,6 +81,7 @@ def predict_memory(
         check_zero(mesh, part.plan)
     cutting = pipeline_plan(plan) if PIPELINE_AXIS in mesh.axis_names else None
     own = {name for name, _ in model.named_parameters()}
+    on = mesh
     if cutting is not None:
         at = mesh.coordinate(rank)
         if at is None:
@@ -88,7 +89,7 @@ def predict_memory(
         schedule = cutting.make_schedule(mesh.axis_size(PIPELINE_AXIS))
         stages = set(schedule.stages[at[PIPELINE_AXIS]])
         own = {name for name, users in cut(model, cutting, schedule).parameters.items() if users & stages}
-    on = mesh if cutting is None else stage_mesh_of(mesh, at[PIPELINE_AXIS])
+        on = stage_mesh_of(mesh, at[PIPELINE_AXIS])
     layouts = parameter_layouts(model, on, styles_of(model, parts))
     at_rest = shard_layouts(parts, layouts, model)
     counts = {"parameters": 0, "gathered": 0, "gradients": 0, "states": 0}
@@ -128,11 +129,11 @@ def predict_memory(
     return Memory(**counts, activations=kept.most)
 
 
-class _Kept(TorchDispatchMode):
+class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of what ops make and is kept for backward. most: of all microbatches, at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._new: dict[int, tuple[StorageWeakRef, int]] = {}  # since a microbatch's forward or backward was over last
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
@@ -144,7 +145,7 @@ class _Kept(TorchDispatchMode):
         given = {each._cdata for each in _storages((args, kwargs))}
         for storage in _storages(made):
             if storage._cdata not in given:
-                self._new[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._new[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         return made
 
     def ended(self, counts: bool, model: nn.Module) -> None:
@@ -157,7 +158,8 @@ class _Kept(TorchDispatchMode):
         self._new.clear()
         leaves = [*model.parameters(), *(whole.leaf for unit in units_of(model) for whole in unit.wholes().values())]
         gradients = {each._cdata for each in _storages([leaf.grad for leaf in leaves])}
-        self._held = {key: each for key, each in self._held.items() if not each[0].expired() and key not in gradients}
+        kept = {key: each for key, each in self._held.items() if key not in gradients}
+        self._held = {key: each for key, each in kept.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
         self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
 
 

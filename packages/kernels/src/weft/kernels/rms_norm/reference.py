@@ -60,15 +60,22 @@ def backward(
     product = wide * normal
     dx = dweight = None
     if needed[0]:
-        # The mean of g * n is a product with the weight, which a CPU makes in one pass where it multiplies and sums in two.
-        total = product.sum(-1) if weight is None else product @ weight.to(product.dtype)
         scaled = wide if weight is None else wide * weight
+        total = product.sum(-1) if weight is None else _weighted(product, weight)
         mean = total.div_(product.shape[-1]).unsqueeze_(-1)
         dx = torch.addcmul(scaled, normal, mean, value=-1).mul_(rrms).to(x.dtype)
         dx = dx if head_dim is None else dx.reshape(x.shape)
     if weight is not None and needed[1]:
         dweight = product.reshape(math.prod(wide.shape[:-1]), wide.shape[-1]).sum(0).to(weight.dtype)
     return dx, dweight
+
+
+def _weighted(product: Tensor, weight: Tensor) -> Tensor:
+    """[..., H], [H] -> [...], the sums of each row's elements times the weight's."""
+    if torch.compiler.is_compiling():  # in the region of autocast, which would round the operands of torch's product
+        return (product * weight).sum(-1)
+    weighted: Tensor = product @ weight.to(product.dtype)  # a CPU multiplies and sums in one pass
+    return weighted
 
 
 def _heads(x: Tensor, head_dim: int | None) -> Tensor:

@@ -7,7 +7,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 NAME = "weft/name of the attempt"
@@ -23,7 +23,7 @@ def meet(timeout: float) -> dict[str, Any]:
     return {"store": of_this_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
 
 
-def of_this_attempt(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
+def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:
     """A part of the store in which nothing stands yet.
 
     torchrun's agent keeps one store for all attempts (https://github.com/pytorch/pytorch/issues/135712), and what the
@@ -37,13 +37,13 @@ def of_this_attempt(store: dist.Store, rank: int, ranks: int, timeout: float) ->
         store.set(NAME, name)
         for other in range(1, ranks):
             store.set(f"{name}/heard/{other}", store.get(f"{name}/here/{other}").decode())
-        return dist.PrefixStore(name, store)
+        return PrefixStore(name, store)
     drawn, end = uuid.uuid4().hex, time.monotonic() + timeout
     while time.monotonic() < end:
         name = store.get(NAME).decode()
         store.set(f"{name}/here/{rank}", drawn)
         answer = f"{name}/heard/{rank}"
         if store.check([answer]) and store.get(answer).decode() == drawn:
-            return dist.PrefixStore(name, store)
+            return PrefixStore(name, store)
         time.sleep(LOOK_SECONDS)
     raise RuntimeError(f"rank 0 has not answered rank {rank} for {timeout:g} s, as the ranks of a run met")

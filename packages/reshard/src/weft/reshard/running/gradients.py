@@ -175,7 +175,7 @@ class GradientSync:
 
     def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
         """Raises RuntimeError where `what` would pass over parameters, or take addends of their gradients."""
-        waiting = {self._homes[parameter]: parameter for parameter in self._unsynchronized}
+        waiting: dict[Tensor, DTensor] = {self._homes[parameter]: parameter for parameter in self._unsynchronized}
         held = [waiting[parameter] for parameter in parameters if parameter in waiting]
         if held:
             others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""

@@ -282,11 +282,11 @@ class _Run:
         return self._pipeline.channel(way, action.stage, self._device).receive(kind, more)
 
 
-def go_back(given: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+def go_back(given: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Backward from what a stage gave, but for what has no gradient; where nothing has one there is none."""
     pairs = [(x, gradient) for x, gradient in zip(given, gradients, strict=True) if gradient is not None]
     if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])  # type: ignore[arg-type]
 
 
 def differentiable(tree: Any) -> list[Tensor]:
