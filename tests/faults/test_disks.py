@@ -57,7 +57,7 @@ def test_a_full_disk_ends_a_run_which_goes_on_where_there_is_room(
     for failure in failed.value.failures:  # at the checkpoint after the one that was not saved every rank says the same
         last = failure.what.strip().splitlines()[-1]
         assert last.startswith(
-            "weft.models.train.loop.TrainingError: a checkpoint could not be written: [Errno 28] No space"
+            "weft.models.train.trainer.TrainingError: a checkpoint could not be written: [Errno 28] No space"
         )
         assert last.endswith(f"; last checkpoint: {saved}")
     assert len(failed.value.failures) == way.ranks

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.kernels import linear, rms_norm
+from weft.kernels import grouped_matmul, linear, rms_norm, swiglu_linear
 from weft.kernels.weights import waiting_weights
 
 
-class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+class Ran(TorchDispatchMode):
+    """Counts ops by name."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.ops[func._opname] += 1
         return func(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        """Of matrices."""
+        return self.ops["mm"] + self.ops["addmm"]
 
 
 def parameters() -> list[nn.Parameter]:
@@ -36,13 +45,13 @@ def test_what_waits_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
     x = torch.arange(6.0).reshape(2, 3).requires_grad_(inputs_too)
     given = torch.arange(10.0).reshape(2, 5)
     together = parameters()
-    with Products() as whole:
+    with Ran() as whole:
         output(x, *together).backward(given)
     wanted, x.grad = x.grad, None
     apart = parameters()
     hooked: list[bool] = []
     apart[1].register_post_accumulate_grad_hook(lambda parameter: hooked.append(parameter.grad is not None))
-    with Products() as halves:
+    with Ran() as halves:
         made = output(x, *apart)
         with waiting_weights() as later:
             made.backward(given)
@@ -51,7 +60,7 @@ def test_what_waits_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
         for add in later:
             add()
     assert hooked == [False, True]
-    assert halves.count == whole.count
+    assert halves.products == whole.products
     assert inputs_too == (wanted is not None) == (x.grad is not None)
     assert wanted is None or torch.equal(x.grad, wanted)
     for each, other in zip(apart, together, strict=True):
@@ -68,3 +77,40 @@ def test_outside_nothing_waits_and_what_is_no_parameter_never_does() -> None:
         made.sum().backward()
     assert later == []
     assert weight.grad is not None
+
+
+ACTIVATED: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "linear": (lambda x, weight: linear(x, weight, activation="gelu"), [(4, 3)]),
+    "gated": (swiglu_linear, [(4, 3), (4, 3)]),
+    "grouped": (
+        lambda x, b: grouped_matmul(x, b, torch.tensor([2, 6], dtype=torch.int32), activation="gelu"),
+        [(2, 3, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ACTIVATED)
+def test_an_activations_derivative_is_computed_once(form: str) -> None:
+    op, shapes = ACTIVATED[form]
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(shape, generator=generator, requires_grad=True) for shape in ((6, 3), *shapes)]
+    made = op(*operands)
+    given = torch.randn(made.shape, generator=generator)
+    with Ran() as whole:
+        wanted = torch.autograd.grad(made, operands, given)
+    made = op(*operands)
+    with Ran() as halves:
+        with waiting_weights() as later:
+            made.backward(given)
+        for add in later:
+            add()
+    assert len(later) == 1
+    derivatives = [
+        name for name in whole.ops if name in ("gelu_backward", "silu_backward", "sigmoid", "silu", "erf", "exp")
+    ]
+    assert derivatives
+    for name in derivatives:
+        assert halves.ops[name] == whole.ops[name], name
+    for operand, gradient in zip(operands, wanted, strict=True):
+        assert operand.grad is not None
+        assert torch.equal(operand.grad, gradient)

@@ -28,6 +28,8 @@ class Op:
         itself where None.
     constants(options) -> how many of the last outputs have no gradient.
     weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
+    of_products(saved, grad, needed, **options) -> the gradients of what an activation is applied to, from which those of inputs and
+        of weights are computed: `backward` is given them in place of `grad`. They are computed once, also where weights wait.
     again(saved, **options) -> the last output, from what forward saved, where that is cheap: what saves the output keeps those instead.
     again_from: the first of what forward saved that `again` is given.
     overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
@@ -41,6 +43,7 @@ class Op:
     inference: Callable[..., Any] | None = None
     varying: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
+    of_products: Callable[..., Any] | None = None
     again: Callable[..., Tensor] | None = None
     again_from: int = 0
     constants: Callable[[dict[str, Any]], int] = lambda options: 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,16 @@ def forward(
     return out, (a, b, offsets) if activation is None else (a, b, offsets, out if z is None else z)
 
 
+def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
+    """dz = grad * act'(z), as the products take it."""
+    a, _, _, *z = saved
+    assert a is not None, "forward saves it"
+    return (derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad).to(a.dtype)
+
+
 def backward(
     saved: Tensors,
-    grad: Tensor,
+    dz: Tensor,
     needed: Sequence[bool],
     *,
     activation: str | None = None,
@@ -47,22 +55,19 @@ def backward(
     first: int = 0,
     add_bias: bool = True,
 ) -> Tensors:
-    """dz = grad * act'(z); by groups da = dz @ b.T, db = a.T @ dz of the rows of each, and dbias their sum."""
-    a, b, offsets, *z = saved
+    """By groups da = dz @ b.T, db = a.T @ dz of the rows of each, and dbias their sum."""
+    a, b, offsets = saved[:3]
     assert a is not None and b is not None and offsets is not None, "forward saves them"
-    if z and z[0] is not None:
-        grad = derivative(grad, z[0], activation)
-    grad = grad.to(a.dtype)
     da = db = dbias = None
     if needed[0]:
         da = torch.zeros(a.shape, dtype=a.dtype, device=a.device)
-        _by_rows(grad, b.mT, offsets, None, da, None, None, first)
+        _by_rows(dz, b.mT, offsets, None, da, None, None, first)
     if needed[1]:
         db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-        _by_groups(a, grad, offsets, db, first, False)
+        _by_groups(a, dz, offsets, db, first, False)
     if len(needed) > 3 and needed[3]:
         dbias = torch.empty((len(b), 1, b.shape[-1]), dtype=b.dtype, device=b.device)
-        _by_groups(grad.new_ones(len(grad), 1), grad, offsets, dbias, first, False)
+        _by_groups(dz.new_ones(len(dz), 1), dz, offsets, dbias, first, False)
         dbias = dbias.squeeze(1)
     return (da, db, None, dbias)[: len(needed)]
 

@@ -171,6 +171,13 @@ def _inferred(*tensors: Tensor | None, **options: Any) -> Tensor:
 
 
 GROUPED_MATMUL = Op(
-    "grouped_matmul", function.forward, function.backward, _rule, _dtype, inference=_inferred, weights=(1, 3)
+    "grouped_matmul",
+    function.forward,
+    function.backward,
+    _rule,
+    _dtype,
+    inference=_inferred,
+    weights=(1, 3),
+    of_products=function.of_products,
 )
 ACCUMULATE = Op("grouped_matmul_accumulate", function.accumulate, lambda *_, **__: (None,) * 4, _rule_of_accumulation)

@@ -51,24 +51,28 @@ def linear(
     return out, (input, weight) if activation is None else (input, weight, out if z is None else shaped(z, input))
 
 
+def linear_of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
+    """dz = grad * act'(z)."""
+    _, _, *z = saved
+    return derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad
+
+
 def linear_backward(
     saved: Tensors,
-    grad: Tensor,
+    dz: Tensor,
     needed: Sequence[bool],
     *,
     activation: str | None = None,
     input_activation: str | None = None,
     add_bias: bool = True,
 ) -> Tensors:
-    """dz = grad * act'(z), dinput = dz @ weight, dweight = dz.T @ input, dbias = dz summed over the rows; one GEMM each.
+    """dinput = dz @ weight, dweight = dz.T @ input, dbias = dz summed over the rows; one GEMM each.
 
     An activation of the input is computed again for dweight; by its derivative dinput is multiplied in the epilogue.
     """
-    input, weight, *z = saved
+    input, weight = saved[:2]
     assert input is not None and weight is not None, "forward saves both"
-    if z and z[0] is not None:
-        grad = derivative(grad, z[0], activation)
-    rows = rows_of(grad)  # [N, M]
+    rows = rows_of(dz)  # [N, M]
     dinput = dweight = None
     if needed[0]:
         dinput = shaped(

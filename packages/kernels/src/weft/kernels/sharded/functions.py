@@ -38,13 +38,15 @@ class Plain(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
-        op, options, saved = ctx.op, ctx.options, _saved(ctx)
+        op, options, saved, needed = ctx.op, ctx.options, _saved(ctx), ctx.needs_input_grad[2:]
+        if op.of_products is not None:
+            grad = op.of_products(saved, grad, needed, **options)
 
         def compute(needed: Sequence[bool]) -> Tensors:
             gradients: Tensors = op.backward(saved, grad, needed, **options)
             return gradients
 
-        return None, None, *compute_or_wait(ctx, op.weights, ctx.needs_input_grad[2:], compute)
+        return None, None, *compute_or_wait(ctx, op.weights, needed, compute)
 
 
 class Sharded(torch.autograd.Function):
@@ -73,6 +75,8 @@ class Sharded(torch.autograd.Function):
             assert call.op.backward is not None, "torch differentiates it elsewhere"
             local = locals_[0] if call.sharding.more is None else locals_
             backward, saved, options = call.op.backward, _saved(ctx), ctx.options
+            if call.op.of_products is not None:
+                local = call.op.of_products(saved, local, needed, **options)
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
                 return call.as_operands(backward(saved, local, needed, **options), flow)

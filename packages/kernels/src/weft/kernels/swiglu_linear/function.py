@@ -31,12 +31,17 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
     return out, (input, gate_weight, up_weight, *kept)
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
+def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
+    """dgate and dup, the gradients of the products."""
+    _, _, _, gate, up = saved
+    return swiglu.backward((gate, up), grad, (needed[0] or needed[1], needed[0] or needed[2]))
+
+
+def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     """dinput = dgate @ gate_weight + dup @ up_weight; dgate_weight = dgate.T @ input, dup_weight = dup.T @ input."""
-    input, gate_weight, up_weight, gate, up = saved
+    input, gate_weight, up_weight = saved[:3]
     assert input is not None and gate_weight is not None and up_weight is not None, "forward saves them"
-    found = swiglu.backward((gate, up), grad, (needed[0] or needed[1], needed[0] or needed[2]))
-    dgate, dup = (None if each is None else rows_of(each) for each in found)
+    dgate, dup = (None if each is None else rows_of(each) for each in grads)
     dinput, rows = None, rows_of(input)
     if needed[0]:
         assert dgate is not None and dup is not None, "both were asked for"

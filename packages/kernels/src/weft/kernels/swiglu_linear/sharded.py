@@ -65,6 +65,7 @@ SWIGLU_LINEAR = Op(
     _rule,
     inference=_inferred,
     weights=(1, 2),
+    of_products=function.of_products,
     again=swiglu.again,
     again_from=3,
 )

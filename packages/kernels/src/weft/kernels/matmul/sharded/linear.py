@@ -89,4 +89,12 @@ def _inferred(input: Tensor, weight: Tensor, bias: Tensor | None = None, **optio
     return function.linear(input, weight, bias, keep=False, **options)[0]
 
 
-LINEAR = Op("linear", function.linear, function.linear_backward, _rule, inference=_inferred, weights=(1, 2))
+LINEAR = Op(
+    "linear",
+    function.linear,
+    function.linear_backward,
+    _rule,
+    inference=_inferred,
+    weights=(1, 2),
+    of_products=function.linear_of_products,
+)
