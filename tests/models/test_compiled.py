@@ -19,7 +19,9 @@ from weft.mesh import ProcessMesh, derive_key
 from weft.models import GPTConfig, Llama, LlamaConfig, QwenConfig, initialize, lay_out_batch, parallelize
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.reshard import layout_of, reshard
+from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.train.step import find_gradients
+from weft.reshard import GradientSync, layout_of, reshard, to_global
 
 from tests.support.pool import Pool
 from tests.support.sample import number_of
@@ -219,6 +221,35 @@ def test_a_block_compiles_under_context_parallelism(context: str, config: ModelC
 def whole_on_context(context: Literal["all_gather", "ulysses"]) -> None:
     config = replace(CONFIG, num_heads=8, num_kv_heads=4)
     compiles("model", "aot_eager", config, ProcessMesh.grid(cp=2), False, context)
+
+
+def gradients_where(ranks: Sequence[int], zero: int) -> list[float]:
+    """The gradients' norms and that of all of them, where those ranks compile their blocks and the others do not."""
+    torch._dynamo.reset()
+    mesh, model = ProcessMesh.grid(dp=2), Llama(CONFIG)
+    initialize(model, seed=0)
+    plan = replace(model.parallel_plan(), zero=zero)
+    parallelize(model, mesh, plan)
+    if dist.get_rank() in ranks:
+        by_the_block(model, "aot_eager")
+    sync, (tokens, targets) = GradientSync(model), batch(0)
+    laid = lay_out_batch(mesh, plan, tokens, targets)
+    assert laid.targets is not None, "they were given"
+    microbatch = Microbatch(args=(laid.tokens,), kwargs={}, targets=laid.targets)
+    found = find_gradients(
+        model, partial(cross_entropy, denominator=float(BATCH * TOKENS)), [microbatch], sync, clip_norm=1e9
+    )
+    assert found.grad_norm is not None, "it was asked for"
+    return [found.grad_norm.item(), *(to_global(each.grad).norm().item() for each in model.parameters())]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_are_the_same_where_one_rank_compiles(zero: int, pool: Pool) -> None:
+    alone, *_ = pool.run(gradients_where, (), zero, ranks=2)
+    for rank in range(2):
+        for found in pool.run(gradients_where, (rank,), zero, ranks=2):
+            assert found == pytest.approx(alone, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.exhaustive

@@ -236,6 +236,32 @@ def sharded_states():
     assert torch.equal(to_global(model.weights[0].grad), expected(0, 0, 5))
 
 
+def another_order():
+    """Backward comes to the parameters in another order on each rank, as where one compiles: they travel in one all the same."""
+    for bucket_bytes in (1, 2 * NBYTES, LARGE):
+        model = Model(Layout(DATA), 5)
+        sync = GradientSync(model, bucket_bytes=bucket_bytes)
+        x = inputs(Layout(DATA, "dp: S(0)"), 0)
+        for left_out in (2, 2, None):  # which others do not wait for in vain twice, and which then comes again
+            chosen = [i for i in range(5) if i != left_out]
+            came = []
+            hooks = [
+                model.weights[i].register_post_accumulate_grad_hook(lambda _, i=i, came=came: came.append(i))
+                for i in chosen
+            ]
+            turned = chosen[:: -1 if dist.get_rank() else 1]
+            outputs = {i: Scale.apply(x, model.weights[i]) for i in turned}
+            backward([outputs[i] for i in chosen], 0)
+            assert came == turned[::-1]
+            sync.wait()
+            for i, seed in zip(chosen, range(5), strict=False):
+                grad = expected(0, i) if seed == i else (whole_of(0) * whole_of(1 + seed)).sum((0, 1))
+                assert torch.equal(to_global(model.weights[i].grad), grad), (bucket_bytes, left_out, i)
+                model.weights[i].grad = None
+            for hook in hooks:
+                hook.remove()
+
+
 def outside():
     """A rank outside the parameters' mesh starts nothing, and its gradients have the parameters' layout all the same."""
     mesh = ProcessMesh([1, 2], ["dp"])
@@ -280,6 +306,7 @@ def two_dtypes():
         pytest.param(paused_only, (), 2, id="some-without-gradient"),
         pytest.param(frozen_and_plain, (), 2, id="frozen-and-plain"),
         pytest.param(sharded_states, (), 2, id="sharded"),
+        pytest.param(another_order, (), 2, id="another-order-on-each-rank"),
         pytest.param(outside, (), 4, id="paddle-58126-outside"),
         pytest.param(two_dtypes, (), 2, id="two-dtypes"),
     ],

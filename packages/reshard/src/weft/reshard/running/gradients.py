@@ -46,7 +46,9 @@ class GradientSync:
     dtype: in which they are added up over ranks, where it is not their own; what arrives has the parameter's.
     Where `module` has its parameters on shards that it gathers (ParallelPlan's zero), a gradient goes from the whole parameter to
     the shard's `.grad`: with zero=1 as any other, with 2 and 3 in every backward pass, those that only accumulate too.
-    Communication: in the order of the hooks, which is that of autograd and alike on all ranks if they run the same graph.
+    Communication: in the reverse of the order in which `module` has its parameters, so that ranks whose hooks run in other orders,
+    as where one rank compiles a block and another does not, send the same. A gradient that comes early waits for those before it,
+    but for parameters that had none in the step before.
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
 
@@ -99,6 +101,13 @@ class GradientSync:
         self._aside: dict[DTensor, dict[Layout, DTensor]] = {}  # earlier gradients, in other layouts than `.grad`
         self._lying: dict[DTensor, tuple[object, Layout]] = {}  # how the last gradient of a parameter lay
         self._routes: dict[DTensor, tuple[object, Route | None]] = {}  # and how one that was sent travels
+        self._order = tuple(
+            reversed(self._targets)
+        )  # about that in which backward comes to them, the same on every rank
+        self._expected = self._order  # those whose gradients others wait for: those that came in the last step
+        self._next = 0  # of the expected, the one that is sent next
+        self._came: set[DTensor] = set()  # since `wait()`
+        self._arrived: set[DTensor] = set()  # and of these those that were not sent
         self._filling: dict[Hashable, Bucket] = {}
         self._sent: deque[Bucket] = deque()
         self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
@@ -131,8 +140,13 @@ class GradientSync:
         Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
         neither an all-reduce nor a reduce-scatter.
         """
-        for parameter in self._targets:
+        for parameter in self._order:
             self._add(parameter)
+        if self._came:
+            self._expected = tuple(each for each in self._order if each in self._came)
+        self._next = 0
+        self._came.clear()
+        self._arrived.clear()
         for bucket in self._filling.values():
             self._send(bucket)
         while self._sent:
@@ -158,6 +172,9 @@ class GradientSync:
             _synchronized.pop(self._homes[parameter], None)  # type: ignore[no-untyped-call]
         self._hooks.clear()
         self._targets.clear()
+        self._order = self._expected = ()
+        self._came.clear()
+        self._arrived.clear()
         self._homes.clear()
         self._names.clear()
         self._lying.clear()
@@ -199,9 +216,16 @@ class GradientSync:
             by_layout[layout] = _sum(by_layout.get(layout), older)
 
     def _ready(self, parameter: Tensor) -> None:
-        self._unsynchronized.add(_dtensor(parameter))
-        if not self._paused or parameter in self._at_once:
-            self._add(_dtensor(parameter))
+        arrived = _dtensor(parameter)
+        self._unsynchronized.add(arrived)
+        if self._paused and arrived not in self._at_once:
+            return
+        self._came.add(arrived)
+        self._arrived.add(arrived)
+        while self._expected[self._next] in self._arrived:
+            self._add(self._expected[self._next])
+            self._arrived.discard(self._expected[self._next])
+            self._next = (self._next + 1) % len(self._expected)
 
     def _add(self, parameter: DTensor) -> None:
         """Sends the parameter's gradients on their way, but for one that has its layout."""
