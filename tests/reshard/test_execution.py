@@ -61,7 +61,7 @@ def sample(mesh, count, portion):
     for seed, (shape, options) in enumerate(SAMPLES):
         whole = whole_of(shape, torch.float64)
         pairs = list(itertools.product(every_layout(mesh, len(shape)), repeat=2))
-        for src, dst in portion.of(random.Random(seed).sample(pairs, count), every=5):
+        for src, dst in portion.of(random.Random(seed).sample(pairs, count), every=10):
             y = reshard(part(whole, src), placements=dst, **options)
             if dst.is_partial():
                 results.append((shape, dst, f"{shape} {src} -> {dst} {options}", y.to_local()))
