@@ -76,7 +76,7 @@ def test_models_are_those_there_are() -> None:
     assert {word.lower() for word in re.findall(r"Llama|Qwen|GPT", described)} == folders
 
 
-def test_every_page_names_the_same_systems() -> None:
+def test_paddlenlp_9412_versions_that_are_stated_are_those_tested() -> None:
     """Those that the tests run on."""
     pages = [
         ROOT / "README.md",
@@ -86,6 +86,13 @@ def test_every_page_names_the_same_systems() -> None:
     ]
     assert [page.name for page in pages if re.search(r"macOS|Windows", page.read_text())] == []
     assert all("Linux, Python 3.11 to 3.13" in page.read_text() for page in pages[:2])
+    assert {project(package)["requires-python"] for package in PACKAGES} == {">=3.11,<3.14"}
+    needs = {need for package in PACKAGES for need in project(package)["dependencies"] if need.startswith("torch")}
+    assert needs == {"torch>=2.11,<2.16"}
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    for version in (pinned[1], importlib.metadata.version("torch")):
+        assert 11 <= int(re.match(r"2\.(\d+)\.", version)[1]) < 16  # type: ignore[index]
 
 
 def test_no_file_is_too_long() -> None:

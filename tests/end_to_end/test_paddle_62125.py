@@ -150,7 +150,7 @@ def losses_of(pool, make: Make, ranks: int) -> list[float]:
         pytest.param([tensor_last, tensor_first], id="tensor-parallel", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_order_and_the_names_of_axes_change_no_bit_of_the_losses(pool, makes):
+def test_paddle_62125_order_and_names_of_axes_change_no_bit_of_the_losses(pool, makes):
     losses = {make.__name__: losses_of(pool, make, 4) for make in makes}
     assert len({tuple(each) for each in losses.values()}) == 1, losses
 

@@ -216,7 +216,7 @@ def test_rename_swaps_names_in_one_call():
 class TestPaddle62125:
     """get_mesh_with_dim: a sub-mesh along any axis in one call; a mesh is its content, whatever was made before it."""
 
-    def test_index_takes_that_slice(self):
+    def test_paddle_62125_get_mesh_with_dim_takes_that_slice(self):
         mesh = ProcessMesh.grid(dp=2, pp=2, tp=2)
         assert mesh.get_mesh_with_dim("pp", 1) == ProcessMesh([[2, 3], [6, 7]], ["dp", "tp"])
 

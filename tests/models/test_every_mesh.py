@@ -171,7 +171,9 @@ def alone_once(family: str) -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.table
 @pytest.mark.parametrize(("sizes", "families"), list(table()))
-def test_loss_and_gradients_of_one_process(sizes: Sizes, families: tuple[str, ...], pool: Any) -> None:
+def test_paddlenlp_9412_loss_and_gradients_of_one_process_with_recomputation_too(
+    sizes: Sizes, families: tuple[str, ...], pool: Any
+) -> None:
     truths = {family: alone_once(family) for family in families}
     found = pool.run(each_family, sizes, truths, ranks=math.prod(sizes))
     assert not any(found), "\n".join(said for wrong in found for said in wrong)

@@ -107,7 +107,7 @@ def adapted_step(config: LlamaConfig, plan: dict[str, Any], after: bool, recorde
         pytest.param({"num_kv_heads": 1}, {}, id="one-key-head"),
     ],
 )
-def test_loss_and_adapters_gradients_are_those_of_one_process(
+def test_paddlenlp_9412_lora_takes_its_layout_from_the_base_layer_with_the_gradients_of_one_process(
     change: dict[str, Any], plan: dict[str, Any], after: bool, pool
 ) -> None:
     config = replace(CONFIG, **change)

@@ -130,7 +130,7 @@ MESHES = [
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()))
-def test_anchor_32_a_step_has_the_same_samples_on_every_mesh_and_each_rank_reads_its_own_alone(
+def test_anchor_32_paddlenlp_9412_data_is_in_one_order_on_every_mesh_and_each_rank_reads_its_own_alone(
     data: Data, mesh: dict[str, int], microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of each rank as the trainer asks for them, each rank and each step with a reader of its own: as after a restart."""

@@ -104,7 +104,9 @@ def one_step(
 
 @pytest.mark.parametrize(("change", "plan"), VARIANTS)
 @pytest.mark.parametrize(("dp", "tp"), MESHES[1:])
-def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any], plan: dict[str, Any], pool) -> None:
+def test_paddlenlp_9412_wildcard_names_lay_out_a_model_with_its_loss_gradients_and_collectives(
+    dp: int, tp: int, change: dict[str, Any], plan: dict[str, Any], pool
+) -> None:
     config = replace(CONFIG, **change)
     dense = make(config)
     tokens, target = batch()

@@ -185,7 +185,7 @@ def on_a_grid(
 @pytest.mark.parametrize("change", [{}, {**DROPPING, "tie_embeddings": True}], ids=["plain", "dropout-tied"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("bucket_bytes", [2**20, 3_000], ids=["one-bucket", "overlapped"])
-def test_full_repeats_the_forwards_collectives_and_selective_none(
+def test_paddlenlp_9412_recompute_full_repeats_the_forwards_collectives_and_selective_none(
     change: dict[str, Any], sequence: bool, bucket_bytes: int, pool
 ) -> None:
     again = Counter({"all-gather": 2, "reduce-scatter": 1} if sequence else {"all-reduce": 1})  # of a block

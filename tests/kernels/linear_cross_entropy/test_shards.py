@@ -13,7 +13,7 @@ CHUNKS = [pytest.param(None, id="one-chunk"), pytest.param(4, id="4-tokens")]
 
 
 @pytest.mark.parametrize(("reduction", "sizes"), [("none", [10, 10, 10, 1]), ("mean", [0, 31])], ids=str)
-def test_no_vocabulary_split_changes_the_loss(device, sizes, reduction):
+def test_paddlenlp_9412_no_split_of_an_odd_vocabulary_changes_the_loss(device, sizes, reduction):
     case = make((2, 3), V, device, torch.bfloat16, reduction, bias=True)
     check(case, *shard_by_shard(case, sizes, chunk_tokens=4, reduction=reduction), reduction=reduction)
 

@@ -61,7 +61,7 @@ EACH = [pytest.param(name, id=name) for name in CASES]
 
 
 @pytest.mark.parametrize(("dst", "cases"), together(EACH, EACH, [pytest.param(name, id=name) for name in VARIANTS]))
-def test_every_plan_reads_what_every_other_saved(
+def test_paddlenlp_9412_checkpoints_of_every_plan_are_read_under_every_other(
     dst: str, cases: list[tuple[str, str]], folder_of: Callable[[str, str], Path], pool: Pool
 ) -> None:
     saved = [(folder_of(src, variant), VARIANTS[variant]) for src, variant in cases]

@@ -63,7 +63,9 @@ def bytes_read(case: Case, folder: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dst", ["tp2", "zero3-dp4", "pp2-other-sizes-dp2"])
 @pytest.mark.parametrize("src", ["one", "zero1-dp2-tp2"])
-def test_a_rank_reads_its_bytes_and_no_more(src: str, dst: str, tmp_path: Path, pool: Pool) -> None:
+def test_paddlenlp_9412_a_rank_reads_its_bytes_of_a_checkpoint_and_no_more(
+    src: str, dst: str, tmp_path: Path, pool: Pool
+) -> None:
     pool.run(save_wide, CASES[src], tmp_path / "saved", ranks=CASES[src].ranks)
     for nbytes, own in pool.run(bytes_read, CASES[dst], tmp_path / "saved", ranks=CASES[dst].ranks):
         assert own <= nbytes <= 1.1 * own
