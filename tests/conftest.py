@@ -11,8 +11,9 @@ from tests.architecture.collected import FOUND
 from tests.support.fixtures import pool
 from tests.support.parts import is_in, read_part
 from tests.support.sample import PORTIONS, Portion, mark_all_but_a_sample
+from tests.support.tables import combinations, lines
 
-__all__ = ["pool"]
+__all__ = ["combinations", "pool"]
 
 # Times are those of a shared machine.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -86,3 +87,12 @@ def pytest_collection_finish() -> None:
     """What is alive now stays alive: the collector need not go through torch and the tests again and again."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many combinations the tables ran."""
+    reports = [each for outcome in ("passed", "failed") for each in terminalreporter.getreports(outcome)]
+    if ran := lines(reports):
+        terminalreporter.section("tables of every mesh and plan")
+        for line in ran:
+            terminalreporter.write_line(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -76,8 +77,14 @@ MESHES = [
 @pytest.mark.parametrize("pipeline", SCHEDULES)
 @pytest.mark.parametrize(("axes", "plan"), MESHES)
 def test_what_is_recorded_is_issued(
-    axes: dict[str, int], plan: dict[str, Any], pipeline: dict[str, Any], name: str, pool: Any
+    axes: dict[str, int],
+    plan: dict[str, Any],
+    pipeline: dict[str, Any],
+    name: str,
+    pool: Any,
+    combinations: Callable[[int], None],
 ) -> None:
+    combinations(1)
     ranks = ProcessMesh.grid(**axes).size
     recorder = number_of((axes, plan, pipeline, name)) % ranks
     recorded, issued = pool.run(of_family, axes, name, plan, pipeline, recorder, ranks=ranks)[recorder]

@@ -1,0 +1,29 @@
+"""What the tables of every mesh and plan ran is counted by file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.tables import PROPERTY, lines
+
+
+def report(nodeid: str, outcome: Any = "passed", when: Any = "call", **properties: int) -> pytest.TestReport:
+    own = list(properties.items())
+    return pytest.TestReport(nodeid, ("", 0, ""), {}, outcome, None, when, user_properties=own)
+
+
+def test_combinations_are_added_up_by_file() -> None:
+    reports = [
+        report("tests/test_a.py::test[1]", **{PROPERTY: 1200}),
+        report("tests/test_a.py::test[1]", when="teardown", **{PROPERTY: 1200}),
+        report("tests/test_a.py::test[2]", "failed", **{PROPERTY: 34}),
+        report("tests/test_longer.py::test", **{PROPERTY: 5}),
+        report("tests/test_b.py::test", other=7),
+    ]
+    assert lines(reports) == [
+        "test_a.py        1,234 combinations, in 1 failed tests too",
+        "test_longer.py       5 combinations",
+    ]
+    assert lines([]) == []
