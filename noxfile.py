@@ -277,7 +277,10 @@ def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
 
 
 def _pytest(session: nox.Session, *arguments: str) -> None:
-    session.run(_weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env={"OMP_NUM_THREADS": "1"})
+    # What is compiled is kept, whatever the user's shell says: else each of a thousand processes compiles Weft again, and each
+    # worker the tests, of which pytest rewrites every assertion.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": None}
+    session.run(_weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env=environment)
 
 
 def _give_way(session: nox.Session, command: str) -> None:

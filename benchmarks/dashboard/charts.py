@@ -69,7 +69,7 @@ def points(data: Sequence[Datum], names: Sequence[str]) -> Spec:
     shape = alt.Shape("name:N").scale(domain=some, range=SHAPES).legend(_legend("horizontal"))
     marks = base.mark_point(style="mark").encode(x=x, y=y, yOffset=track, color=colour, shape=shape, tooltip=_tip())
     first = base.transform_aggregate(count="count()", groupby=["label"])
-    labels = first.mark_text(style="label", dy=-6 * len(some)).encode(x=alt.value(0), y=y, text="label:N")
+    labels = first.mark_text(style="label", dy=-6 * len(some)).encode(x=alt.XValue(0), y=y, text="label:N")
     return _spec(alt.layer(marks, labels), _height(data, 13 * (len(some) + 1)))
 
 
@@ -132,8 +132,8 @@ def _labels(base: alt.Chart, y: alt.Y, data: Sequence[Datum]) -> list[alt.Chart]
     label = base.mark_text(style="label", dy=-14, limit=limit)
     value = base.mark_text(style="value", dy=-14)
     return [
-        label.encode(x=alt.value(0), y=y, text="label:N", tooltip=_tip()),
-        value.encode(x=alt.value("width"), y=y, text="text:N", tooltip=_tip()),
+        label.encode(x=alt.XValue(0), y=y, text="label:N", tooltip=_tip()),
+        value.encode(x=alt.XValue("width"), y=y, text="text:N", tooltip=_tip()),
     ]
 
 

@@ -52,7 +52,7 @@ def shapes_of(ndim, pairs, each):
 def test_every_pair(portion, sizes, ndim, each):
     pairs = pairs_of(every_layout(ProcessMesh.grid(**sizes), ndim))
     shapes = shapes_of(ndim, len(pairs), each)
-    for src, dst, shape in portion.of([(*pair, next(shapes)) for pair in pairs for _ in range(each)], every=20):
+    for src, dst, shape in portion.of([(*pair, next(shapes)) for pair in pairs for _ in range(each)], every=60):
         check(src, dst, whole_of(shape))
 
 
@@ -61,7 +61,7 @@ def test_every_pair_on_2x2x2(portion, quarter):
     """Of tensors with three dims: those with two are among them, the last dim on no axis."""
     pairs = pairs_of(every_layout(ProcessMesh.grid(a=2, b=2, c=2), 3))
     shapes = itertools.cycle(itertools.product((7, 5, 1, 3, 6, 4, 2, 0), repeat=3))
-    for shape, (src, dst) in portion.of(zip(shapes, pairs[quarter::4], strict=False), every=50):
+    for shape, (src, dst) in portion.of(zip(shapes, pairs[quarter::4], strict=False), every=150):
         check(src, dst, whole_of(shape))
 
 
@@ -88,7 +88,7 @@ def test_every_reduction(portion, op):
     """Source and target may both be Partial, on the same axis or on others."""
     dtype = torch.float64 if op == "avg" else torch.int64
     for mesh in (ProcessMesh.grid(dp=2, tp=2), ProcessMesh.grid(dp=2, tp=3)):
-        for src, dst in portion.of(itertools.product(every_layout(mesh, 2, [Partial(op)]), repeat=2), every=10):
+        for src, dst in portion.of(itertools.product(every_layout(mesh, 2, [Partial(op)]), repeat=2), every=30):
             if op == "avg" and mesh.size == 6 and src.is_partial():
                 continue  # a third is no float
             check(src, dst, whole_of((5, 3), dtype))

@@ -61,7 +61,7 @@ def sample(mesh, count, portion):
     for seed, (shape, options) in enumerate(SAMPLES):
         whole = whole_of(shape, torch.float64)
         pairs = list(itertools.product(every_layout(mesh, len(shape)), repeat=2))
-        for src, dst in portion.of(random.Random(seed).sample(pairs, count), every=5):
+        for src, dst in portion.of(random.Random(seed).sample(pairs, count), every=10):
             y = reshard(part(whole, src), placements=dst, **options)
             if dst.is_partial():
                 results.append((shape, dst, f"{shape} {src} -> {dst} {options}", y.to_local()))
@@ -116,6 +116,17 @@ def memory_in_any_order():
             assert torch.equal(to_global(y), whole), str(dst)
     x = wrap(mine[:1, :1].expand(mine.shape), layout, whole.shape)  # stride 0
     assert to_global(x).shape == whole.shape
+
+
+def gathered_and_scattered_by_exchange():
+    """gloo's own reduce-scatter sends the whole to all, and its all-gather takes longer."""
+    whole = whole_of((6, 4), torch.float64)
+    for src, dst, kind in [("tp: P", "tp: S(0)", "reduce-scatter"), ("tp: S(0)", "", "all-gather")]:
+        src, dst = Layout(GRID, src), Layout(GRID, dst)
+        with Collectives() as seen:
+            y = reshard(part(whole, src), placements=dst)
+        assert (seen.names, seen.kinds) == (["alltoall_base_"], [kind])
+        holds(y, whole, dst)
 
 
 def started_and_waited_for():
@@ -227,6 +238,7 @@ def bad_input():
     [
         every_dtype,
         memory_in_any_order,
+        gathered_and_scattered_by_exchange,
         started_and_waited_for,
         overlapped_in_backward,
         within_a_limit,

@@ -99,7 +99,7 @@ def repeated(program: Callable[[random.Random], None], runs: list[int]) -> None:
 
 @pytest.mark.parametrize("program", [part_of_torch, parts_of_ours, shuffled_parts])
 def test_each_rank_gets_the_values_of_its_own_part(pool: Pool, portion: Portion, program) -> None:
-    pool.run(repeated, program, list(portion.of(range(RUNS), every=17)), ranks=8, timeout=PATIENCE)
+    pool.run(repeated, program, list(portion.of(range(RUNS), every=25)), ranks=8, timeout=PATIENCE)
 
 
 def other_groups() -> str:

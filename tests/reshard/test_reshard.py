@@ -68,7 +68,7 @@ def every_pair(mesh, shape, partials, portion):
     """Forward and backward of every pair; returns this rank's results where the target is Partial."""
     whole, cotangent = whole_of(shape, torch.float64), whole_of(shape, torch.float64) + 3
     partial_results = []
-    for src, dst in portion.of(itertools.product(every_layout(mesh, len(shape), partials), repeat=2), every=8):
+    for src, dst in portion.of(itertools.product(every_layout(mesh, len(shape), partials), repeat=2), every=24):
         x = part(whole, src).requires_grad_()
         with Collectives() as seen:
             y = reshard(x, placements=dst)

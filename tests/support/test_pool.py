@@ -121,7 +121,8 @@ def test_an_error_on_one_rank_is_raised_with_its_traceback_first(pool: Pool) -> 
     assert "in fails_on" in cause.what
 
 
-def test_an_error_does_not_wait_for_the_ranks_that_hang(pool: Pool) -> None:
+def test_an_error_does_not_wait_for_the_ranks_that_hang(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.pool.GRACE_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         pool.run(fails_while_others_sleep, ranks=2)
@@ -150,7 +151,7 @@ def test_the_death_of_a_worker_is_named_first(pool: Pool, function: object, says
 
 def test_a_rank_that_hangs_is_shown_with_its_stack(pool: Pool) -> None:
     with pytest.raises(RanksFailed, match="no answer") as caught:
-        pool.run(sleeps_on, 1, ranks=2, timeout=5)
+        pool.run(sleeps_on, 1, ranks=2, timeout=1)
     (hanging,) = caught.value.failures
     assert hanging.rank == 1
     assert "a_long_sleep" in hanging.what

@@ -59,9 +59,15 @@ def select(pytester: pytest.Pytester) -> Select:
     return select
 
 
+SELECTED: list[list[str]] = []  # of MODULE, by the first test that asks: pytester is of one test
+
+
 @pytest.fixture
 def selections(select: Select) -> tuple[list[str], list[str]]:
-    return select("not exhaustive and not gpu"), select("exhaustive and not gpu")
+    if not SELECTED:
+        SELECTED.extend((select("not exhaustive and not gpu"), select("exhaustive and not gpu")))
+    first, second = SELECTED
+    return first, second
 
 
 def of(names: list[str], test: str) -> list[list[str]]:

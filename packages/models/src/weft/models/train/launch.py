@@ -65,7 +65,8 @@ def launch(run: Run, *, gpus: int) -> int:
                 *(_work, run, processes, str(Path(folder) / "store"), gpus),
                 processes=processes,
                 folder=Path(folder),
-                preload=["weft.models.train.loop"],  # torch is imported once, not once a process
+                # Imported once, not once a process: torch, and its compiler, which optimizers load as they are made.
+                preload=["weft.models.train.loop", "torch._dynamo"],
                 patience=STOP_SECONDS,
             )
     except ProcessFailed as failure:
