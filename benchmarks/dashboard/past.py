@@ -106,7 +106,7 @@ def _runs(runs: Sequence[Run]) -> Table:
             Row((str(number),), (*cells, Cell(str(statuses.count("measured"))), Cell(str(statuses.count("failed")))))
         )
     head = ("run", "UTC", "commit", "machine", "cores", "load", *map(printable, versions), "measured", "failed")
-    return Table(name="runs", caption="The runs, oldest first, and their machines", head=head, rows=tuple(rows[::-1]))
+    return Table(name="runs", caption="The runs, newest first, and their machines", head=head, rows=tuple(rows[::-1]))
 
 
 def _machine(run: Run) -> list[Cell]:

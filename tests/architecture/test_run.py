@@ -38,7 +38,14 @@ def run(checkout: Path, *arguments: str, python: str = ECHO, **settings: str) ->
         write_script(checkout / "bin" / name, python)
     environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", **settings}
     command = [str(checkout / "run"), *arguments]
-    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, check=False, preexec_fn=heed_interrupts
+    )
+
+
+def heed_interrupts() -> None:
+    """Whether or not these tests do: a shell that starts them in the background has them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(

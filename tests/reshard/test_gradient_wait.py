@@ -66,6 +66,17 @@ def norm_without_wait():
         assert clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
+def scaler_without_wait():
+    """It finds no gradients, and does not come to the optimizer's step: no scale and no parameter changes, and it is an error."""
+    model, sync, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(sum(output.to_local().sum() for output in forward(model, 0))).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+    sync.wait()
+    optimizer.step()
+
+
 def paused_and_never_waited_for():
     """Gradients that were only added up are addends: a step would move them, unasked, or take them for whole."""
     model, sync, optimizer = made()
@@ -160,6 +171,7 @@ def hooks_are_taken_off():
     "function",
     [
         norm_without_wait,
+        scaler_without_wait,
         paused_and_never_waited_for,
         accumulation,
         evaluation,
