@@ -16,7 +16,11 @@ from weft.models import Communication, GPTConfig, LlamaConfig, QwenConfig, recor
 from weft.models.communication import Phase
 from weft.models.families import make_model
 
-B, T, ITEM = 8, 32, 4  # rows, tokens in a row, bytes of a float32
+B, T, ITEM = (
+    8,
+    32,
+    4,
+)  # rows, tokens in a row, bytes of a float32, in which parameters, their gradients and the residual stream are
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_layers": 1, "num_heads": 8, "max_seq_len": 64, "intermediate_size": 96
 }  # fmt: skip
@@ -30,15 +34,21 @@ FAMILIES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A plan on a mesh. plan: what differs from the model's own."""
+    """A plan on a mesh. plan: what differs from the model's own. lower: whether layers compute in bfloat16, by autocast."""
 
     name: str
     mesh: dict[str, int]
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lower: bool = False
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 where there is none."""
         return self.mesh.get(axis, 1)
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation that products take or give, and of its gradient."""
+        return ITEM // 2 if self.lower else ITEM
 
     @property
     def where(self) -> str:
@@ -60,6 +70,10 @@ ROWS = [
     Row(name="full recompute", mesh={"tp": 2}, plan={"recompute": "full"}),
     Row(name="full recompute, sequence", mesh={"tp": 2}, plan={"sequence": True, "recompute": "full"}),
     Row(name="full recompute, context", mesh={"cp": 4}, plan={"context": "all_gather", "recompute": "full"}),
+    Row(name="bfloat16, tensor", mesh={"dp": 2, "tp": 4}, lower=True),
+    Row(name="bfloat16, sequence", mesh={"tp": 2}, plan={"sequence": True, "recompute": "selective"}, lower=True),
+    Row(name="bfloat16, all-gather", mesh={"cp": 4}, plan={"context": "all_gather", "recompute": "full"}, lower=True),
+    Row(name="bfloat16, ulysses", mesh={"cp": 2, "tp": 2}, plan={"context": "ulysses", "sequence": True}, lower=True),
 ]
 
 
@@ -89,7 +103,7 @@ def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
     dp, cp, tp = (row.size(axis) for axis in ("dp", "cp", "tp"))
     tokens = B / dp * T / cp  # of a rank
     kinds: Counter[str] = Counter()
-    stream, nbytes = tokens * config.hidden_size * ITEM, 0.0
+    stream, nbytes = tokens * config.hidden_size * row.item, 0.0
     if tp > 1:
         kinds += Counter({"all-gather": 2, "reduce-scatter": 2} if row.plan.get("sequence") else {"all-reduce": 2})
         nbytes += 2 * 2 * (tp - 1) / tp * stream
@@ -97,10 +111,10 @@ def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
     keys = getattr(config, "num_kv_heads", config.num_heads) * config.head_dim / tp
     if cp > 1 and row.plan["context"] == "all_gather":
         kinds["all-gather" if phase == "forward" else "reduce-scatter"] += 1
-        nbytes += (cp - 1) * tokens * 2 * keys * ITEM
+        nbytes += (cp - 1) * tokens * 2 * keys * row.item
     elif cp > 1:
         kinds["all-to-all"] += 2
-        nbytes += (cp - 1) / cp * tokens * (2 * width + 2 * keys) * ITEM
+        nbytes += (cp - 1) / cp * tokens * (2 * width + 2 * keys) * row.item
     if row.plan.get("recompute") == "full" and phase == "backward":
         again = least_of_a_block(config, row, "forward")
         kinds, nbytes = kinds + again.kinds, nbytes + again.nbytes
@@ -125,7 +139,8 @@ def recorded(config: Any, row: Row) -> Communication:
     with torch.device("meta"):
         model = make_model(config)
     plan = dataclasses.replace(model.parallel_plan(), **row.plan)  # type: ignore[operator]
-    return record(model, ProcessMesh.grid(**row.mesh), plan, batch=(B, T))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=row.lower):
+        return record(model, ProcessMesh.grid(**row.mesh), plan, batch=(B, T))
 
 
 def compared(name: str, row: Row) -> dict[str, tuple[Amount, Amount]]:

@@ -97,7 +97,7 @@ def collectives_of(loss: Callable[..., Any], leaves: list[Tensor]) -> list[int]:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     compiled(*leaves)
     with (
-        patch.object(gather, "all_gather_single", wraps=gather.all_gather_single) as gathered,
+        patch.object(gather, "start_all_gather", wraps=gather.start_all_gather) as gathered,
         patch.object(dist, "all_reduce", wraps=dist.all_reduce) as total,
     ):
         outputs = compiled(*leaves)

@@ -28,7 +28,7 @@ from weft.reshard.running.waits import Waits, measured_by
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
 
-BELOW = "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  8.2 GFLOP/s  0.41 GiB (2%)  waiting 31%  1:23 left"
+BELOW = "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  8.2 GFLOP/s  memory 0.41 GiB (2%)  waiting 31%  1:23 left"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from weft.models.cli import main
 from weft.models.data.text import find_corpus
 from weft.models.memory import predict_memory
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.loop import train
+from weft.models.train.loop import find_parts, train
+from weft.models.train.report import Part, Report
 from weft.models.train.step import local_value
 from weft.models.train.trainer import Trainer
 
@@ -45,7 +46,14 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], dtype: str = 
     made.first_step()
     made.step(1)
     if made.pipeline is not None:
-        assert "microbatches in flight" in lines[-1]
+        title, heads, *rows = lines[-1].splitlines()
+        assert title.startswith("held by each rank") and heads.split()[0] == "parameters"
+        assert len(rows) == made.mesh.size
+        held = sum(local_value(each).nbytes for each in made.model.parameters()) / 2**20
+        assert rows[made.rank].split()[:3] == ["rank", str(made.rank), f"{held:.2f}"]
+        parts = find_parts(made)
+        assert {part.name for part in parts} == {name for name, _ in made._outline.make_model().named_parameters()}
+        assert [part.stage_rank for part in parts] == sorted(int(part.stage_rank or 0) for part in parts)
         said = predict_memory(made._outline.make_model(), made.mesh, made.plan, rank=made.rank)
         states = [each for state in made.optimizer.state.values() for each in state.values() if each.numel() > 1]
         assert said.parameters == sum(local_value(each).nbytes for each in made.model.parameters())
@@ -55,6 +63,16 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], dtype: str = 
         assert not any("NOT as predicted" in line for line in lines)
     losses = [metrics.loss for metrics in made.read(None)]
     return [first, *losses, made.held_out_loss()]
+
+
+def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {0: ("embed.weight", "layers.0.up.weight"), 1: ("layers.1.up.weight", "embed.weight", "norm.weight")}
+    parts = [Part(name=name, shape=(4, 2), layout=None, stage_rank=at) for at, held in names.items() for name in held]
+    Report(speaks=True).layout(parts)
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[1] for row in rows] == ["embed.weight", "layers.*.up.weight", "norm.weight"]
+    assert [row[-1] for row in rows] == ["on pp=0, 1", "on pp=0, 1", "on pp=1"]
+    assert "[4, 2] x 2" in rows[1]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,17 @@ def memory_in_any_order():
     assert to_global(x).shape == whole.shape
 
 
+def gathered_and_scattered_by_exchange():
+    """gloo's own reduce-scatter sends the whole to all, and its all-gather takes longer."""
+    whole = whole_of((6, 4), torch.float64)
+    for src, dst, kind in [("tp: P", "tp: S(0)", "reduce-scatter"), ("tp: S(0)", "", "all-gather")]:
+        src, dst = Layout(GRID, src), Layout(GRID, dst)
+        with Collectives() as seen:
+            y = reshard(part(whole, src), placements=dst)
+        assert (seen.names, seen.kinds) == (["alltoall_base_"], [kind])
+        holds(y, whole, dst)
+
+
 def started_and_waited_for():
     """The collective runs from the start on; the result is the same, and gradients flow."""
     whole = whole_of((6, 8), torch.float64)
@@ -227,6 +238,7 @@ def bad_input():
     [
         every_dtype,
         memory_in_any_order,
+        gathered_and_scattered_by_exchange,
         started_and_waited_for,
         overlapped_in_backward,
         within_a_limit,

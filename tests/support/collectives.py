@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from weft.reshard.running.issued import kind_of_op
 
 KINDS = {
     "allgather_": "all-gather",
@@ -22,11 +23,15 @@ KINDS = {
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with Collectives() as seen: ...`; then `seen.kinds` lists what this rank started, in order."""
+    """`with Collectives() as seen: ...`; then `seen.kinds` lists what this rank started, in order.
+
+    names: of torch's ops. An all-gather and a reduce-scatter are all-to-alls on gloo: their kind is what is said of it where it starts.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kinds: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -34,5 +39,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace, name = func.name().split("::")
         name = name.partition(".")[0]
         if namespace in ("c10d", "_c10d_functional"):
-            self.kinds.append(KINDS.get(name, name))
+            kind = KINDS.get(name, name)
+            self.kinds.append(str(kind_of_op(namespace, name)) if kind == "all-to-all" else kind)
+            self.names.append(name)
         return func(*args, **(kwargs or {}))

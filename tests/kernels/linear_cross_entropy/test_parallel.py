@@ -133,7 +133,7 @@ class Waiting:
 def order_of_work() -> list[str]:
     """GEMMs of logits, gathers started and gathers waited for, in the order in which they happen."""
     seen: list[str] = []
-    all_gather, logits = gather.all_gather_single, Product.logits
+    all_gather, logits = gather.start_all_gather, Product.logits
 
     def started(*arguments: Any, **options: Any) -> Waiting:
         seen.append("gather")
@@ -145,7 +145,7 @@ def order_of_work() -> list[str]:
 
     case, mesh = make((6,), 8), ProcessMesh.grid(tp=2)
     weight = distribute(case.linear_weight.detach(), Layout(mesh, "tp: S(0)")).requires_grad_()
-    with patch.object(gather, "all_gather_single", started), patch.object(Product, "logits", multiplied):
+    with patch.object(gather, "start_all_gather", started), patch.object(Product, "logits", multiplied):
         linear_cross_entropy(case.input.detach(), weight, case.target, chunk_tokens=2)
     return seen
 

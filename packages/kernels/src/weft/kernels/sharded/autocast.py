@@ -51,6 +51,14 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
     return decorator
 
 
+def cast_for(name: str, operand: Tensor) -> Tensor:
+    """The operand as op `name` would cast it, on its way there: what is brought in between travels in that dtype, both ways."""
+    dtype = autocast_dtype(operand)
+    wanted = None if dtype is None else operands_dtype(RUNS[name], dtype, [operand.dtype])
+    cast: Tensor = operand if wanted is None else _cast(operand, wanted)
+    return cast
+
+
 def _cast(operand: Any, dtype: torch.dtype) -> Any:
     if not may_be_cast(operand) or operand.dtype == dtype:
         return operand

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from weft.kernels.sharded import cast_for
 from weft.mesh import Layout
 from weft.mesh.refinement import axes_of
 from weft.reshard import layout_of, reshard
@@ -85,9 +86,12 @@ def _before(module: nn.Module, enter: Callable[[Any], Any]) -> None:
 def _enter(x: Any) -> Any:
     """A tensor enters a column-parallel layer: it is made whole.
 
-    The forward gathers a sequence-parallel input and moves nothing otherwise; the backward reduces the gradient.
+    The forward gathers a sequence-parallel input and moves nothing otherwise; the backward reduces the gradient. Under autocast
+    both travel in the dtype of the products, to which each of them would cast it.
     """
-    return _along_tensor_axis(x, "R") if isinstance(x, DTensor) else x  # a plain one counts as replicated
+    return (
+        _along_tensor_axis(cast_for("linear", x), "R") if isinstance(x, DTensor) else x
+    )  # a plain one counts as replicated
 
 
 class _Entrance:

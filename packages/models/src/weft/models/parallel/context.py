@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels.order import Runs
 from weft.kernels.packing import pack, unpack
+from weft.kernels.sharded import cast_for
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
 from weft.reshard.running.api import StartedReshard, begin_in_graph, finish_in_graph
@@ -187,10 +188,10 @@ class _GatheringInGraph(NamedTuple):
 
 def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
     """Communication: one all-gather, which is started, and in the backward one reduce-scatter, which is waited for."""
-    key, value = output
-    if not _sharded_on_tokens(key):
+    if not _sharded_on_tokens(output[0]):
         return None
-    assert isinstance(value, DTensor), "values lie as keys"
+    key, value = _cast(*output)
+    assert isinstance(key, DTensor) and isinstance(value, DTensor), "values lie as keys"
     if torch.compiler.is_compiling():
         return _GatheringInGraph(*_begin_gather(key, value)), None
     layout = layout_of(key)
@@ -205,16 +206,21 @@ def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     elif isinstance(given["key"], _GatheringInGraph):
         given["key"], given["value"] = _finish_gather(*given["key"])
     elif isinstance(given["query"], DTensor):
-        given["key"], given["value"] = _gathered(given["key"], given["value"])
+        given["key"], given["value"] = _gathered(*_cast(given["key"], given["value"]))
     return (), given
 
 
 def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _attention_arguments(args, kwargs)
     if isinstance(given["query"], DTensor):
-        entered = _to_heads(given["query"], given["key"], given["value"], module.head_dim)
+        entered = _to_heads(*_cast(given["query"], given["key"], given["value"]), module.head_dim)
         given["query"], given["key"], given["value"] = entered
     return (), given
+
+
+def _cast(*tensors: Tensor) -> tuple[Any, ...]:
+    """Queries, keys and values as attention casts them under autocast: they and their gradients travel so."""
+    return tuple([cast_for("attention", x) for x in tensors])
 
 
 def _leave_heads(module: nn.Module, args: Any, output: Tensor) -> Tensor:

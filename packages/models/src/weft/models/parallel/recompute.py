@@ -44,6 +44,8 @@ PASSING = (
     aten.stack.default,
     aten.constant_pad_nd.default,
     aten.add.Tensor,
+    aten.add_.Tensor,
+    aten.sum.dim_IntList,
     aten.clone.default,
     aten._to_copy.default,
     aten.copy_.default,

@@ -10,7 +10,7 @@ from .config import TrainConfig
 from .optimizer import states_per_element
 from .outline import Outline
 from .recipes import size_in_words
-from .report import Report, mesh_in_words
+from .report import Part, Report, mesh_in_words
 from .speed import flops_per_token
 
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
@@ -31,7 +31,8 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
     report.line(_batch(outline))
     if outline.mesh.size > 1:
         report.line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in at.items())}")
-    report.layout(step.layouts, step.shapes)
+    parts = [Part(name=name, shape=step.shapes[name], layout=layout) for name, layout in step.layouts.items()]
+    report.layout(parts, "" if step.schedule is None else f" of rank {rank}'s stage")
     if step.schedule is not None:
         report.schedule(step.schedule)
     report.predicted(step.communication, rank)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 import torch
+import torch.distributed as dist
 from weft.reshard.running.waits import measured_by
 
 from ..parallel.layouts import layouts_of, shapes_of
@@ -13,7 +14,7 @@ from ..terminal import printable
 from .config import Run
 from .folder import CHECKPOINT
 from .profiling import profiled
-from .report import next_steps
+from .report import Part, next_steps
 from .results import NotWritten, Results
 from .rollcall import RollCall, is_silence
 from .saving import NotSaved, Saver
@@ -45,18 +46,32 @@ def train(run: Run, device: torch.device) -> int:
             raise
 
 
+def find_parts(trainer: Trainer) -> list[Part]:
+    """The parameters of all stages, the first one's first. Communication: with stages, a gather of what each rank holds."""
+    layouts, shapes = layouts_of(trainer.model), shapes_of(trainer.model)
+    if trainer.pipeline is None:
+        return [Part(name=name, shape=shapes[name], layout=layout) for name, layout in layouts.items()]
+    of_ranks: list[list[Part]] = [[] for _ in range(trainer.mesh.size)]
+    at = trainer.mesh.coordinate(trainer.rank)
+    assert at is not None, "the mesh is the whole world"
+    own = [Part(name=n, shape=shapes[n], layout=layout, stage_rank=at["pp"]) for n, layout in layouts.items()]
+    dist.all_gather_object(of_ranks, own)
+    stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}  # of ranks with one coordinate, the first
+    return [part for _, parts in sorted(stages.items()) for part in parts]
+
+
 def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> int:
     report, config = trainer.report, run.config
     saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
-    layouts = layouts_of(trainer.model)
-    report.layout(layouts, shapes_of(trainer.model))
+    parts = find_parts(trainer)
+    report.layout(parts)
     if trainer.pipeline is not None:
         report.schedule(trainer.pipeline.schedule)
     if trainer.predicted is not None:
         report.predicted(trainer.predicted)
     try:
         begins = saver.resume()
-        results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, layouts, step=begins)
+        results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
     trainer.read_ahead(begins)

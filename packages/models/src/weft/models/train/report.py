@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -24,7 +23,7 @@ NAMED = 3  # files that are named of those that were left out
 # By how much the mean loss of two meshes may differ, relative: float32 keeps 24 bits of each of their sums, bfloat16 keeps 8,
 # and the errors of the tokens average out.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
-BESIDE_BAR = 127  # columns of what stands beside the bar: without as many and more there is none
+BESIDE_BAR = 134  # columns of what stands beside the bar: without as many and more there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ class Metrics:
             f"lr {self.lr:.1e}",
             f"{self.tokens_per_second:,.0f} tokens/s",
             flops + ("" if self.mfu is None else f" ({self.mfu:.0%} of the peak)"),
-            f"{self.memory_bytes / 2**30:.2f} GiB ({self.memory_share:.0%})",
+            f"memory {self.memory_bytes / 2**30:.2f} GiB ({self.memory_share:.0%})",
             f"waiting {self.communication_share:.0%}",
             f"{left} left",
         ]
@@ -72,6 +71,19 @@ class Metrics:
                 1, f"held out {self.held_out_loss:.4f} (perplexity {math.exp(min(self.held_out_loss, 700)):.4g})"
             )
         return "  ".join(shown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A parameter, as some ranks hold it.
+
+    layout: None of one that is whole, on one process. stage_rank: their coordinate on "pp"; None without stages.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+    stage_rank: int | None = None
 
 
 class Report:
@@ -88,21 +100,23 @@ class Report:
         """Columns of the terminal, and not too many of a wide one."""
         return min(self._console.width, 120)
 
-    def layout(self, layouts: Mapping[str, Layout | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """A line for each kind of parameter: its shape, its layout, and the shapes of its shards."""
-        kinds: Counter[tuple[str, tuple[int, ...], Layout | None]] = Counter(
-            (general_name(name), shapes[name], layout) for name, layout in layouts.items()
-        )
-        self.line("layout of the parameters")
-        rows = [
-            (
-                name,
-                f"{list(shape)} x {count}" if count > 1 else str(list(shape)),
-                "whole, on one process" if layout is None else str(layout),
-                "" if layout is None else _shards(layout, shape),
-            )
-            for (name, shape, layout), count in kinds.items()
-        ]
+    def layout(self, parts: Sequence[Part], whose: str = "") -> None:
+        """A line for each kind of parameter: its shape, its layout, the shapes of its shards, and the stages' ranks that hold it.
+
+        parts: in the model's order, of every stage or of the one that `whose` names.
+        """
+        kinds: dict[tuple[str, ...], list[Part]] = {}
+        for part in parts:
+            layout = "whole, on one process" if part.layout is None else str(part.layout)
+            shards = "" if part.layout is None else _shards(part.layout, part.shape)
+            kinds.setdefault((general_name(part.name), str(list(part.shape)), layout, shards), []).append(part)
+        self.line(f"layout of the parameters{whose}")
+        rows = []
+        for (name, shape, layout, shards), alike in kinds.items():
+            count = len({part.name for part in alike})
+            at = sorted({part.stage_rank for part in alike if part.stage_rank is not None})
+            on = f"on pp={', '.join(map(str, at))}" if at else ""
+            rows.append((name, f"{shape} x {count}" if count > 1 else shape, layout, shards, on))
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             self.line("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
-from weft.mesh import Layout, ProcessMesh
+from weft.mesh import ProcessMesh
 
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ from ..versions import versions
 from .config import TrainConfig, general_name
 from .folder import CONFIG, lock, remove, tidy
 from .plot import drawn, read_curves, save_picture
-from .report import Metrics
+from .report import Metrics, Part
 from .toml import as_toml
 from .trackers import Trackers
 
@@ -56,7 +56,7 @@ class Results:
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
-        layouts: Mapping[str, Layout | None],
+        parts: Sequence[Part],
         *,
         step: int = 0,
     ) -> None:
@@ -66,7 +66,7 @@ class Results:
         Communication: where there are several ranks, a broadcast of how it went on the one that writes.
         Raises ValueError where another run is in the folder, OSError where it cannot be written; on every rank.
         """
-        error = attempt(self._begin, recipe, config, plan, mesh, layouts, step) if self._writes else None
+        error = attempt(self._begin, recipe, config, plan, mesh, parts, step) if self._writes else None
         raise_on_all(error, dist.is_initialized())
 
     def _begin(
@@ -75,7 +75,7 @@ class Results:
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
-        layouts: Mapping[str, Layout | None],
+        parts: Sequence[Part],
         step: int,
     ) -> None:
         self._folder.mkdir(parents=True, exist_ok=config.resume is not None)
@@ -83,7 +83,7 @@ class Results:
         tidy(self._folder)
         self._cut(step)
         self._write(CONFIG, as_toml(recipe, config))
-        kinds = {f"{general_name(name)}: {layout or 'whole'}": None for name, layout in layouts.items()}
+        kinds = {f"{general_name(part.name)}: {part.layout or 'whole'}": None for part in parts}
         self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds, ""]))
         self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
         self._trackers = Trackers(config.track, self._folder, config)

@@ -271,10 +271,12 @@ def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer
     numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, parameters, states)]
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])
-    lines = ["held by each rank: parameters, gradients and optimizer state in MiB; microbatches in flight at most"]
+    lines = ["held by each rank, in MiB; and microbatches in flight at most"]
+    lines.append("          parameters  gradients  optimizer state  in flight")
     for rank, (parameter, gradient, state, in_flight) in enumerate(of_ranks):
-        held = "  ".join(f"{each / 2**20:8.2f}" for each in (parameter, gradient, state))
-        lines.append(f"  rank {rank}  {held}  {in_flight:3}")
+        lines.append(
+            f"  rank {rank:<4} {parameter / 2**20:9.2f}  {gradient / 2**20:9.2f}  {state / 2**20:15.2f}  {in_flight:9}"
+        )
     return "\n".join(lines)
 
 

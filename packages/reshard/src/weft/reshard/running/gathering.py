@@ -16,7 +16,7 @@ from ..planning.costs import padded_part
 from ..planning.plan import plan
 from ..planning.steps import AllGather, axes_of
 from .blocks import stacking_of
-from .collectives import Pending, all_gather_single
+from .collectives import Pending, start_all_gather
 from .dtensor import layout_of, memory_of
 from .executor import started
 from .groups import group_along, process_mesh, this_rank
@@ -122,7 +122,7 @@ class _Bundle:
         self._storage.resize_(self._nbytes)
         torch._foreach_copy_(self._places, self._parts)
         # In place, as NCCL documents it: a rank's input is its row of the output. gloo copies nothing then either.
-        self._work = all_gather_single(self._flat, self._mine, self._group, async_op=True)
+        self._work = start_all_gather(self._flat, self._mine, self._group)
 
     def finish(self) -> None:
         self._wait()

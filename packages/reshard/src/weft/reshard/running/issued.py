@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +58,25 @@ def received_bytes(kind: str, ranks: int, given: int, made: int, itemsize: int =
     return made
 
 
+_counted_as: ContextVar[str | None] = ContextVar("_counted_as", default=None)
+
+
+@contextmanager
+def counted_as(kind: str) -> Iterator[None]:
+    """What is issued inside is of that kind: another by the name of its op, where the backend has none of its own."""
+    token = _counted_as.set(kind)
+    try:
+        yield
+    finally:
+        _counted_as.reset(token)
+
+
 def kind_of_op(namespace: str, name: str) -> str | None:
     """The kind of collective that torch's op of that name issues; None where it issues none."""
     name = name.lstrip("_").replace("all_", "all")
     if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT):
         return None
-    return next((kind for prefix, kind in _NAMES.items() if name.startswith(prefix)), name)
+    return _counted_as.get() or next((kind for prefix, kind in _NAMES.items() if name.startswith(prefix)), name)
 
 
 def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output: Any) -> int:
@@ -76,6 +91,8 @@ def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output:
     first = _first(tensors[0])
     functional = isinstance(output, Tensor)  # such an op is given its input and makes its output; others are given both
     made, given = (_bytes(output), _bytes(tensors[0])) if functional else (_bytes(tensors[0]), _bytes(tensors[-1]))
+    if kind in ("all-gather", "reduce-scatter") and made == given:
+        kind = "all-to-all"  # which took its place
     if kind == "all-to-all" and splits and sum(splits[0]):
         sizes: Sequence[int] = splits[0]
         return made * (sum(sizes) - sizes[rank]) // sum(sizes)

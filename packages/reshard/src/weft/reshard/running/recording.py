@@ -53,7 +53,7 @@ class Recorded:
     """A rank whose collectives are recorded: `take_each()` gives those since it was last called, in order."""
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
-        self.rank, self.size, self.device_type = rank, mesh.size, "cpu"
+        self.rank, self.size, self.device_type, self.by_exchange = rank, mesh.size, "cpu", False
         self.made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.known: dict[DeviceMesh, ProcessMesh] = {}
         self.kept: dict[Any, Any] = {}

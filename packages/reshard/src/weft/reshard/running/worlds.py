@@ -24,13 +24,15 @@ Positions = Sequence[
 class World(Protocol):
     """Ranks that communicate, seen by one of them.
 
-    device_type: where its tensors live, also those without data. made, known, kept: meshes by content, and what must not
+    device_type: where its tensors live, also those without data. by_exchange: whether an all-gather and a reduce-scatter are
+    faster as all-to-alls. made, known, kept: meshes by content, and what must not
     outlive the groups that it refers to. axes: of a group, by its name, the axes of the mesh that it was first asked for.
     """
 
     rank: int
     size: int
     device_type: str
+    by_exchange: bool
     made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
     known: dict[DeviceMesh, ProcessMesh]
     kept: dict[Any, Any]
@@ -64,6 +66,7 @@ class Processes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(), dist.get_world_size()
         self.device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        self.by_exchange = dist.get_backend() == "gloo"
         self.made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.known: dict[DeviceMesh, ProcessMesh] = {}
         self.kept: dict[Any, Any] = {}

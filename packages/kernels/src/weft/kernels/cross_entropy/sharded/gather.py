@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.running.collectives import Pending, Running, all_gather_single
+from weft.reshard.running.collectives import Pending, Running, start_all_gather
 from weft.reshard.running.groups import group_named, name_of, of_this_world
 from weft.reshard.running.waits import wait_for
 
@@ -122,5 +122,5 @@ def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
     if size == 1:
         return part
     gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    yield all_gather_single(gathered, part.contiguous(), group, async_op=True)
+    yield start_all_gather(gathered, part, group)
     return gathered

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library
 from weft.mesh.extents import largest_part
-from weft.reshard.running.collectives import all_gather_single, reduce_scatter_single
+from weft.reshard.running.collectives import Pending, reduce_scatter, start_all_gather
 from weft.reshard.running.groups import group_named
 from weft.reshard.running.waits import wait_for
 
@@ -55,16 +55,16 @@ def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
     ranks = group_named(group)
     share = largest_part(tokens, ranks.size())
     whole = part.new_empty(share * ranks.size(), *part.shape[1:])
-    all_gather_single(whole, _padded(part, share), ranks)
+    wait_for(start_all_gather(whole, _padded(part, share), ranks))
     return whole[:tokens]
 
 
 def _reduce_scatter(whole: Tensor, rows: int, group: str) -> Tensor:
     ranks = group_named(group)
     share = largest_part(whole.shape[0], ranks.size())
-    part = whole.new_empty(share, *whole.shape[1:])
-    reduce_scatter_single(part, _padded(whole, share * ranks.size()), group=ranks)
-    return part[:rows]
+    stacked = _padded(whole, share * ranks.size())
+    part = Pending(reduce_scatter(stacked, "sum", [(ranks, range(ranks.size()))])).wait()
+    return part.view(share, *whole.shape[1:])[:rows]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -1,0 +1,100 @@
+"""What runs that go on cost: how long training waits for a save, how much of a checkpoint a rank reads, how many kills it survives.
+
+`./run benchmark -k "survival or recipe"` shows these beside the speed of the default recipe. WEFT_KILLS says how many ranks are
+killed; `./run test_faults` kills a hundred, and restarts by torchrun too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from weft.models import save_checkpoint
+from weft.models.checkpoint.states import snapshot
+
+from benchmarks.conftest import Tell
+from benchmarks.timing import Timed
+from tests.faults.attempts import WAYS, Victim, assert_same, complete
+from tests.faults.test_kills import survive
+from tests.models.checkpoints.states import CASES, Case, fill_state, make
+from tests.models.checkpoints.test_saving import bytes_read, save_wide
+from tests.support.pool import Pool
+
+SAVES = 6  # the first of each way, which allocates, is not counted
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_kv_heads": 4,
+}  # 28 MB with AdamW's state
+KILLS = int(os.environ.get("WEFT_KILLS", "6"))
+KILLS_A_RUN = 3
+
+
+def waited(folder: Path) -> dict[str, list[float]]:
+    """Seconds that training waits for a save, of each of three ways in turn."""
+    model, optimizer = make(Case(), seed=1, **SIZES)
+    fill_state(model, optimizer, 1)
+    copy, found = None, {"Weft": [], "Weft, synchronous": [], "torch's async_save": []}
+    for number in range(SAVES):
+        start = time.perf_counter()
+        copy = snapshot(model, optimizer).copied(copy)
+        found["Weft"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        save_checkpoint(model, folder / f"weft-{number}", optimizer)
+        found["Weft, synchronous"].append(time.perf_counter() - start)
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        start = time.perf_counter()
+        saving = dcp.async_save(states, checkpoint_id=folder / f"torch-{number}")
+        found["torch's async_save"].append(time.perf_counter() - start)
+        saving.result()
+        for each in folder.iterdir():
+            shutil.rmtree(each)
+    return {way: seconds[1:] for way, seconds in found.items()}
+
+
+def test_how_long_training_waits_for_a_save(tmp_path: Path, pool: Pool, tell: Tell) -> None:
+    (found,) = tell.measuring(pool.run, waited, tmp_path, ranks=1)
+    timed = {way: Timed(tuple(seconds)) for way, seconds in found.items()}
+    share = timed["Weft"].median / timed["Weft, synchronous"].median
+    print(f"\ntraining waits for {share:.1%} of a synchronous save's time")
+    for way, each in timed.items():
+        tell("a save of 28 MB", way, "host_time", **each.figures)
+
+
+@pytest.mark.parametrize("dst", ["tp2", "zero3-dp4", "pp2-other-sizes-dp2"])
+def test_how_much_of_a_checkpoint_a_rank_reads(dst: str, tmp_path: Path, pool: Pool, tell: Tell) -> None:
+    src = "zero1-dp2-tp2"
+    pool.run(save_wide, CASES[src], tmp_path / "saved", ranks=CASES[src].ranks)
+    read = tell.measuring(pool.run, bytes_read, CASES[dst], tmp_path / "saved", ranks=CASES[dst].ranks)
+    most = max(nbytes / own for nbytes, own in read)
+    print(f"\n{src} read as {dst}: at most {most:.3f} of what a rank holds")
+    tell(f"a checkpoint of {src} read as {dst}", "Weft", "count", bytes_over_held=most)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", WAYS)
+def test_how_many_kills_are_survived(name: str, tmp_path: Path, pool: Pool, tell: Tell) -> None:
+    """By the same call again: every run ends with the bits of one that was never killed."""
+    (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
+    way, draw = replace(WAYS[name], steps=12), random.Random(name)
+    work = min(complete(pool, way, tmp_path / "truth"))
+
+    def kill() -> int:
+        survived = runs = 0
+        while survived < KILLS:
+            victims = [Victim(draw.randrange(way.ranks), draw.uniform(0, 0.5) * work) for _ in range(KILLS_A_RUN)]
+            survived += survive(pool, way, tmp_path / f"run-{runs}", victims[: KILLS - survived])
+            assert_same(tmp_path / f"run-{runs}", tmp_path / "truth")
+            runs += 1
+        return survived
+
+    survived = tell.measuring(kill)
+    print(f"\n{name}: {survived} of {survived} kills survived")
+    tell(f"kills of a rank, {name}", "Weft", "count", survived=survived)

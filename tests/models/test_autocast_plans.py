@@ -1,0 +1,99 @@
+"""Under autocast every family on a mesh errs as on one process, whatever its plan, though activations travel in bfloat16.
+
+That they do is in test_least_communication.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import lay_out_batch, parallelize, record
+from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.train.step import find_gradients
+from weft.reshard import GradientSync
+
+from tests.models.cases import whole
+from tests.models.stepping import observed_step
+from tests.models.test_every_mesh import FAMILIES, KEY, LENGTH, ROWS, batch, make
+
+Found = dict[str, Tensor]
+CRITERION = partial(cross_entropy, denominator=float(ROWS * LENGTH))
+PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tensor": ({"tp": 2}, {}),
+    "sequence": ({"tp": 2}, {"sequence": True, "recompute": "selective"}),
+    "all_gather-tensor": ({"cp": 2, "tp": 2}, {"context": "all_gather"}),
+    "ulysses-sequence": ({"cp": 2, "tp": 2}, {"context": "ulysses", "sequence": True, "recompute": "full"}),
+}
+
+
+def lower() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@functools.cache
+def alone(family: str, dtype: torch.dtype) -> Found:
+    """In bfloat16 under autocast, or in float64."""
+    model, (tokens, targets) = make(FAMILIES[family]), batch()
+    options: dict[str, Any] = {"computing": lower} if dtype == torch.bfloat16 else {}
+    microbatch = Microbatch(args=(tokens,), kwargs={"dropout_key": KEY}, targets=targets)
+    found = find_gradients(
+        model.to(torch.float64 if not options else None), CRITERION, [microbatch], GradientSync(model), **options
+    )
+    return {"loss": found.loss} | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def on_a_mesh(family: str, plan: str) -> Found:
+    sizes, changes = PLANS[plan]
+    mesh, model, inputs = ProcessMesh.grid(**sizes), make(FAMILIES[family]), {"dropout_key": KEY}
+    own = replace(model.parallel_plan(), **changes)
+    with lower():
+        recorded = record(
+            model,
+            mesh,
+            own,
+            batch=(ROWS, LENGTH),
+            rank=torch.distributed.get_rank(),
+            inputs=inputs,
+            criterion=CRITERION,
+        )
+    parallelize(model, mesh, own)
+    laid = lay_out_batch(mesh, own, *batch())
+    given = {"positions": laid.positions, **inputs}
+    found, issued = observed_step(model, CRITERION, laid.tokens, laid.targets, inputs=given, computing=lower)
+    assert issued == recorded, f"issued\n{issued}\nrecorded\n{recorded}"
+    return {"loss": whole(found.loss)} | {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def error(found: Found, truth: Found) -> float:
+    """The norm of the error of all gradients: that of a small one alone is chance."""
+    return float(torch.stack([(found[name] - true).norm() for name, true in truth.items() if name != "loss"]).norm())
+
+
+def table() -> list[Any]:
+    quick = {("gpt", "tensor")}
+    return [
+        pytest.param(
+            family, plan, id=f"{family}-{plan}", marks=[] if (family, plan) in quick else pytest.mark.exhaustive
+        )
+        for family in FAMILIES
+        for plan in PLANS
+    ]
+
+
+@pytest.mark.parametrize(("family", "plan"), table())
+def test_a_mesh_errs_as_one_process_under_autocast(family: str, plan: str, pool: Any) -> None:
+    truth, one = alone(family, torch.float64), alone(family, torch.bfloat16)
+    sizes, _ = PLANS[plan]
+    for found in pool.run(on_a_mesh, family, plan, ranks=2 if "cp" not in sizes else 4):
+        assert {name: each.dtype for name, each in found.items()} == dict.fromkeys(truth, torch.float32)
+        assert float(found["loss"]) == pytest.approx(float(one["loss"]), rel=torch.finfo(torch.bfloat16).eps / 4)
+        assert error(found, truth) <= 1.5 * error(one, truth)
