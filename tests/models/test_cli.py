@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -266,13 +267,37 @@ main(["train"])
     assert (done.returncode, done.stderr) == (130, "\nweft train: interrupted; what was saved is whole\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_ctrl_c_is_one_line(weft: Weft, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    def interrupted(arguments: list[str]) -> int:
-        raise KeyboardInterrupt
+def interrupted(arguments: list[str]) -> int:
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(import_module(f"weft.models.cli.{command}"), "run", interrupted)
+
+def interrupted_in_the_making_of_a_class(arguments: list[str]) -> int:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    class Owner:
+        attribute = Interrupted()
+
+    raise AssertionError
+
+
+@pytest.mark.parametrize("run", [interrupted, interrupted_in_the_making_of_a_class])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_is_one_line(
+    weft: Weft, monkeypatch: pytest.MonkeyPatch, command: str, run: Callable[[list[str]], int]
+) -> None:
+    monkeypatch.setattr(import_module(f"weft.models.cli.{command}"), "run", run)
     assert weft(command) == (130, "", f"\nweft {command}: interrupted; what was saved is whole\n")
+
+
+def test_an_error_is_no_interrupt(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(arguments: list[str]) -> int:
+        raise RuntimeError("no interrupt") from ValueError()
+
+    monkeypatch.setattr(import_module("weft.models.cli.layout"), "run", failed)
+    with pytest.raises(RuntimeError, match="no interrupt"):
+        weft("layout")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def whole(model: nn.Module, backend: str) -> Callable[..., Tensor]:
 
 
 WAYS = {"block": by_the_block, "model": whole}
+# Blocks alone are compiled by test_recompute.py and test_zero_blocks.py, on one process and on a mesh.
+EACH_WAY = [pytest.param("block", marks=pytest.mark.exhaustive), pytest.param("model")]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +137,7 @@ def compiling(config: ModelConfig, case: object) -> Ranks:
 
 
 CONFIGS = [
-    pytest.param(SHORT, id="one-layer"),
+    pytest.param(SHORT, id="one-layer", marks=pytest.mark.exhaustive),  # dropout-tied has one layer, too
     pytest.param(CONFIG, id="plain", marks=pytest.mark.exhaustive),
     pytest.param(
         replace(CONFIG, dropout=0.3, attention_dropout=0.2, tie_embeddings=True, num_layers=1), id="dropout-tied"
@@ -146,7 +148,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_model_compiles_to_one_graph(way: str, config: ModelConfig) -> None:
     compiles(way, "aot_eager", config, None, False)
 

@@ -66,7 +66,7 @@ def test_a_rank_of_a_later_stage(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "rank 1 is at pp=1, dp=0, tp=0\n" in out
     assert "  lm_head.weight " in out
     assert "embed_tokens" not in out
-    assert "schedule of the pipeline\nrank 0  F0 " in out
+    assert "schedule of the pipeline\npp=0  F0 " in out
     assert "bytes that rank 1 receives\n" in out
     assert held(out)["parameters"] == 4 * (2 * BLOCK + 128 + TABLE)
 

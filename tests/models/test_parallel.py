@@ -122,7 +122,8 @@ def test_loss_gradients_and_collectives(dp: int, tp: int, change: dict[str, Any]
 
 def one_block(ranks: int, plan: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
     mesh = ProcessMesh.grid(tp=ranks)
-    model = parallelize(make(CONFIG), mesh, replace(make(CONFIG).parallel_plan(), **plan))
+    model = make(replace(CONFIG, num_layers=1))
+    parallelize(model, mesh, replace(model.parallel_plan(), **plan))
     x = torch.randn(2, 8, CONFIG.hidden_size)
     stream = Layout(mesh, {"tp": Shard(1)} if plan.get("sequence") else {})
     dx = distribute(x, stream).requires_grad_()
@@ -207,10 +208,14 @@ def test_data_parallelism_adds_the_gradients_buckets_alone(pool) -> None:
     assert pool.run(buckets, 1, ranks=2) == [parameters, parameters]
 
 
+def blocks_on_a_grid() -> list[list[list[str]]]:
+    return [block_on_a_grid(False, 2**20), block_on_a_grid(False, 1), block_on_a_grid(True, 2**20)]
+
+
 def block_on_a_grid(sequence: bool, bucket_bytes: int) -> list[list[str]]:
     """Collectives in order: of a block's forward, of its backward and of the gradients' synchronization."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
-    model = make(CONFIG)
+    model = make(replace(CONFIG, num_layers=1))
     parallelize(model, mesh, replace(model.parallel_plan(), sequence=sequence))
     sync = GradientSync(model.layers[0], bucket_bytes=bucket_bytes)
     stream = Layout(mesh, {"dp": Shard(0), "tp": Shard(1)} if sequence else {"dp": Shard(0)})
@@ -227,11 +232,10 @@ def block_on_a_grid(sequence: bool, bucket_bytes: int) -> list[list[str]]:
 
 
 def test_data_parallelism_leaves_a_block_as_it_is_but_for_one_bucket(pool) -> None:
-    for phases in pool.run(block_on_a_grid, False, 2**20):
-        assert phases == [["all-reduce"] * 2, ["all-reduce"] * 2, ["all-reduce"]]
-    for forward, backward, after in pool.run(block_on_a_grid, False, 1):
-        assert (forward, backward, after) == (["all-reduce"] * 2, ["all-reduce"] * (2 + 9), [])  # 9 parameters
-    for forward, backward, after in pool.run(block_on_a_grid, True, 2**20):
+    for one_bucket, small_buckets, sequence in pool.run(blocks_on_a_grid):
+        assert one_bucket == [["all-reduce"] * 2, ["all-reduce"] * 2, ["all-reduce"]]
+        assert small_buckets == [["all-reduce"] * 2, ["all-reduce"] * (2 + 9), []]  # 9 parameters
+        forward, backward, after = sequence
         assert forward == backward == ["all-gather", "reduce-scatter"] * 2
         assert after == ["all-reduce"] * 2  # over dp for the projections; over dp and tp for the norms
 

@@ -35,7 +35,7 @@ from weft.models.train.optimizer import clip_gradients
 from tests.models.cases import gradients_off, whole
 from tests.support.sample import together
 
-SIZES = {"vocab_size": 31, "hidden_size": 32, "num_layers": 6, "num_heads": 4, "max_seq_len": 32}
+SIZES = {"vocab_size": 31, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "max_seq_len": 32}
 GATED = {"intermediate_size": 48, "num_kv_heads": 4}
 CONFIGS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**SIZES, **GATED),
@@ -65,7 +65,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any]) -> dict[str, Any]:
     """What this rank has after a step: the loss, its own gradients, whole, its bytes and its pipeline's numbers."""
     mesh = ProcessMesh.grid(**axes)
-    model = make(name, layers_for(axes))
+    model = make(name, layers_for(axes, pipeline))
     own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
     parallelize(model, mesh, own)
     tokens, targets = batch()
@@ -81,9 +81,9 @@ def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: di
     }
 
 
-def layers_for(axes: dict[str, int]) -> int:
-    """As many as there are stages, where two are on a rank."""
-    return max(5, 2 * axes["pp"])
+def layers_for(axes: dict[str, int], pipeline: dict[str, Any]) -> int:
+    """One more than there are stages, of which interleaving has two on a rank."""
+    return axes["pp"] * (2 if pipeline.get("schedule") == "interleaved" else 1) + 1
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def test_four_stages_and_meshes_of_8_processes(
 
 
 def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -> None:
-    truths = [truth_of(name, MICROBATCHES, layers_for(axes)) for _, name in cases]
+    truths = [truth_of(name, MICROBATCHES, layers_for(axes, pipeline)) for pipeline, name in cases]
     ranks = torch.Size(axes.values()).numel()
     found = pool.run(each_case, axes, plan, cases, truths, ranks=ranks)
     assert not any(wrong for wrong, _ in found), "\n".join(said for wrong, _ in found for said in wrong)
@@ -201,13 +201,15 @@ def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -
 
 @pytest.mark.parametrize("pipeline", SCHEDULES)
 def test_a_rank_holds_nothing_of_other_stages(pipeline: dict[str, Any], pool) -> None:
-    nbytes = {name: p.nbytes for name, p in make("llama").named_parameters()}
+    layers = layers_for({"pp": 2}, pipeline)
+    nbytes = {name: p.nbytes for name, p in make("llama", layers).named_parameters()}
     stages = {0: "embed_tokens", 1: "norm"}
     for rank, found in enumerate(pool.run(one_step, {"pp": 2}, "llama", {}, pipeline, ranks=2)):
         names = found["gradients"].keys()
         assert any(name.startswith(stages[rank]) for name in names)
         assert not any(name.startswith(stages[1 - rank]) for name in names)
-        assert sum(name.startswith("layers") for name in names) == (27, 18)[rank]  # of 5 layers with 9 parameters each
+        mine = layers // 2 + (rank == 0)  # of an odd number of layers, with 9 parameters each
+        assert sum(name.startswith("layers") for name in names) == 9 * mine
         assert found["bytes"] == sum(nbytes[name] for name in names)
 
 
@@ -242,7 +244,7 @@ def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
     """AdamW with clipping that bites: the norms, the losses, and the weights that this rank has."""
     model = make("tied")
     if axes:
-        plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, split=(1, 4, 1)))
+        plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, split=(1, 2, 1)))
         parallelize(model, ProcessMesh.grid(**axes), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens, targets = batch()
@@ -280,8 +282,8 @@ def test_anchor_29_tied_weights_stay_equal_to_the_bit_and_count_once(axes: dict[
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 @pytest.mark.parametrize("keeps", [cross_entropy, nn.functional.cross_entropy], ids=["ours", "torch"])
 def test_microbatches_without_stages_weigh_as_in_one_batch(microbatches: int, keeps: Any) -> None:
-    loss, gradients = expected("llama", 1)
-    model = make("llama")
+    loss, gradients = expected("llama", 1, layers=2)
+    model = make("llama", layers=2)
 
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
         return keeps(logits.flatten(0, 1), targets.flatten())
@@ -301,8 +303,8 @@ def test_an_ignored_index_and_sums_of_losses() -> None:
     ):
         criterion = partial(cross_entropy, **options)
         targets = batch()[1].clamp(min=0) if "ignore_index" in options else batch()[1]
-        together = criterion(make("llama")(tokens), targets)
-        found = forward_backward(make("llama"), criterion, tokens, targets, microbatches=4)
+        together = criterion(make("llama", layers=1)(tokens), targets)
+        found = forward_backward(make("llama", layers=1), criterion, tokens, targets, microbatches=4)
         assert found.item() == pytest.approx(together.item(), rel=1e-6), options
 
 

@@ -50,8 +50,8 @@ def both(
 
 
 def of_family(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any], recorder: int) -> Both:
-    """As many layers and microbatches as the schedules need at least."""
-    model = make(name, 2 * axes["pp"])
+    """As many layers and microbatches as the schedule needs at least."""
+    model = make(name, axes["pp"] * (2 if pipeline.get("schedule") == "interleaved" else 1))
     cut = PipelinePlan(microbatches=axes["pp"], **pipeline)
     return both(model, axes, replace(model.parallel_plan(), **plan, pipeline=cut), cross_entropy, recorder=recorder)
 

@@ -28,7 +28,7 @@ def schedules(name: str, chunks: int) -> list[Schedule]:
 
 def share_idle(schedule: Schedule) -> set[Fraction]:
     """Of each rank's time, counted slot by slot in the picture."""
-    rows = [line.split()[2:] for line in str(schedule).splitlines() if line.startswith("rank")]
+    rows = [line.split()[1:] for line in str(schedule).splitlines() if line.startswith("pp=")]
     length = max(map(len, rows))
     return {Fraction(length - sum(cell != "·" for cell in row), length) for row in rows}
 
@@ -110,8 +110,8 @@ def test_a_deadlock_is_found() -> None:
 
 def test_the_picture() -> None:
     assert str(make_schedule("1f1b", ranks=2, microbatches=3)).splitlines() == [
-        "rank 0  F0 F1 ·  ·  B0 W0 F2 B1 W1 ·  B2 W2",
-        "rank 1  ·  F0 B0 W0 F1 B1 W1 F2 B2 W2 ·  ·",
+        "pp=0  F0 F1 ·  ·  B0 W0 F2 B1 W1 ·  B2 W2",
+        "pp=1  ·  F0 B0 W0 F1 B1 W1 F2 B2 W2 ·  ·",
         "bubble: 3 of 12 slots idle on a rank (25.0%); the formula's is 25.0%",
     ]
     assert "F0b" in str(make_schedule("interleaved", ranks=2, microbatches=2, chunks=2))

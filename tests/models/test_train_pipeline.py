@@ -31,15 +31,18 @@ def config(mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> TrainC
     return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 
+FEW_LAYERS = replace(MODEL, num_layers=2)
+
+
 def made_run(text: str, mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> Run:
     folder, sizes = Path(text).parent / "run", {"dp": 1, "tp": 1, **mesh}
-    settled = config(mesh, plan, **options)
+    settled = config(mesh, plan, model=options.pop("model", FEW_LAYERS), **options)
     return Run(recipe="llama-tiny-tied", config=settled, corpus=find_corpus(Path(text)), folder=folder, **sizes)
 
 
-def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], dtype: str = "float32") -> list[float]:
+def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict[str, Any]) -> list[float]:
     """The held-out loss, those of two steps, and the held-out loss again."""
-    made = Trainer(made_run(text, mesh, plan, dtype=dtype), torch.device("cpu"))
+    made = Trainer(made_run(text, mesh, plan, **options), torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()
@@ -76,26 +79,29 @@ def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("dp", "plan"),
+    ("dp", "plan", "model"),
     [
-        pytest.param(2, {"split": "1,3", "zero": 2}, id="dp2-zero2", marks=pytest.mark.exhaustive),
-        pytest.param(1, {"schedule": "zero_bubble"}, id="zero-bubble"),
+        pytest.param(2, {"split": "1,3", "zero": 2}, MODEL, id="dp2-zero2", marks=pytest.mark.exhaustive),
+        pytest.param(1, {"schedule": "zero_bubble"}, FEW_LAYERS, id="zero-bubble"),
     ],
 )
-def test_one_loss_with_stages_and_without(dp: int, plan: dict[str, Any], pool, tmp_path: Path) -> None:
+def test_one_loss_with_stages_and_without(
+    dp: int, plan: dict[str, Any], model: LlamaConfig, pool, tmp_path: Path
+) -> None:
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
     text = str(tmp_path / "text.txt")
-    (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, {"microbatches": 4}, ranks=1)
-    for found in pool.run(trained, text, {"pp": 2, "dp": dp, "tp": 1}, {"microbatches": 4, **plan}, ranks=2 * dp):
+    options, axes = {"model": model}, {"pp": 2, "dp": dp, "tp": 1}
+    (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, {"microbatches": 4}, options, ranks=1)
+    for found in pool.run(trained, text, axes, {"microbatches": 4, **plan}, options, ranks=2 * dp):
         assert found == pytest.approx(alone, rel=1e-5)
 
 
 def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
     """Within what bfloat16 keeps, 8 bits, of numbers that tokens' errors average out in."""
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
-    text, plan = str(tmp_path / "text.txt"), {"microbatches": 4}
-    (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, plan, "bfloat16", ranks=1)
-    for found in pool.run(trained, text, {"pp": 2, "dp": 1, "tp": 1}, plan, "bfloat16", ranks=2):
+    text, plan, options = str(tmp_path / "text.txt"), {"microbatches": 4}, {"dtype": "bfloat16"}
+    (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, plan, options, ranks=1)
+    for found in pool.run(trained, text, {"pp": 2, "dp": 1, "tp": 1}, plan, options, ranks=2):
         assert found == pytest.approx(alone, rel=1e-3)
 
 

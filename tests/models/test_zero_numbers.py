@@ -19,7 +19,7 @@ from weft.models.train.observe import CollectiveCount
 from weft.reshard import GradientSync, reshard
 
 CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=4, max_seq_len=32
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4, max_seq_len=32
 )
 
 
@@ -139,7 +139,7 @@ UNEVEN = replace(
     [
         pytest.param({"dp": 2}, CONFIG, id="dp2"),
         pytest.param({"dp": 4}, CONFIG, id="dp4", marks=pytest.mark.exhaustive),
-        pytest.param({"dp": 2, "tp": 2}, CONFIG, id="dp2-tp2"),
+        pytest.param({"dp": 2, "tp": 2}, CONFIG, id="dp2-tp2", marks=pytest.mark.exhaustive),
         pytest.param({"dp": 4}, UNEVEN, id="dp4-uneven", marks=pytest.mark.exhaustive),
     ],
 )

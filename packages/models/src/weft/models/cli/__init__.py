@@ -19,7 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from .command import call
 
         status = call(command, rest)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python 3.11 makes a RuntimeError of what comes up while a class is made
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
         from ..terminal import PROGRAM
 
         print(f"\n{PROGRAM} {command}: interrupted; what was saved is whole", file=sys.stderr)

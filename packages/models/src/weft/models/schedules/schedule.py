@@ -215,7 +215,7 @@ def _receiver(action: Action, schedule: Schedule) -> Action | None:
 
 
 def picture(schedule: Schedule) -> str:
-    """Ranks down, time across: F, B (the gradient of the input) and W (those of the weights) of each microbatch, and idle.
+    """Ranks of "pp" down, time across: F, B (the gradient of the input) and W (those of the weights) of each microbatch, and idle.
 
     Several stages on a rank are told apart by a letter: F0a, F0b. Below it the bubble, counted, beside its formula.
     """
@@ -231,9 +231,7 @@ def picture(schedule: Schedule) -> str:
                 cells[slot] = f"{kind}{action.microbatch}{letter}"
         rows.append(cells)
     width = max(len(cell) for cells in rows for cell in cells)
-    lines = [
-        f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells).rstrip() for rank, cells in enumerate(rows)
-    ]
+    lines = [f"pp={rank}  " + " ".join(cell.ljust(width) for cell in cells).rstrip() for rank, cells in enumerate(rows)]
     return "\n".join([*lines, bubble_text(timeline)])
 
 
