@@ -20,6 +20,7 @@ SECONDS = "format(datum.value, '~s') + 's'"
 ROW = 34  # pixels: a line of text, and the marks under it
 LADDER = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 LETTER = 7.5  # pixels, at most, of what stands in bold
+LEFT, RIGHT = (alt.value(at) for at in (0, "width"))
 
 
 def rows(data: Sequence[Datum], x: alt.X, *, origin: float | None = None) -> Spec:
@@ -69,7 +70,7 @@ def points(data: Sequence[Datum], names: Sequence[str]) -> Spec:
     shape = alt.Shape("name:N").scale(domain=some, range=SHAPES).legend(_legend("horizontal"))
     marks = base.mark_point(style="mark").encode(x=x, y=y, yOffset=track, color=colour, shape=shape, tooltip=_tip())
     first = base.transform_aggregate(count="count()", groupby=["label"])
-    labels = first.mark_text(style="label", dy=-6 * len(some)).encode(x=alt.XValue(0), y=y, text="label:N")
+    labels = first.mark_text(style="label", dy=-6 * len(some)).encode(x=LEFT, y=y, text="label:N")
     return _spec(alt.layer(marks, labels), _height(data, 13 * (len(some) + 1)))
 
 
@@ -132,8 +133,8 @@ def _labels(base: alt.Chart, y: alt.Y, data: Sequence[Datum]) -> list[alt.Chart]
     label = base.mark_text(style="label", dy=-14, limit=limit)
     value = base.mark_text(style="value", dy=-14)
     return [
-        label.encode(x=alt.XValue(0), y=y, text="label:N", tooltip=_tip()),
-        value.encode(x=alt.XValue("width"), y=y, text="text:N", tooltip=_tip()),
+        label.encode(x=LEFT, y=y, text="label:N", tooltip=_tip()),
+        value.encode(x=RIGHT, y=y, text="text:N", tooltip=_tip()),
     ]
 
 

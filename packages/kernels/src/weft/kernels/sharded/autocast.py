@@ -18,6 +18,7 @@ from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, may_be_cast, op
 IN_PLACE = ("accumulate_into",)  # a copy would not be what the caller gave
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Operand = TypeVar("Operand", bound=Tensor)
 
 
 def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
@@ -51,11 +52,11 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
     return decorator
 
 
-def cast_for(name: str, operand: Tensor) -> Tensor:
+def cast_for(name: str, operand: Operand) -> Operand:
     """The operand as op `name` would cast it, on its way there: what is brought in between travels in that dtype, both ways."""
     dtype = autocast_dtype(operand)
     wanted = None if dtype is None else operands_dtype(RUNS[name], dtype, [operand.dtype])
-    cast: Tensor = operand if wanted is None else _cast(operand, wanted)
+    cast: Operand = operand if wanted is None else _cast(operand, wanted)
     return cast
 
 

@@ -89,9 +89,9 @@ def _enter(x: Any) -> Any:
     The forward gathers a sequence-parallel input and moves nothing otherwise; the backward reduces the gradient. Under autocast
     both travel in the dtype of the products, to which each of them would cast it.
     """
-    return (
-        _along_tensor_axis(cast_for("linear", x), "R") if isinstance(x, DTensor) else x
-    )  # a plain one counts as replicated
+    if not isinstance(x, DTensor):  # it counts as replicated
+        return x
+    return _along_tensor_axis(cast_for("linear", x), "R")
 
 
 class _Entrance:

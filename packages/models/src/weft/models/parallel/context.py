@@ -213,8 +213,8 @@ def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _attention_arguments(args, kwargs)
     if isinstance(given["query"], DTensor):
-        entered = _to_heads(*_cast(given["query"], given["key"], given["value"]), module.head_dim)
-        given["query"], given["key"], given["value"] = entered
+        query, key, value = _cast(given["query"], given["key"], given["value"])
+        given["query"], given["key"], given["value"] = _to_heads(query, key, value, module.head_dim)
     return (), given
 
 
