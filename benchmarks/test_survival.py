@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+
+pytest.importorskip("safetensors", reason="what checkpoints are written with")
+
 from weft.models import save_checkpoint
 from weft.models.checkpoint.states import snapshot
 

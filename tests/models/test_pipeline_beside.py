@@ -81,8 +81,13 @@ def test_bytes_over_dp_in_a_step(schedule: Any, zero: Any, bucket_bytes: int, ti
         cut = PipelinePlan(microbatches=PARTS, schedule=schedule)
         plan = replace(model.parallel_plan(), zero=zero, pipeline=cut)
         found = record(model, ProcessMesh.grid(pp=2, dp=n), plan, batch=(8, 8), rank=rank, bucket_bytes=bucket_bytes)
+        together = 0  # norms' gradients of both microbatches, which came before the products that wait
+        if rank == n and schedule == "zero_bubble" and times > 2:
+            together = sum(
+                p.numel() for name, p in model.named_parameters() if name.startswith(held) and "norm" in name
+            )
         losses = 0 if rank == 0 else PARTS * -(-2 * (n - 1) // n) * 4
-        assert found.select(axis="dp").nbytes - losses == times * (n - 1) * P * 4 // n
+        assert found.select(axis="dp").nbytes - losses == (n - 1) * (times * P - together) * 4 // n
 
 
 def held_after_a_step() -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import kernels
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of
+from weft.reshard.running.issued import kind_of_op
 
 from tests.kernels.cases import FOUR, GRID, TWO, ints, normal, told, torch_cross_entropy, upstream_of, whole
 from tests.support.collectives import Collectives
@@ -24,7 +25,7 @@ class Gathers(TorchDispatchMode):
         self.nbytes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "allgather" in func.__name__:
+        if kind_of_op(*func.name().partition(".")[0].split("::")) == "all-gather":
             self.nbytes.append(args[0].nbytes)
         return func(*args, **(kwargs or {}))
 

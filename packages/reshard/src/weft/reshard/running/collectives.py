@@ -78,12 +78,20 @@ def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
     return part
 
 
+def _by_exchange() -> bool:
+    """Whether all-gathers and reduce-scatters go as all-to-alls.
+
+    Not where torch checks all calls (TORCH_DISTRIBUTED_DEBUG=DETAIL): it compares the shapes of gathers, and not of all-to-alls.
+    """
+    return world().by_exchange and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+
+
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to fill `whole` with the parts of a group's members, one behind the other.
 
     On gloo by an exchange, which takes half the time or less, and for that long the memory of the result once more.
     """
-    if not world().by_exchange:
+    if not _by_exchange():
         return _started(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
     copies = part.reshape(1, -1).expand(group.size(), -1).contiguous()
     return _exchanged(whole, copies, group, "all-gather")
@@ -95,7 +103,7 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     On gloo two ranks exchange small tensors and add them up: as many bytes, in one step of two.
     """
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
-    if op in ("sum", "avg") and group.size() == 2 and whole.nbytes <= _SMALL and world().by_exchange:
+    if op in ("sum", "avg") and group.size() == 2 and whole.nbytes <= _SMALL and _by_exchange():
         other = torch.empty_like(result)
         counts = [0, result.numel()] if group.rank() == 0 else [result.numel(), 0]
         yield _exchanged(other, result, group, "all-reduce", counts)
@@ -115,7 +123,7 @@ def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running
         stacked = stacked.reshape(len(positions), -1)
         if not isinstance(positions, range):
             stacked = stacked[list(positions)]
-        if op in ("sum", "avg") and not world().by_exchange:
+        if op in ("sum", "avg") and not _by_exchange():
             parts = stacked.new_empty(stacked.shape[1])
             yield _started(reduce_scatter_single(parts, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
         else:

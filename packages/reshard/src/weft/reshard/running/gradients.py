@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -101,13 +101,11 @@ class GradientSync:
         self._aside: dict[DTensor, dict[Layout, DTensor]] = {}  # earlier gradients, in other layouts than `.grad`
         self._lying: dict[DTensor, tuple[object, Layout]] = {}  # how the last gradient of a parameter lay
         self._routes: dict[DTensor, tuple[object, Route | None]] = {}  # and how one that was sent travels
-        self._order = tuple(
-            reversed(self._targets)
-        )  # about that in which backward comes to them, the same on every rank
+        self._order = tuple(reversed(self._targets))  # about that of backward, and the same on every rank
         self._expected = self._order  # those whose gradients others wait for: those that came in the last step
         self._next = 0  # of the expected, the one that is sent next
         self._came: set[DTensor] = set()  # since `wait()`
-        self._arrived: set[DTensor] = set()  # and of these those that were not sent
+        self._arrived: Counter[DTensor] = Counter()  # how often, and was not sent
         self._filling: dict[Hashable, Bucket] = {}
         self._sent: deque[Bucket] = deque()
         self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
@@ -220,11 +218,13 @@ class GradientSync:
         self._unsynchronized.add(arrived)
         if self._paused and arrived not in self._at_once:
             return
+        if arrived.grad is None and arrived not in self._aside:  # it waits, as those of a zero-bubble schedule do
+            return
         self._came.add(arrived)
-        self._arrived.add(arrived)
-        while self._expected[self._next] in self._arrived:
-            self._add(self._expected[self._next])
-            self._arrived.discard(self._expected[self._next])
+        self._arrived[arrived] += 1
+        while self._arrived[expected := self._expected[self._next]]:
+            self._add(expected)
+            self._arrived[expected] -= 1
             self._next = (self._next + 1) % len(self._expected)
 
     def _add(self, parameter: DTensor) -> None:

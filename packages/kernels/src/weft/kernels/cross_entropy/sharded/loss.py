@@ -212,7 +212,7 @@ def vocab_parallel_cross_entropy(
     first met, and the loss is NaN where they do not fit later, or another rank cannot go on: the host waits for no device.
     The number of tokens, label_smoothing and float64 logits decide how many bytes a rank gathers, and are not compared: there
     is no smaller gather before. Where they differ between ranks, the backend fails as it does for any such gather; with
-    TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares them first, and every rank raises RuntimeError with the shapes.
+    TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares them first, and every rank raises RuntimeError with the numbers of elements.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
