@@ -243,9 +243,8 @@ def test_a_compiled_op(name: str) -> None:
     compiled_as_eager(name, None)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in COMPILED[1:3])) for name in COMPILED]
-)
+@pytest.mark.exhaustive  # its sisters are the eager op on DTensors, and the compiled one on plain tensors
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_op_on_dtensors(pool: Pool, name: str) -> None:
     pool.run(compiled_as_eager, name, ProcessMesh.grid(tp=2), ranks=2)
 

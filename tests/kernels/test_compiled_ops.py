@@ -60,7 +60,7 @@ def test_ops_on_plain_tensors(names: tuple[str, ...]) -> None:
     ops_compile(names)
 
 
-@pytest.mark.parametrize("names", [pytest.param(tuple(OPS), id="all"), *ALONE])
+@pytest.mark.parametrize("names", [pytest.param(("linear", "attention", "embedding"), id="a-few"), *ALONE])
 def test_ops_on_dtensors(pool: Pool, names: tuple[str, ...]) -> None:
     pool.run(ops_compile, names, ProcessMesh.grid(tp=2), ranks=2)
 

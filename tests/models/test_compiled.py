@@ -193,6 +193,7 @@ def packed_rows_on_ranks() -> None:
     packed_rows(ProcessMesh.grid(dp=2, tp=2))
 
 
+@pytest.mark.exhaustive  # its sister is the model whose rows are not packed
 def test_packed_rows_compile_to_one_graph() -> None:
     packed_rows(None)
 

@@ -142,6 +142,7 @@ def test_the_bytes_from_stage_to_stage_are_those_of_the_activations() -> None:
     assert second.select(kind="send", phase="forward").count == 2
 
 
+@pytest.mark.exhaustive  # its sister is in test_communication.py, without stages
 def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
     def step(dp: int) -> None:
         recorded(13, pp=2, dp=dp, tp=4)

@@ -161,7 +161,7 @@ def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
     ("how", "told"),
     [
         pytest.param("raise ValueError('no such thing')", r"1: rank 1 failed:\nTraceback [\s\S]*ValueError: no such thing\n", id="raises"),
-        pytest.param("raise SystemExit(7)", "7: rank 1 exited with status 7; the other processes were ended", id="exits"),
+        pytest.param("raise SystemExit(7)", "7: rank 1 exited with status 7; the other processes were ended", id="exits", marks=pytest.mark.exhaustive),
         pytest.param("os.abort()", "-6: rank 1 killed by SIGABRT; the other processes were ended", id="is-killed"),
     ],
 )  # fmt: skip

@@ -96,6 +96,7 @@ def test_one_loss_with_stages_and_without(
         assert found == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.exhaustive  # its sister is the loss in float32
 def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
     """Within what bfloat16 keeps, 8 bits, of numbers that tokens' errors average out in."""
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)

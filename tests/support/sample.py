@@ -12,6 +12,9 @@
 5. A table whose cases run together, as in one call of the worker processes, is given to `parametrize` by `together`: of the
    cases that rule 1 takes and of the others a list each for every value of its first parameter.
 
+6. A test in tests/models whose cases each run on several processes runs with the first two of those that the rules above take:
+   it goes through meshes, plans and families, where the other files go through ops, rules and failures.
+
 What is left has the mark `exhaustive`. Which cases are taken follows from their names alone: it is the same in every process,
 on every machine, and whatever else is selected.
 """
@@ -31,19 +34,20 @@ Value = tuple[str, tuple[int, ...]]  # a parameter, and the identity of what it 
 
 # Marks of tests that `./run test` leaves out as they stand.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
+A_FEW = 2  # cases of a test of models on several processes
 
 
-def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> set[str]:
+def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> list[str]:
     """The names of a few of the cases, which have all the values; each case is a name and its values.
 
     Time and again the case with the most values that those before it lack; of several, by `number_of` the name.
     """
-    taken: set[str] = set()
+    taken: list[str] = []
     lacking = frozenset[Any]().union(*(values for _, values in cases))
     in_order = sorted(cases, key=lambda case: number_of(case[0]), reverse=True)
     while lacking:
         name, values = max(in_order, key=lambda case: len(case[1] & lacking))  # the first of several
-        taken.add(name)
+        taken.append(name)
         lacking -= values
     return taken
 
@@ -98,9 +102,15 @@ def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
         (item, values_of(item)) for item in items if ELSEWHERE.isdisjoint(mark.name for mark in item.iter_markers())
     ]
     taken = sample([(item.name, values) for item, values in ours])
+    if any(_is_of_models_on_processes(item) for item, _ in ours):
+        taken = taken[:A_FEW]
     for item, values in ours:
         if values and item.name not in taken:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def _is_of_models_on_processes(item: pytest.Item) -> bool:
+    return "models" in item.path.parts and "pool" in getattr(item, "fixturenames", ())
 
 
 def values_of(item: pytest.Item) -> frozenset[Value]:

@@ -23,6 +23,9 @@ from tests.support.pool import Pool
 
 BOTH = {"return_z_loss": True, "return_token_accuracy": True, "z_loss": 0.1}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "fp32", "fp64"])
+COMPILED = pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.exhaustive)]
+)
 REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 
 
@@ -118,7 +121,7 @@ def by_group(form: str, reduction: str, dtype: torch.dtype, compiled: bool) -> l
     return list((torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(own))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@COMPILED
 @pytest.mark.parametrize("form", ["logits", "product"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_of_a_vocabulary_in_shards(pool: Pool, form: str, reduction: str, compiled: bool) -> None:
@@ -150,7 +153,7 @@ def by_layout(form: str, reduction: str, weighted: bool, compiled: bool) -> list
     return [to_global(each.detach()) if isinstance(each, DTensor) else each for each in made]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@COMPILED
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("form", ["logits", "product"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])

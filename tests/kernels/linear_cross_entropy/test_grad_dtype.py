@@ -93,6 +93,7 @@ def test_the_gradient_given_away_is_the_sum_itself(device):
     assert case.linear_weight.grad.data_ptr() == total.data_ptr()
 
 
+@pytest.mark.exhaustive  # its sister is the eager one
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_compiled_it_has_the_dtype(reduction):
     """But is rounded to the weight's on its way: torch's compiler knows of no other."""

@@ -167,6 +167,7 @@ def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyP
         grouped_matmul(a, b, offsets).sum().backward()
 
 
+@pytest.mark.exhaustive  # its sisters are the losses' custom ops
 def test_it_is_one_node_of_a_compiled_graph() -> None:
     torch._dynamo.reset()
     tensors = [normal(9, 4), normal(3, 4, 5)]

@@ -191,5 +191,6 @@ def compiled() -> None:
         same(told(traced, a, b, None), told(run, a, b, None), torch.float64)
 
 
+@pytest.mark.exhaustive  # its sisters are the losses' custom ops
 def test_each_is_one_node_of_a_compiled_graph(pool: Pool) -> None:
     pool.run(compiled, ranks=2)
