@@ -25,6 +25,11 @@ QUICK = re.compile(
 # Commands that are called one after another, in a folder with this repository's licence, and what they print.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
+LONG = {"benchmark", "transformers"}  # guides whose sisters are the tests of the benchmarks and of `patch`
+CASES = [
+    pytest.param(path, id=path.relative_to(ROOT).as_posix(), marks=[pytest.mark.exhaustive] * (path.stem in LONG))
+    for path in PAGES
+]
 
 
 def are_interpreted() -> bool:
@@ -33,7 +38,7 @@ def are_interpreted() -> bool:
 
 
 @as_shown_or_quickly
-@pytest.mark.parametrize("page", [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in PAGES])
+@pytest.mark.parametrize("page", CASES)
 def test_a_pages_programs_run_and_print_what_it_shows(
     page: Path, quickly: bool, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
