@@ -62,6 +62,11 @@ def running(
 
     ctrl_c: how it is answered, as a shell sets it.
     """
+
+    def answer() -> None:
+        signal.signal(signal.SIGINT, ctrl_c)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
+
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), function, ""]
     with subprocess.Popen(
@@ -70,7 +75,7 @@ def running(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
+        preexec_fn=answer,
     ) as process:
         try:
             assert process.stdout is not None
