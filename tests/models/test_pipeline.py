@@ -243,12 +243,15 @@ def test_activations_in_flight_and_idle_slots_of_what_ran(
 
 
 def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
-    """AdamW with clipping that bites: the norms, the losses, and the weights that this rank has."""
+    """AdamW with clipping that bites: the norms, the losses, and the weights that this rank has.
+
+    AdamW divides each gradient by its size. eps is that of a usual one: those as small as rounding would become whole steps.
+    """
     model = make("tied")
     if axes:
         plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, split=(1, 2, 1)))
         parallelize(model, ProcessMesh.grid(**axes), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
     tokens, targets = batch()
     norms, losses = [], []
     for _ in range(count):

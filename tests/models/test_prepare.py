@@ -276,8 +276,10 @@ class TestTokenizers:
         found = find_tokenizer(tmp_path / "saved")
         assert [found.encode(text) for text in TEXTS] == [find_tokenizer(learned).encode(text) for text in TEXTS]
         assert found.end == 0
-        assert found.documents["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
-        (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer().documents["tokenizer.json"], indent=7))
+        assert json.loads(dict(found.files)["tokenizer_config.json"])["chat_template"] == "{{ messages }}"
+        (tmp_path / "tokenizer.json").write_text(
+            json.dumps(json.loads(dict(byte_tokenizer().files)["tokenizer.json"]), indent=7)
+        )
         assert find_tokenizer(tmp_path) == byte_tokenizer()
 
     def test_a_vocabulary_above_65536_takes_32_bits(self, tmp_path: Path) -> None:
