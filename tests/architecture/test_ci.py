@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tests.architecture.rules import ROOT, run_commands
 from tests.architecture.test_run import write_script

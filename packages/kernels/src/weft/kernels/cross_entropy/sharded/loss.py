@@ -83,9 +83,9 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of logits [..., V], whose last dim is the classes, against class ids [...].
 
-    Otherwise it means what `torch.nn.functional.cross_entropy` means. class_dim: another dim of the logits that is the classes: 1
-    for logits as torch has them, [N, V, ...]. target: of int64, int32 or uint8. Returns float32 (float64 for float64 logits):
-    [...] for "none", a scalar otherwise; a tuple where more is asked for, in this order:
+    Otherwise it means what `torch.nn.functional.cross_entropy` means. class_dim: the dim of the classes, where it is not the last: 1
+    for logits as torch has them, [N, V, ...]. target: of int64, int32 or uint8. Returns float32 (float64 for float64 logits): [...] for
+    "none", otherwise a scalar. It returns a tuple where more is asked for; after the loss come, in this order:
     return_lse: the logsumexp of each token [...], differentiable, 0 where ignored.
     return_z_loss: the z-loss that is part of the loss, reduced as the loss is; without a gradient.
     return_token_accuracy: 1 for each token whose class has the largest logit, the first of several as torch.argmax has it, else
