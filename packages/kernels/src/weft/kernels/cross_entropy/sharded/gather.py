@@ -16,8 +16,8 @@ from weft.reshard.running.collectives import Pending, Running, start_all_gather
 from weft.reshard.running.groups import group_named, name_of, of_this_world
 from weft.reshard.running.waits import wait_for
 
-from .. import agreement
-from ..agreement import Classes
+from . import agreement
+from .agreement import Classes
 
 Found = TypeVar("Found")
 

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from ...backend import can_read, has_data
 from ...sharded import apply_many, autocasts
 from ...sharded.traced import groups_of
-from .. import agreement
-from ..agreement import Classes
-from ..custom_ops import Place
 from ..guess import Once
 from ..options import Asked, AskedOfLoss, Form, Options, Reduction, check, check_contiguous, check_target, form_of
+from . import agreement
+from .agreement import Classes
+from .custom_ops import Place
 from .gather import attempted
 from .layouts import CROSS_ENTROPY, local_denominator
 from .traced import compiled

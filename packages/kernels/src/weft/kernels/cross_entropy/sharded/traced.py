@@ -10,10 +10,10 @@ from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 
 from ...sharded.traced import Placed, sum_over, to_local
-from .. import custom_ops
-from ..custom_ops import Place, Results, compiled, with_lse
 from ..function import mean_denominator
 from ..options import Options
+from . import custom_ops
+from .custom_ops import Place, Results, compiled, with_lse
 from .layouts import CROSS_ENTROPY, local_denominator
 
 __all__ = [

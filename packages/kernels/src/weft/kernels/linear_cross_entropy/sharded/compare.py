@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...cross_entropy.agreement import Classes
+from ...cross_entropy.sharded.agreement import Classes
 from ...cross_entropy.sharded.gather import attempted, check_once
-from ..agreement import Sizes, check_sizes
+from .agreement import Sizes, check_sizes
 
 Result = TypeVar("Result")
 

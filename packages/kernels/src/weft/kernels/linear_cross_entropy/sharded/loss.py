@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...cross_entropy import agreement
-from ...cross_entropy.custom_ops import Place
 from ...cross_entropy.options import Asked, AskedOfLoss, Options, Reduction, check_target
+from ...cross_entropy.sharded import agreement
+from ...cross_entropy.sharded.custom_ops import Place
 from ...cross_entropy.sharded.gather import Along
 from ...cross_entropy.sharded.loss import as_denominator
 from ...sharded import apply_many, autocasts
 from ...sharded.traced import groups_of
-from ..agreement import Sizes, classes_of
-from ..checks import check_factors, checked_sizes, computed
-from ..custom_ops import compare
+from ..checks import check_factors, computed
 from ..gradients import Wanted
+from .agreement import Sizes, checked_sizes, classes_of
 from .compare import compared
+from .custom_ops import compare
 from .input import Gathered, Shared
 from .layouts import LINEAR_CROSS_ENTROPY
 from .traced import compiled

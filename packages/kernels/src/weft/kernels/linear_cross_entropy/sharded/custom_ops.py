@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ..cross_entropy.custom_ops import PLACE, Place, place_and_options
-from ..cross_entropy.options import SCHEMA, Options
-from ..cross_entropy.sharded.gather import Along
-from . import function
-from .agreement import classes_of
-from .checks import checked_sizes
-from .function import in_forward
-from .gradients import Wanted
-from .sharded.compare import compared
+from ...cross_entropy.options import SCHEMA, Options
+from ...cross_entropy.sharded.custom_ops import PLACE, Place, place_and_options
+from ...cross_entropy.sharded.gather import Along
+from .. import function
+from ..function import in_forward
+from ..gradients import Wanted
+from .agreement import checked_sizes, classes_of
+from .compare import compared
 
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 

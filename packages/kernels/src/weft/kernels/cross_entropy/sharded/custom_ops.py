@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, library
 
-from . import function
+from .. import function
+from ..options import SCHEMA, Options, check, form_of
 from .agreement import Classes, stand_in
-from .options import SCHEMA, Options, check, form_of
-from .sharded.gather import Along, attempted
+from .gather import Along, attempted
 
 # Loss, lse, z-loss, accuracy, denominator and statistics. An output that was not asked for is empty; so is the denominator where
 # it was given, and so was not counted here.
