@@ -43,7 +43,9 @@ print(*sorted(loaded - set(sys.stdlib_module_names) - {"weft"}))
 
 nox.options.default_venv_backend = "none"  # torch is installed once, for all sessions that need it: see `_environment`
 
-nox.logger.logger.addFilter(lambda record: "uv binary not found" not in record.getMessage())  # nor is it needed
+# What is not needed, uv, is not missed; and that a session was interrupted is said by `run`.
+UNSAID = ("uv binary not found", "Interrupted...", "interrupted.")
+nox.logger.logger.addFilter(lambda record: not any(part in record.getMessage() for part in UNSAID))
 
 
 @nox.session

@@ -12,6 +12,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # each may import those before it
 MAX_LINES = 400
 PRIVATE_DTENSOR_ATTRIBUTES = {"_local_tensor", "_spec"}
+# What of weft.mesh every file of weft.kernels may import, as it is of numbers and names alone. The rest of it is of layouts.
+WITHOUT_LAYOUTS = {
+    "weft.mesh.random",  # keys of random numbers, from a seed and names
+    "weft.mesh.version",  # what a package says of itself
+}
 
 
 def sources(package: str) -> list[Path]:
@@ -84,8 +89,14 @@ def forbidden_imports(package: str, imports: set[str], *, sharded: bool) -> set[
     allowed = PACKAGES[: PACKAGES.index(package) + 1]
     later = [f"weft.{name}" for name in PACKAGES if name not in allowed]
     if package == "kernels" and not sharded:
-        later += ["weft.reshard", "torch.distributed"]
+        later += ["weft.mesh", "weft.reshard", "torch.distributed"]
+        imports = {module for module in imports if not any(is_within(module, each) for each in WITHOUT_LAYOUTS)}
     return {module for module in imports if any(is_within(module, other) for other in later)}
+
+
+def sharded_modules(imports: set[str]) -> set[str]:
+    """Those of the imports that know ranks: of weft.kernels, and within it only a package's __init__.py passes on what they have."""
+    return {module for module in imports if is_within(module, "weft.kernels") and "sharded" in module.split(".")}
 
 
 def redistributions(source: str) -> Iterator[int]:

@@ -1,12 +1,15 @@
-"""The script .ci/run: a session that fails, it alone or beside another, fails all, and what it said is shown."""
+"""What CI runs: all that fails in the script .ci/run fails it, and is shown; what that leaves out, a workflow runs weekly."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from tests.architecture.rules import ROOT, run_commands
 from tests.architecture.test_run import write_script
@@ -65,3 +68,48 @@ def test_a_session_that_fails_fails_all(fails: str, tmp_path: Path) -> None:
     assert all(f"{session} says on stdout" in said for session in beside), "the other is not cut off"
     before = SESSIONS[: max(SESSIONS.index(each) for each in beside) + 1]
     assert sorted(began) == sorted(before), "none begins after it"
+
+
+WORKFLOW: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+
+
+def commands(text: str) -> set[tuple[str, ...]]:
+    """Those of a script or of a step, without the ones that make or list sessions."""
+    return {tuple(words) for words in run_commands(text) if words}
+
+
+def run_at(event: str) -> set[tuple[str, ...]]:
+    """The commands of all jobs of the workflow that run when such an event has come about."""
+
+    def is_run(job: dict[str, Any]) -> bool:
+        condition = job.get("if", "${{ True }}")[3:-2].replace("github.event_name", repr(event))
+        condition = condition.replace("!github.event.repository.fork", "True")
+        return bool(eval(condition.replace("&&", "and").replace("||", "or"), {}))
+
+    steps = [step for job in WORKFLOW["jobs"].values() if is_run(job) for step in job["steps"]]
+    return {command for step in steps for command in commands(step.get("run", ""))}
+
+
+SCRIPT = commands((ROOT / ".ci/run").read_text())
+ALL_EXHAUSTIVE = ("test_exhaustive",)  # without arguments, which would leave some out
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        pytest.param("push", SCRIPT, id="a-commit"),
+        pytest.param("pull_request", SCRIPT, id="a-pull-request"),
+        pytest.param("workflow_dispatch", SCRIPT | {ALL_EXHAUSTIVE}, id="by-hand"),
+        pytest.param("schedule", {ALL_EXHAUSTIVE, ("test_first_hour",)}, id="weekly"),
+    ],
+)
+def test_the_workflow_runs_what_the_script_runs_and_once_a_week_the_rest(
+    event: str, expected: set[tuple[str, ...]]
+) -> None:
+    assert event in WORKFLOW[True], "YAML's `on`"
+    assert run_at(event) == expected
+
+
+def test_scheduled_is_once_a_week() -> None:
+    (when,) = WORKFLOW[True]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* \d", when["cron"])

@@ -35,15 +35,6 @@ def test_ci_runs_the_readmes_test_command_and_the_clean_installs() -> None:
     assert any("wheels" in words for words in commands)
 
 
-def typed(file: str) -> set[tuple[str, ...]]:
-    """The commands of a workflow or script, without those that make or list sessions."""
-    return {tuple(words) for words in run_commands((ROOT / file).read_text()) if words}
-
-
-def test_the_workflow_runs_what_ci_runs_and_once_a_week_the_first_hour() -> None:
-    assert typed(".github/workflows/test.yml") == typed(".ci/run") | {("test_first_hour",)}
-
-
 def test_every_budget_of_what_is_counted_is_checked_without_a_gpu() -> None:
     budgets = tomllib.loads((ROOT / "benchmarks/budgets.toml").read_text())["counts"]
     (chosen,) = re.findall(r"^\./run benchmark -k \"(.*)\" --benchmark-json (\S+)$", CI, re.MULTILINE)

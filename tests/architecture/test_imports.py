@@ -10,6 +10,7 @@ import pytest
 from tests.architecture.rules import (
     PACKAGES,
     ROOT,
+    WITHOUT_LAYOUTS,
     circle,
     forbidden_imports,
     imported,
@@ -19,6 +20,7 @@ from tests.architecture.rules import (
     module_name,
     private_dtensor_uses,
     redistributions,
+    sharded_modules,
     sources,
 )
 
@@ -32,6 +34,15 @@ def imports_of(path: Path) -> set[str]:
 def test_imports_run_one_way(package: str) -> None:
     for path in sources(package):
         assert not forbidden_imports(package, imports_of(path), sharded=knows_ranks(path)), path
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sources("kernels") if not knows_ranks(path) and path.name != "__init__.py"],
+    ids=module_name,
+)
+def test_what_knows_no_ranks_asks_nothing_that_does(path: Path) -> None:
+    assert not sharded_modules(imports_of(path))
 
 
 def imports_within(package: str) -> dict[str, set[str]]:
@@ -141,6 +152,9 @@ def test_what_knows_ranks_is_told_by_its_path(path: str, expected: bool) -> None
         ("mesh", "weft.reshard"),
         ("reshard", "weft.kernels.matmul"),
         ("kernels", "weft.models"),
+        ("kernels", "weft.mesh"),
+        ("kernels", "weft.mesh.Layout"),
+        ("kernels", "weft.mesh.infer.terms"),
         ("kernels", "weft.reshard.plan"),
         ("kernels", "torch.distributed"),
     ],
@@ -149,8 +163,23 @@ def test_a_bad_import_is_caught(package: str, module: str) -> None:
     assert forbidden_imports(package, {module}, sharded=False) == {module}
 
 
-def test_sharded_files_of_kernels_may_import_reshard() -> None:
-    assert not forbidden_imports("kernels", {"weft.reshard", "torch.distributed"}, sharded=True)
+@pytest.mark.parametrize("module", ["weft.mesh.random.derive_key", "weft.mesh.version"])
+def test_kernels_may_import_what_of_mesh_is_no_layout(module: str) -> None:
+    assert not forbidden_imports("kernels", {module}, sharded=False)
+
+
+def test_all_that_is_excepted_is_imported() -> None:
+    found = {name for path in sources("kernels") if not knows_ranks(path) for name in imports_of(path)}
+    assert found >= WITHOUT_LAYOUTS
+
+
+def test_modules_that_know_ranks_are_told_by_their_names() -> None:
+    known = {"weft.kernels.sharded", "weft.kernels.rope.sharded", "weft.kernels.cross_entropy.sharded.gather.Along"}
+    assert sharded_modules(known | {"weft.kernels.cross_entropy.options", "elsewhere.sharded"}) == known
+
+
+def test_sharded_files_of_kernels_may_import_mesh_and_reshard() -> None:
+    assert not forbidden_imports("kernels", {"weft.mesh", "weft.reshard", "torch.distributed"}, sharded=True)
     assert forbidden_imports("kernels", {"weft.models"}, sharded=True)
 
 

@@ -118,7 +118,7 @@ def test_a_change_of_what_is_pinned_installs_all_of_it_again(
     assert called(noxfile.test, tmp_path).installed == first.installed
 
 
-@pytest.mark.parametrize("session", ["train", "data", "generate", "explain", "layout"])
+@pytest.mark.parametrize("session", COMMANDS)
 def test_what_a_user_runs_takes_the_place_of_nox(
     noxfile: ModuleType, tmp_path: Path, replaced: list[Any], monkeypatch: pytest.MonkeyPatch, session: str
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.rules import ROOT
+from tests.support.limits import PATIENCE
 
 ECHO = '#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n'
 TOO_OLD = "#!/bin/sh\nexit 1\n"
@@ -75,7 +76,7 @@ def test_leading_session_names_are_run_and_the_rest_is_passed_on(
 ) -> None:
     done = run(checkout, *arguments)
     said = done.stdout.splitlines()
-    assert said[said.index("main()") + 1 :] == ["-f", str(checkout / "noxfile.py"), "-s", *sessions, "--", *passed_on]
+    assert said[said.index("-f") :] == ["-f", str(checkout / "noxfile.py"), "-s", *sessions, "--", *passed_on]
     assert done.returncode == 0
 
 
@@ -85,12 +86,79 @@ def test_without_arguments_the_sessions_are_listed(checkout: Path) -> None:
     assert done.stdout.splitlines()[-1] == "--list"
 
 
-def test_ctrl_c_while_nox_is_imported_is_no_traceback(checkout: Path) -> None:
+INTERRUPTED = (130, "\nrun: interrupted\n")
+
+
+def with_nox(checkout: Path, **sources: str) -> dict[str, str]:
+    """A nox of these modules, and the settings with which it is found."""
     write_script(checkout / ".venv/bin/python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (checkout / "modules/nox").mkdir(parents=True)
-    (checkout / "modules/nox/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = run(checkout, "test", PYTHONPATH=str(checkout / "modules"))
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    for name in ("__init__", "__main__"):
+        (checkout / f"modules/nox/{name}.py").write_text(sources.get(name, ""))
+    return {"PYTHONPATH": str(checkout / "modules")}
+
+
+def test_ctrl_c_while_nox_is_imported_is_one_line(checkout: Path) -> None:
+    """Even where what is imported would go on after a KeyboardInterrupt."""
+    source = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    done = run(checkout, "test", **with_nox(checkout, __init__=source))
+    assert (done.returncode, done.stderr) == INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        pytest.param("os.kill(os.getpid(), signal.SIGINT)", INTERRUPTED, id="not-answered"),
+        pytest.param("sys.exit(130)", INTERRUPTED, id="answered-by-nox"),
+        pytest.param("sys.exit(1)", (1, ""), id="a-session-that-failed"),
+    ],
+)
+def test_ctrl_c_in_nox_is_one_line(checkout: Path, end: str, expected: tuple[int, str]) -> None:
+    source = f"import os, signal, sys\ndef main():\n    print('said')\n    {end}\n"
+    done = run(checkout, "test", **with_nox(checkout, __main__=source))
+    assert (done.returncode, done.stderr) == expected
+    assert done.stdout == "said\n"
+
+
+def test_ctrl_c_before_python_is_there_is_one_line(checkout: Path) -> None:
+    write_script(checkout / "bin/cmp", "#!/bin/sh\nkill -INT $PPID\n")
+    done = run(checkout, "test")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nrun: interrupted\n")
+
+
+def beside_nox(checkout: Path, code: str) -> Path:
+    """The checkout with the nox of this one, and in its noxfile a session `wait` with that code."""
+    nox = ROOT / ".venv/bin/python"
+    if not nox.exists():
+        pytest.skip("there is no nox here: ./run makes .venv, and was not used")
+    write_script(checkout / ".venv/bin/python", f'#!/bin/sh\nexec "{nox}" "$@"\n')
+    with (checkout / "noxfile.py").open("a") as file:
+        file.write(f"\n\n@nox.session\ndef wait(session: nox.Session) -> None:\n    {code}\n")
+    return checkout
+
+
+def test_ctrl_c_in_a_session_before_its_command_is_one_line(checkout: Path) -> None:
+    done = run(beside_nox(checkout, "os.kill(os.getpid(), signal.SIGINT)"), "wait")
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == ["nox > Running session wait", "", "run: interrupted"]
+
+
+def test_sigint_to_nox_alone_ends_the_command_that_it_waits_for(checkout: Path) -> None:
+    sleeping = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    beside_nox(checkout, f"session.run({sys.executable!r}, '-c', {sleeping!r}, external=True)")
+    with subprocess.Popen(
+        [str(checkout / "run"), "wait"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        command = int(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert said.splitlines()[-2:] == ["", "run: interrupted"]
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(command, 0)
 
 
 def test_an_unknown_session_is_named(checkout: Path) -> None:

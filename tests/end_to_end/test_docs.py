@@ -20,7 +20,8 @@ from tests.support.programs import as_shown_or_quickly, run_alone, run_in_world
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 # A command that is quick enough to be called here, and what it prints.
 QUICK = re.compile(
-    r"^```sh\n((?:weft|\./run) (?:layout|explain) .*?)^```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE
+    r"^```sh\n((?:weft|\./run) (?:(?:layout|explain) .*?|train [^\n>]* --print-config\n))^```\n\n```text\n(.*?)^```\n",
+    re.DOTALL | re.MULTILINE,
 )
 # Commands that are called one after another, in a folder with this repository's licence, and what they print.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
@@ -68,6 +69,7 @@ def test_a_command_prints_what_the_page_shows(
     command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
     _, *arguments = shlex.split(command)
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
@@ -89,6 +91,12 @@ def test_the_commands_of_the_guide_to_data_print_what_it_shows(
 
 def test_the_pages_show_a_layout_and_a_change_of_layout() -> None:
     assert len(COMMANDS) >= 2
+
+
+@pytest.mark.parametrize("guide", sorted((ROOT / "docs/guides").glob("*.md")), ids=lambda guide: guide.stem)
+def test_a_guide_has_something_that_runs(guide: Path) -> None:
+    text = guide.read_text()
+    assert guide.stem == "index" or PROGRAM.search(text) or QUICK.search(text) or DATA.search(text)
 
 
 def test_every_kind_of_page_has_programs() -> None:

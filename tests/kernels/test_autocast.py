@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from weft.kernels.autocast import RUNS
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
 
+from tests.architecture.rules import ROOT
 from tests.kernels.cases import ints, normal
 from tests.support.pool import Pool
 
@@ -155,6 +157,14 @@ def compare(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor], lower
 
 def test_the_table_has_every_op():
     assert set(OPS) == set(RUNS)
+
+
+def test_the_guides_table_is_the_same():
+    table = re.findall(
+        r"^\| (`.+?) \| (.+?)(?:;.*)? \|$", (ROOT / "docs/guides/mixed_precision.md").read_text(), re.MULTILINE
+    )
+    named = [(op, dtype) for ops, dtype in table for op in re.findall(r"`(\w+)`", ops)]
+    assert sorted(named) == sorted((op, runs.value) for op, runs in RUNS.items())
 
 
 @LOWER

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, library
 from weft.kernels import cross_entropy, linear_cross_entropy
-from weft.kernels.cross_entropy import custom_ops as of_logits
 from weft.kernels.cross_entropy import options as checks
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.linear_cross_entropy import custom_ops as of_products
+from weft.kernels.cross_entropy.sharded import custom_ops as of_logits
+from weft.kernels.linear_cross_entropy.sharded import custom_ops as of_products
 
 from tests.kernels.cross_entropy.cases import given
 from tests.kernels.linear_cross_entropy.cases import make

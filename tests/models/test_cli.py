@@ -247,23 +247,41 @@ main(["layout", "R", "--mesh", "dp=2"])
     )
 
 
-def test_ctrl_c_is_answered_from_the_first_import_on() -> None:
+@pytest.mark.parametrize(
+    ("module", "interrupt"),
+    [
+        pytest.param("weft.", "raise KeyboardInterrupt", id="first"),
+        pytest.param("weft.models.cli.train", "exec('raise KeyboardInterrupt')", id="in-an-exec"),
+        pytest.param("weft.models.cli.train", "signal.raise_signal(signal.SIGINT)", id="by-signal"),
+        pytest.param("weft.models.cli.train", "Caught().__del__()", id="where-it-is-caught"),
+    ],
+)
+def test_ctrl_c_is_answered_from_the_first_import_on(module: str, interrupt: str, tmp_path: Path) -> None:
     """What Python itself imports as it starts, and the package, come before; nothing else does."""
-    program = """
-import sys
+    program = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whether or not these tests heed it
 started = set(sys.modules)
 from weft.models.cli import main
 imported = set(sys.modules) - started
 assert all(name in ("__future__", "weft", "weft.models", "weft.models.cli") for name in imported), imported
+class Caught:
+    def __del__(self):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
 class Interrupted:
     def find_spec(self, name, *_):
-        if name.startswith("weft."):
+        if name.startswith({module!r}):
             sys.meta_path.remove(self)
-            raise KeyboardInterrupt
+            {interrupt}
 sys.meta_path.insert(0, Interrupted())
-main(["train"])
+main(["train", "--steps", "0"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "program"]  # as `python -m weft.models.cli`
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "\nweft train: interrupted; what was saved is whole\n")
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
+from weft.kernels import cross_entropy
 from weft.models import patch
 
 SMALL = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "use_cache": False}
@@ -144,21 +146,45 @@ def test_another_model_and_a_second_patch_are_refused_and_change_nothing() -> No
     assert "forward" in model.__dict__
 
 
-def test_a_trainer_trains_a_patched_model_to_the_losses_of_one_that_is_not(tmp_path: Any) -> None:
+def trained(model: Any, folder: Any, **given: Any) -> list[float]:
+    """The losses that a Trainer logs."""
     import transformers
 
     ids, labels = tokens()
     rows = [{"input_ids": i, "labels": l} for i, l in zip(ids, labels, strict=True)] * 4
     asked = transformers.TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[], use_cpu=True,
+        str(folder), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    histories = []
-    for patched in (False, True):
-        model = loaded("llama")
-        if patched:
-            patch(model)
-        trainer = transformers.Trainer(model, asked, train_dataset=rows)
-        trainer.train()
-        histories.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
-    assert histories[0] == pytest.approx(histories[1], abs=1e-4) and len(histories[0]) == 4
+    trainer = transformers.Trainer(model, asked, train_dataset=rows, **given)
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+def test_a_trainer_trains_a_patched_model_to_the_losses_of_one_that_is_not(tmp_path: Any) -> None:
+    model = loaded("llama")
+    patch(model)
+    losses = trained(model, tmp_path)
+    assert len(losses) == 4
+    assert trained(loaded("llama"), tmp_path) == pytest.approx(losses, abs=1e-4)
+
+
+def with_z_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return cross_entropy(outputs.logits[:, :-1], labels[:, 1:], z_loss=0.1, denominator=num_items_in_batch)
+
+
+def with_torchs_z_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    squares = logits.logsumexp(-1).square()[targets != -100].sum()
+    return (functional.cross_entropy(logits, targets, reduction="sum") + 0.1 * squares) / num_items_in_batch
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_a_trainer_is_given_a_loss_function(is_patched: bool, tmp_path: Any) -> None:
+    """Also of a patched model: a Trainer with a function asks the model for logits, without labels."""
+    model = loaded("llama")
+    if is_patched:
+        patch(model)
+    losses = trained(model, tmp_path, compute_loss_func=with_z_loss)
+    assert trained(loaded("llama"), tmp_path, compute_loss_func=with_torchs_z_loss) == pytest.approx(losses, abs=1e-4)
+    assert losses[0] > trained(loaded("llama"), tmp_path)[0] + 1, "log(61)**2 / 10 or more are the z-loss"

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from weft.kernels.cross_entropy import agreement, options, reference
+from weft.kernels.cross_entropy import options, reference
+from weft.kernels.cross_entropy.sharded import agreement
 from weft.kernels.linear_cross_entropy.sharded import loss as linear
 
 from tests.kernels.reads import NoReads

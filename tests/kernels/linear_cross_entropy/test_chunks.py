@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.linear_cross_entropy.agreement import check_sizes, sizes_of
 from weft.kernels.linear_cross_entropy.chunks import HELD_BYTES_ON_CPU, chunks_of
+from weft.kernels.linear_cross_entropy.sharded.agreement import check_sizes, sizes_of
 
 from tests.kernels.cross_entropy.cases import max_error
 from tests.kernels.linear_cross_entropy.cases import make, oracle, run

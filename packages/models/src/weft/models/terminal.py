@@ -7,6 +7,8 @@ import re
 import textwrap
 
 PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
+INTERRUPTED = "interrupted; what was saved is whole"  # by Ctrl-C
+INTERRUPTED_STATUS = 130  # as a shell gives it for SIGINT
 
 _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 

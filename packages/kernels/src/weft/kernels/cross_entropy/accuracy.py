@@ -1,4 +1,4 @@
-"""Whether a token's class is the one of the largest logit: from one more statistic of each shard, at no further pass."""
+"""Whether a token's class has the largest logit. Each shard computes one more statistic for it, and no further pass is needed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logit [n, 1] that the target's must reach to come first among the largest, as torch.argmax has it, in `dtype`.
+    """The least logit [n, 1] with which torch.argmax would give the target, in `dtype`.
 
-    That is the largest one of the classes after it, or the next number above the largest one of those before it.
-    z: the logits [n, V] of a shard, -inf at the target.  target: its place [n, 1] in the shard, or before or after it.
+    Of equal logits argmax takes the first class. So the target's logit must reach the largest one of the classes after it, and be above
+    the largest one of those before it: at least the next number.
+    z: the logits [n, V] of a shard, -inf at the target.  target: its column [n, 1]; negative or V and more where another shard holds it.
     """
     is_before = torch.arange(z.shape[1], device=z.device) < target  # [n, V]
     before, largest = (each.amax(-1, keepdim=True).to(dtype) for each in (z.masked_fill(~is_before, -torch.inf), z))
@@ -18,7 +19,7 @@ def rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def correct(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Of each token 1 where its class is the first of the largest logit, otherwise 0, also where it is ignored; of the target's shape.
+    """1 for each token whose class is the argmax of its logits, otherwise 0; 0 where it is ignored. In the target's shape.
 
     statistics: [shards, N, columns] of all shards, the `rival` last.
     """

@@ -60,7 +60,7 @@ def forward(
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 5]
         if once is not None and gather is None and logits.is_meta:
-            dlogits = _like(logits)  # without data what is kept is counted, and is what the others keep
+            dlogits = _like(logits)  # a meta tensor takes what a real one would keep: whoever counts memory finds it
     else:
         guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)
@@ -75,7 +75,10 @@ def forward(
 def outputs_of(
     loss: Tensor, lse: Tensor | None, is_correct: Tensor | None, denominator: Tensor | None, options: Options
 ) -> tuple[Tensor, ...]:
-    """Those that are asked for, from what each token has. lse: given where options.gives_lse. denominator: of a mean."""
+    """The outputs that are asked for, from the loss, lse and correctness of each token.
+
+    lse: given where options.gives_lse. denominator: of a mean.
+    """
 
     def reduced(each: Tensor) -> Tensor:
         each = each if options.reduction == "none" else each.sum()
@@ -121,11 +124,10 @@ def backward(
     rest = (logits, target, weight, gathered, upstream, shard)
     if from_forward is not None and guessed is not None and once is not None and not once.given:
         once.given = True
-        # .data has a version of its own: the caller may write to the gradient, and autograd does not check what was saved.
+        # .data has a version counter of its own: a caller that writes to the gradient does not make autograd refuse what was saved.
         dlogits = passes_on(logits).gradient(*rest, from_forward.data, guessed)
-        if is_recorded(
-            logits
-        ):  # a CUDA graph of backward alone, replayed, makes it again: the caller may have written to it
+        if is_recorded(logits):
+            # A CUDA graph of backward alone may be replayed after the caller wrote to the gradient: each replay computes it again.
             guessed.data.fill_(math.nan)
         return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
@@ -143,9 +145,10 @@ def mean_denominator(
     count: Count | None,
     all_count: bool = False,
 ) -> Tensor:
-    """What a mean divides by: the sum of the weights of all tokens that are not ignored; without weights their number.
+    """What a mean divides by: the sum of the weights of all tokens that are not ignored. Without weights it is their number.
 
-    Where not all is weighted, see `Options.weighs_apart`, both, [2]; see `per_token`. all_count: see `Shard`.
+    Where one part of the mean has weights and another has none, it is both numbers, [2]; see `Options.weighs_apart` and `per_token`.
+    all_count: see `Shard`.
     """
     classes = target.reshape(-1).long()
     if weight is None and all_count:
@@ -158,11 +161,14 @@ def mean_denominator(
 
 
 def per_token(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weights and denominator of a mean that divides all by the number of tokens: the weights then bear what they are divided by."""
+    """Weights and denominator for a mean that divides all its parts by the number of tokens.
+
+    The weights are multiplied by tokens / sum of weights, so that the part that has weights is divided by their sum in the end.
+    """
     if weight is None or denominator is None or denominator.ndim == 0:
         return weight, denominator
     of_weights, tokens = denominator.unbind()
-    ratio = torch.where(tokens == 0, 1.0, tokens.double() / of_weights)  # of no token the gradient is 0
+    ratio = torch.where(tokens == 0, 1.0, tokens.double() / of_weights)  # 0 / 0 without tokens, whose gradient is 0
     return weight.double() * ratio, tokens
 
 
@@ -181,7 +187,7 @@ class Passes(Protocol):
 
 
 def passes_on(logits: Tensor) -> Passes:
-    """Those that run where the logits are."""
+    """Those for the device of the logits."""
     if use_triton(logits):
         from . import launch  # imports triton, which a CPU run may not have
 

@@ -1,7 +1,7 @@
-"""A guess of the upstream gradient of a scalar loss, with which forward can make the gradient of the logits while it reads them.
+"""A guess of the upstream gradient of a scalar loss. With it forward can compute the gradient of the logits while it reads them.
 
-The guess is 1, or what arrived the last two times. Where the last two differ there is no guess. It is kept on the device, and no
-host waits for it. A guess changes which kernel makes the gradient, and never its bits.
+At first the guess is 1. Then it is what arrived the last two times; where these two differ there is no guess. It is kept on the device,
+and no host waits for it. It decides which kernel computes the gradient, and changes none of its bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _HISTORY: dict[torch.device, Tensor] = {}
 
 
 class Once:
-    """Whether the gradient that one forward made has been given to a backward. A second backward makes its own."""
+    """Whether a backward has taken the gradient that forward computed. A second backward computes it again."""
 
     __slots__ = ("given",)
 
@@ -37,7 +37,7 @@ def guess(device: torch.device) -> Tensor:
 
 
 def was_right(guessed: Tensor, grad: Tensor | None) -> bool:
-    """On a CPU: whether the upstream gradient is the guessed one. Keeps it as the next guess if the last was the same."""
+    """On a CPU: whether the upstream gradient is the guessed one. It becomes the next guess if the one before it was the same."""
     assert grad is not None, "the loss is the only output"
     kept, number = history(guessed.device), grad.item()
     if kept.tolist() != [number, number]:

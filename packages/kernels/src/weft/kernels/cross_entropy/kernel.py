@@ -1,15 +1,17 @@
-"""The passes over the logits, `statistics` (2 bytes a bf16 logit) and `gradient` (4), and `losses` between them.
+"""The passes over the logits. `statistics` reads them: 2 bytes of memory traffic a bf16 logit. `gradient` reads them again and writes
+their gradient: 4 bytes. `losses` runs between the two, on three or four numbers a row and shard.
 
-Where one shard has all classes, `statistics_and_gradient` is both passes in one kernel, for an upstream gradient that is known or
-guessed. `gradient_unless_guessed` is the backward of a guess. The kernels know no torch and no ranks.
+Where one shard has all classes, `statistics_and_gradient` does both passes in one kernel. It needs the upstream gradient, known or
+guessed. `gradient_unless_guessed` is the backward after a guess: it writes only where the guess was wrong. The kernels know no torch
+and no ranks.
 
-An option that a call does not ask for is None: a weight_ptr, cap, label_smoothing or z_loss. Triton compiles a kernel without it.
+An option that a call does not ask for is None: a weight_ptr, cap, label_smoothing or z_loss. Triton then compiles the kernel without it.
 
 Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read where it lies.
 Offsets are 64-bit: rows times stride, and classes times the stride of transposed logits, both pass 2**31.
 Logits are scaled first: x becomes scale * x, or with a cap, cap * tanh(scale * x / cap).
-RAGGED rows are contiguous but not 16-byte aligned. Their whole 16-byte words are loaded and stored as such. The columns before
-and after these, fewer than two words of a row, are loaded and stored apart.
+RAGGED rows are contiguous but not 16-byte aligned. Their aligned 16-byte words are loaded and stored whole. The columns before the
+first and after the last of these words, fewer than two words in all, are loaded and stored one by one.
 
 lse_hi + lse_lo is the logsumexp over the non-target classes as two float32.
 """
@@ -30,7 +32,7 @@ def _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_s
         tl.store(statistics_ptr + row * columns + 3, logit_sum)
 
 
-# What differs between ranks or calls without mattering to the generated code is not compiled in.
+# Arguments that differ between ranks or calls and do not change the code that is generated: one compiled kernel takes them all.
 @triton.jit(do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"])
 def statistics(
     x_ptr, target_ptr, shard_weight_ptr, statistics_ptr, rival_ptr,
@@ -40,8 +42,10 @@ def statistics(
 ):  # fmt: skip
     """Of each row: lse_hi and lse_lo, the target's logit, and with SUM the sum of all logits.
 
-    The logsumexp leaves the target out. With a shard_weight, of this shard's classes, the sum is of weight * logit. The target's logit is 0 where this shard does not hold it. An ignored row is not read: -inf, 0, 0, 0.
-    A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot raise. rival: see `accuracy.rival`.
+    The logsumexp leaves the target out. The target's logit is 0 where another shard holds it.
+    shard_weight: the weights of this shard's classes; the sum is then of weight * logit.  rival: see `accuracy.rival`.
+    An ignored row is not read: it gives -inf, 0, 0, 0. A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot
+    raise.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -63,7 +67,7 @@ def _log1p(y):
 
 @triton.jit
 def _merged(statistics_ptr, mask, R, stride_r, wide: tl.constexpr):
-    """`_odds` of rows from the statistics of R shards, computed in the type `wide`."""
+    """`_odds` of rows: the statistics of R shards, merged by an online logsumexp in the type `wide`."""
     lse_hi = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)  # the running max over the shards
     lse_lo = tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide)
     target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0).to(wide)
@@ -82,7 +86,7 @@ def _merged(statistics_ptr, mask, R, stride_r, wide: tl.constexpr):
 
 @triton.jit
 def _weight_sum(weight_sum_ptr, vocab_size, wide: tl.constexpr):
-    """The sum of the weights of all classes, which are 1 each where there are none."""
+    """The sum of the weights of all classes. Without weights each is 1."""
     if weight_sum_ptr is not None:
         return tl.load(weight_sum_ptr).to(wide)
     else:
@@ -91,7 +95,7 @@ def _weight_sum(weight_sum_ptr, vocab_size, wide: tl.constexpr):
 
 @triton.jit
 def _odds(lse_hi, sum_exp, target_logit):
-    """largest, log_sum and log_odds; see `reference.merge`."""
+    """largest, log_sum and log_odds; see `merged.merge`, whose base is `largest`."""
     largest = tl.maximum(lse_hi, target_logit)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     lse_hi -= largest
@@ -109,7 +113,7 @@ def losses(
     N, R, vocab_size, ignore_index, label_smoothing, z_loss,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 4] of R shards; both 0 at a row to ignore.
+    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 4] of R shards. Both are 0 at an ignored row.
 
     weight: of all classes.  weight_sum: their sum.
     """
@@ -131,7 +135,7 @@ def losses(
         logit_sum = tl.load(statistics_ptr + 3, mask=is_row, other=0.0)
         for shard in range(1, R):
             logit_sum += tl.load(statistics_ptr + shard * stride_r + 3, mask=is_row, other=0.0)
-        # Each over vocab_size before they are subtracted: both grow with it.
+        # Both terms grow with vocab_size: each is divided by it before they are subtracted.
         loss = loss * (1.0 - label_smoothing) + label_smoothing * (
             (weight_sum * largest - logit_sum) / vocab_size + (weight_sum / vocab_size) * log_sum
         )
@@ -148,7 +152,7 @@ def _row_factors(
     vocab_size, ignore_index, label_smoothing, z_loss,
     wide: tl.constexpr,
 ):  # fmt: skip
-    """softmax_scale, target_grad and smoothing of a row; see `reference.rows`. All 0 at a row to ignore.
+    """softmax_scale, target_grad and smoothing of a row; see `merged.rows`. All are 0 at an ignored row.
 
     grad: the upstream gradient of the row's loss, over the denominator.  grad_lse: that of its lse.
     """
@@ -239,8 +243,9 @@ def gradient(
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits of each row: softmax_scale * softmax, target_grad at the target. With label smoothing, less
-    `smoothing` times each class's weight. Then times the derivative of scale and cap. See `reference.rows`.
+    """The gradient of the logits of each row: softmax_scale * softmax, and target_grad at the target; see `merged.rows`.
+
+    Label smoothing subtracts `smoothing` times each class's weight. The result is multiplied by the derivative of scale and cap.
 
     shard_weight, weight: the weights of this shard's classes, and of all.  weight_sum: the sum of all.
     grad, grad_lse: the upstream gradients of each row's loss and lse, with strides.  denominator: a number that divides grad.
@@ -285,9 +290,9 @@ def gradient_unless_guessed(
 ):  # fmt: skip
     """`gradient` of one shard of all classes, for an upstream gradient that is one number.
 
-    dx holds the gradient for the guess. It is computed again only where grad is another number.
-    history [2]: the next guess, and the last grad. This grad is stored as both. Where it differs from the last one, the next guess
-    is NaN: none.
+    dx holds the gradient for the guessed number. It is computed again only where grad is another number.
+    history [2]: the next guess, and the last grad. This grad is stored as both. But where it differs from the last one, NaN is stored
+    as the next guess: there is none.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
     columns: tl.constexpr = 4 if label_smoothing is not None else 3
@@ -327,8 +332,8 @@ def statistics_and_gradient(
 ):  # fmt: skip
     """`statistics` and `gradient` of one shard of all classes, for an upstream gradient that is one number.
 
-    With few programs a row is still in the L2 when it is read again: 4 bytes of device memory a bf16 logit. The first pass loads
-    STAGES - 1 blocks ahead. A grad of NaN means that there is no guess: only the statistics are computed.
+    There are few programs, so a row is still in the L2 when it is read again: 4 bytes of device memory traffic a bf16 logit. The first
+    pass loads STAGES - 1 blocks ahead. A grad of NaN means that there is no guess: only the statistics are computed.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
     SUM: tl.constexpr = label_smoothing is not None

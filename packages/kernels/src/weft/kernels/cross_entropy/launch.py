@@ -24,21 +24,21 @@ class Launch:
     warps: int
 
 
-# Two 16-byte loads in flight for each thread: 16 classes of bf16 or 8 of float32. What `statistics` keeps for them fits in the
-# registers with no spill (compiled for sm_80 to sm_100 and gfx942; its speed is not measured yet); that of float32 takes more, and
-# 16 warps of it would spill on sm_80. The same for all kernels, so that a loss has the same bits whichever made its statistics.
+# Each thread has two 16-byte loads in flight: 16 classes of bf16, or 8 of float32. What `statistics` keeps for these fits in the
+# registers without spills, as compiled for sm_80 to sm_100 and gfx942. Float32 needs more registers: with 16 warps it would spill on
+# sm_80. The speed is not measured yet. All kernels have the same block, so that a loss has the same bits whichever kernel computed its
+# statistics.
 BYTES_PER_THREAD = 32
 MOST_WARPS = {2: 16, 4: 8}  # by the bytes of a logit
-# Where a row is read twice by one program there are few of them, so that the rows at work stay in the L2 from their first
-# reading to their second: one for each multiprocessor, and more while their rows take no more than this share of it. 132 rows
-# of 256 KiB, a vocabulary of 128 Ki in bf16, are 33 MiB of an H100's 50. Its speed is not measured yet.
+# Where one program reads a row twice, the row should stay in the L2 from the first reading to the second. So there are few programs:
+# one on each multiprocessor, and more while all their rows together take no more than this share of the L2. 132 rows of a vocabulary
+# of 128 Ki in bf16, 256 KiB each, are 33 MiB of an H100's 50. The speed is not measured yet.
 L2_SHARE = 0.7
-# So few have few loads on the way, and read blocks ahead, one fewer than stages: by Little's law a multiprocessor of an H200 needs
-# 4.8 TB/s * 0.7 µs / 132, some 25 KB, and a block is BYTES_PER_THREAD of 512 threads, 16 KB. Where more is computed than a plain
-# logsumexp, the stages would spill registers.
+# So few programs have too few loads in flight, unless they load blocks ahead: stages - 1 of them. By Little's law a multiprocessor of
+# an H200 needs 4.8 TB/s * 0.7 µs / 132 in flight, some 25 KB. A block is BYTES_PER_THREAD for each of 512 threads, 16 KB.
 FUSED_STAGES = 3
-# Of a multiprocessor: 65536 registers, of which a thread takes up to 128 where it makes the statistics, too, and 32 to 40 where
-# it does not. More programs than that would wait for the first to end.
+# Warps that run at once on a multiprocessor, which has 65536 registers. A thread takes 32 to 40 of them for the gradient alone, and
+# up to 128 where it also computes the statistics. More programs would wait for the first ones to end.
 WARPS_AT_WORK, WARPS_AT_WORK_FUSED = 48, 16
 ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
 
@@ -82,7 +82,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
 
 
 def _for_statistics(N: int, shard: Shard, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Memory for the statistics, and for the rivals [N, 1] where those are asked for: the other kernels do not read them."""
+    """Memory for the statistics; and for the rivals [N, 1] where those are asked for, apart, as no other kernel reads them."""
     asked = shard.options.return_token_accuracy
     widths = (shard.options.columns - asked, 1)
     out, rivals = (torch.empty(N, width, dtype=torch.float32, device=device) for width in widths)
@@ -126,7 +126,7 @@ def gradient(
     out: Tensor,
     guessed: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.gradient`. guessed: the upstream gradient of the loss for which `out` has been made."""
+    """See `reference.gradient`. guessed: the upstream gradient for which `out` already holds the gradient."""
     if out.numel() == 0:
         return out
     if guessed is not None:
@@ -157,7 +157,7 @@ def _gradient_unless_guessed(
     out: Tensor,
     guessed: Tensor,
 ) -> Tensor:
-    """`gradient` of one shard of all classes, where `out` may hold it already."""
+    """`gradient` of one shard of all classes, where `out` holds the gradient for the guessed upstream gradient."""
     assert upstream.loss is not None and upstream.loss.numel() == 1, "the loss is one number, and the only output"
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
@@ -177,12 +177,12 @@ def _gradient_unless_guessed(
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> tuple[Tensor, Merged | None]:
-    """See `reference.statistics_and_gradient`; by one kernel, whose second reading of a row is from the L2. Of an upstream
-    gradient of NaN it makes the statistics alone.
+    """See `reference.statistics_and_gradient`. One kernel does both: it reads a row a second time from the L2. Where the upstream
+    gradient is NaN it computes the statistics alone.
     """
     if logits.numel() == 0:
         return statistics(logits, target, weight, shard), None
-    assert upstream.loss is not None and upstream.loss.numel() == 1, "it is known, or guessed, for a loss of one number"
+    assert upstream.loss is not None and upstream.loss.numel() == 1, "its gradient is one number"
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
     options, launch = shard.options, config(V, x.itemsize)
@@ -200,38 +200,37 @@ def statistics_and_gradient(
 
 
 def _ragged(*tensors: Tensor) -> bool:
-    """Whether contiguous rows begin in the same places of 16-byte words in all tensors, and not all at their start for all that
-    Triton knows: of a size it knows whether 16 divides it.
+    """Whether the kernels take the rows as RAGGED: contiguous, but not all 16-byte aligned as far as Triton can tell. Of a size Triton
+    knows only whether 16 divides it.
 
-    Of 16-bit logits: a word of float32 is half as many classes, and the kernel spills registers.
+    The tensors themselves must be aligned: then a row begins in the same place of a 16-byte word in all of them. 16-bit logits alone:
+    a word has half as many float32, and the kernel would spill registers.
     """
     contiguous = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
     return contiguous and tensors[0].shape[-1] % 16 > 0 and tensors[0].itemsize == 2
 
 
 def _stages(options: Options) -> int:
-    """Of the first pass of `statistics_and_gradient`: one where more than a plain logsumexp is computed."""
+    """Of the first pass of `statistics_and_gradient`. One where it computes more than a plain logsumexp: more would spill registers."""
     more = options.label_smoothing or options.softcap is not None or options.return_token_accuracy
     return 1 if more else FUSED_STAGES
 
 
 def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
-    """How many take all rows of x [..., V] in turn, as many on each multiprocessor; in the interpreter a few, so that one has
-    several rows.
-    """
+    """How many programs share the rows of x [..., V]: the same number for each multiprocessor."""
     if not x.is_cuda:
-        return 3
+        return 3  # in the interpreter: few, so that a program has several rows
     device = torch.cuda.get_device_properties(x.device)
     at_once = (WARPS_AT_WORK_FUSED if fused else WARPS_AT_WORK) // launch.warps
     if fused:
         rows = x.shape[-1] * x.itemsize * device.multi_processor_count  # bytes of one on each
         cached = int(L2_SHARE * device.L2_cache_size) // rows
-        at_once = min(at_once, cached or at_once)  # where not even those fit, all come from device memory twice
+        at_once = min(at_once, cached or at_once)  # where not even one row each fits, all come from device memory twice
     return device.multi_processor_count * at_once
 
 
 def _rows(grad: Tensor | None, N: int) -> tuple[Tensor | None, int]:
-    """A gradient of one number, or of one a row, and its stride."""
+    """An upstream gradient as one number a row, and the stride: 0 where it is one number for all."""
     if grad is None:
         return None, 0
     grad = grad.to(torch.float32).reshape(-1).expand(N)

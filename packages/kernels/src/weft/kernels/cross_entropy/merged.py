@@ -67,23 +67,25 @@ class Merged(NamedTuple):
 def merge(statistics: Tensor) -> Merged:
     """Of the first three statistics [shards, N, 3 to 5] of all shards.
 
-    log_sum is of exp(logit - base) over all classes, so the logsumexp is base + log_sum. They stay apart because
-    their sum rounds at the size of the logits. base is 0 where every logit is -inf, and log_sum is -inf.
-    log_odds is log((1 - p) / p) for the p of the true class: the loss is softplus(log_odds), and p - 1 is
-    -sigmoid(log_odds), both accurate for p near 1. All in float64: it is little beside the logits.
+    base: the largest of the shards' lse_hi and the target's logit. Where every logit is -inf it is 0, and log_sum is -inf.
+    log_sum: log of the sum of exp(logit - base) over all classes. The logsumexp is base + log_sum. The two stay apart, because
+    their sum is rounded to the precision of a number as large as the logits.
+    log_odds: log((1 - p) / p), where p is the target's softmax. The loss is softplus(log_odds), and p - 1 is -sigmoid(log_odds);
+    both are accurate for p near 1.
+    All are float64. There are few of them beside the logits.
     The result depends on nothing but the statistics, so ranks that gathered the same numbers get the same bits.
     """
     if len(statistics) == 1:
         lse_hi, lse_lo, target_logit, *_ = statistics[0].double().unbind(-1)  # [N] each
         base = finite(torch.maximum(lse_hi, target_logit))
-        others = (lse_hi - base).add_(lse_lo)
+        non_target_lse = (lse_hi - base).add_(lse_lo)
     else:
         lse_hi, lse_lo, target_logits, *_ = statistics.double().unbind(-1)  # [shards, N] each
         target_logit = target_logits.sum(0)
         base = finite(torch.maximum(lse_hi.amax(0), target_logit))
-        others = ((lse_hi - base) + lse_lo).logsumexp(0)
+        non_target_lse = ((lse_hi - base) + lse_lo).logsumexp(0)
     target_logit = target_logit - base  # an infinite logit gives NaN
-    return Merged(base, torch.logaddexp(others, target_logit), others - target_logit)
+    return Merged(base, torch.logaddexp(non_target_lse, target_logit), non_target_lse - target_logit)
 
 
 def finite(largest: Tensor) -> Tensor:
@@ -96,8 +98,8 @@ def losses(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss and the logsumexp of each row, of the target's shape, from the statistics [shards, N, 3 to 5] of all shards.
 
-    weight: [size]. merged: as `merge` gives it, where that is known. Both are 0 at a row to ignore. None for a logsumexp that
-    no output needs.
+    weight: [size]. merged: as `merge` gives it, where that is known.
+    Both are 0 at an ignored row. The logsumexp is None where no output needs it.
     """
     options = shard.options
     base, log_sum, log_odds = merged or merge(statistics)
@@ -108,7 +110,7 @@ def losses(
         loss = loss * of_target(weight, classes, options.ignore_index, loss.dtype)
     if shard.sums:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
-        # Each over the size before they are subtracted: both grow with it.
+        # Both terms grow with the number of classes: each is divided by it before they are subtracted.
         uniform = (weight_sum * base - statistics[..., 3].sum(0)) / shard.size + (weight_sum / shard.size) * log_sum
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * uniform  # the loss of a uniform target
     if options.z_loss:
@@ -117,7 +119,9 @@ def losses(
     ignored = None if shard.all_count else (classes == options.ignore_index).view(target.shape)
 
     def of_tokens(each: Tensor) -> Tensor:
-        """Copied or masked last: autograd forbids changing a view in place where it is an output."""
+        """In the target's shape, 0 at an ignored token. The last step makes a new tensor: autograd does not let a caller change an
+        output in place where it is a view.
+        """
         each = each.view(target.shape).to(statistics.dtype, copy=ignored is None)
         return each if ignored is None else each.masked_fill(ignored, 0)
 
@@ -125,7 +129,9 @@ def losses(
 
 
 def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The weight of each token's class, [N]; 0 at a token to ignore. A target that is no class has made the loss NaN."""
+    """The weight of each token's class, [N]; 0 at an ignored token. A target that is no class takes the nearest class's: its
+    loss is NaN already.
+    """
     if weight is None:
         return (classes != ignore_index).to(dtype)
     if len(weight) == 0:
@@ -135,8 +141,9 @@ def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The scalars of each row's gradient, [N], or [1] for all rows, in float64: softmax_scale * softmax - smoothing * weight, target_grad at the target.
+    """The scalars of each row's gradient, in float64, each [N], or [1] where it is the same in all rows.
 
+    The gradient is softmax_scale * softmax - smoothing * weight, and target_grad at the target.
     base, log_sum: as `merge` gives them; the logsumexp is their sum. smoothing: None without label smoothing.
     """
 
@@ -154,7 +161,7 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
     ignored = None if shard.all_count else classes == options.ignore_index
 
     def counted(each: Tensor) -> Tensor:
-        """0 at a row to ignore, whatever is there."""
+        """The same, but 0 at an ignored row, where it may be NaN."""
         return each if ignored is None else each.masked_fill(ignored, 0)
 
     if upstream.loss is None:
@@ -163,7 +170,8 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
         grad = upstream.loss.to(log_sum.dtype)
         grad = grad if upstream.denominator is None else grad / upstream.denominator
         grad = counted(grad.reshape(-1))  # [N], or [1] for all rows
-    # nll_scale * (softmax - one-hot) + lse_scale * softmax - smoothing * weight, where softmax_scale = nll_scale + lse_scale.
+    # The gradient is nll_scale * (softmax - one-hot) + lse_scale * softmax - smoothing * weight.
+    # Of the softmax that is softmax_scale = nll_scale + lse_scale.
     nll_scale = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
     lse_scale = smoothing = None  # lse_scale: of z_loss and of the lse
     target_grad = None

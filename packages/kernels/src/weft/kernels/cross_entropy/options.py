@@ -68,21 +68,21 @@ class Options:
         if not math.isfinite(self.logit_scale):
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
 
-    def made_ahead(self, dtype: torch.dtype) -> bool:
-        """Whether the gradient of logits of that dtype can be made before the upstream gradient arrives.
+    def gradient_in_forward(self, dtype: torch.dtype) -> bool:
+        """Whether forward can compute the gradient of logits of that dtype, before the upstream gradient arrives.
 
-        The upstream gradient must be one number. In float16 the gradient of an unscaled loss would underflow: that is why
+        The upstream gradient must be one number. Not in float16: there the gradient of an unscaled loss underflows, which is why
         losses are scaled.
         """
         return self.reduction != "none" and not self.return_lse and dtype != torch.float16
 
     def weighs_apart(self, weight: Tensor | None) -> bool:
-        """Whether a mean weighs the tokens by class for one part, and not for another: z-loss and accuracy know no class."""
+        """Whether one part of a mean has class weights and another has none. z-loss and accuracy have none."""
         return weight is not None and (self.z_loss > 0 or self.return_token_accuracy)
 
     @property
     def gives_lse(self) -> bool:
-        """Whether an output is made of each token's logsumexp."""
+        """Whether an output needs each token's logsumexp."""
         return self.return_lse or self.return_z_loss
 
     @property
@@ -92,7 +92,7 @@ class Options:
 
     @property
     def constants(self) -> int:
-        """How many outputs have no gradient; they are the last ones."""
+        """How many outputs have no gradient: the last ones."""
         return self.return_z_loss + self.return_token_accuracy
 
     @property
@@ -136,8 +136,8 @@ def check(
     vocab_start: int,
     vocab_size: int,
 ) -> bool:
-    """Raises ValueError for tensors that cross-entropy cannot take. Returns whether the host has seen that every target is a
-    class that counts, and so none is to be ignored.
+    """Raises ValueError for tensors that cross-entropy cannot take. Returns whether the host knows that every target is a class
+    and none is ignored.
 
     Target values are checked on the CPU only: elsewhere the host would have to wait for the device. There a target that is no
     class gives a loss of NaN.

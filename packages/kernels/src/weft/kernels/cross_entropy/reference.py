@@ -16,12 +16,12 @@ from .merged import Merged, Shard, Upstream, finite, losses, merge, rows
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
-# Logits widened at a time by each thread: 4 MiB in float64, which stay in the L3. A chunk's numbers per row cost the host some
-# 0.1 ms, whatever its size.
+# Logits that each thread widens at a time: 4 MiB in float64, which stay in the L3. Smaller chunks cost more: the few ops on one number a
+# row take the host some 0.1 ms a chunk, whatever its size.
 CHUNK = 1 << 19
 LOG2_E = math.log2(math.e)  # exp(x) is exp2(x * LOG2_E), which takes a CPU three quarters of the time of exp
-# No base needs to be subtracted from the logits of a row whose sum of exponentials is between these: nothing overflows, and the
-# share of the sum of what underflows is below what the gradient's dtype holds. By the dtype of the logits.
+# By the dtype of the logits: bounds of a row's sum of exp(logit). Between them no max needs to be subtracted first. Nothing has
+# overflowed, and what has underflowed is a smaller share of the sum than the gradient's dtype can tell.
 SUMS = {
     torch.float64: (1.0, math.exp(600)),
     torch.float32: (math.exp(-600), math.exp(600)),  # widened to float64
@@ -39,9 +39,9 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     - target_logit: 0 if another shard holds it;
     - logit_sum, where label smoothing asks for it: of all logits, times the weights [size] of the classes where there are any;
     - rival, where the accuracy asks for it.
-    A row to ignore gives -inf, 0, 0, 0, -inf.
-    The target is left out of the logsumexp because the sum of the others is 1 - p, the loss and the gradient of a likely
-    target. Beside exp(0) of such a target float32 would drop it.
+    An ignored row gives -inf, 0, 0, 0, -inf.
+    The logsumexp leaves the target out. The non-target classes have the share 1 - p of the softmax, and for a likely target the loss
+    and the gradient are about that. In a float32 sum beside the target's own exponential it would be rounded away.
     """
     V, classes = logits.shape[-1], target.reshape(-1).long()  # [N]
     out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
@@ -56,12 +56,13 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
 
 @dataclass(frozen=True, slots=True)
 class Exponentials:
-    """Of some rows, in `_wide` numbers: exp(logit - base) [n, V], 0 for the target, and the statistics of the rows.
+    """The exponentials of some rows, and their statistics.
 
-    base: [n, 1] in float64: 0, or the largest logit but the target's, -inf where there is none. None where it is 0 in every row,
-    and all numbers are finite.
-    index: [n, 1], of the target; is_here: whether this shard holds it, None where it holds all classes.
-    statistics: [n, 3 or 4].
+    values: exp(logit - base) [n, V] in the dtype `_wide`, 0 at the target.
+    base: [n, 1] in float64: 0, or the largest non-target logit, which is -inf where there is none. None where it is 0 in every row
+    and every value is finite.
+    index: [n, 1], the target's column. is_here: whether this shard holds the target; None where it holds all classes.
+    statistics: [n, 3 to 5].
     """
 
     values: Tensor
@@ -72,11 +73,11 @@ class Exponentials:
 
 
 def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, space: Tensor) -> Exponentials:
-    """Of logits [n, V], in the memory of `space`."""
+    """Those of logits x [n, V], computed in the memory of `space`."""
     V, local = x.shape[-1], (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     is_here = None if shard.size == V else (local >= 0) & (local < V)
     index = local if shard.all_count and is_here is None else local.clamp(0, V - 1)
-    z = _count((space if len(space) == len(x) else space[: len(x)]).copy_(x), shard)
+    z = _scaled((space if len(space) == len(x) else space[: len(x)]).copy_(x), shard)
     logit = z.gather(1, index)
     columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
     if shard.sums:
@@ -93,7 +94,7 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
         lse_lo = lse - lse_hi
     else:
         low, high = SUMS[x.dtype]
-        z = _count(z.copy_(x), shard).scatter_(1, index, hidden)
+        z = _scaled(z.copy_(x), shard).scatter_(1, index, hidden)
         base = torch.where((total > low) & (total < high), 0, z.amax(-1, keepdim=True).double())
         total = _exp(z.sub_(finite(base).to(z.dtype))).sum(-1, keepdim=True).double()
         log_total = total.log()
@@ -103,7 +104,7 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
 
 
 def _exp(z: Tensor) -> Tensor:
-    """In the memory of z."""
+    """exp(z), in the memory of z."""
     return z.mul_(LOG2_E).exp2_()
 
 
@@ -125,11 +126,11 @@ def _nothing(like: Tensor, shard: Shard) -> Tensor:
 
 
 def _without_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
-    """The statistics, NaN for a target that is no class, and nothing for rows to ignore."""
+    """The statistics, with NaN for a target that is no class, and `_nothing` for an ignored row."""
     if shard.all_count:
         return statistics
     ignore_index = shard.options.ignore_index
-    wrong = (classes < 0) | (classes >= shard.size)  # those to ignore mostly among them
+    wrong = (classes < 0) | (classes >= shard.size)  # among them ignored rows, which are replaced below
     statistics[:, 1].masked_fill_(wrong, torch.nan)
     return torch.where((classes == ignore_index).unsqueeze(1), _nothing(statistics, shard), statistics)
 
@@ -146,9 +147,9 @@ def gradient(
 ) -> Tensor:
     """The gradient of this shard's logits, written to `out`, contiguous, which may be `logits`; returned.
 
-    The gradient of what a logit counts as, see `Rows`, times the derivative of that. Rows whose softmax_scale,
-    smoothing and target_grad are 0 are exactly 0.
-    guessed: the upstream gradient of the loss for which `out` has been made.
+    It is the gradient that `Rows` describes, of the logits after scale and softcap, times the derivative of scale and softcap. A row
+    whose softmax_scale, smoothing and target_grad are 0 gets exactly 0.
+    guessed: the upstream gradient for which `out` already holds the gradient.
     """
     if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
         return out
@@ -165,8 +166,8 @@ def statistics_and_gradient(
 ) -> tuple[Tensor, Merged | None]:
     """The statistics [N, 3 to 5] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
 
-    upstream: of the loss alone, one number. Where it is NaN only the statistics are made.
-    Returned beside the statistics: what `merge` makes of them, where it was made of all at once.
+    upstream: of the loss alone, one number. Where it is NaN only the statistics are computed.
+    Returned beside the statistics: what `merge` gives for them, where all rows were one chunk.
     """
     nothing_guessed = can_read(logits) and upstream.loss is not None and math.isnan(upstream.loss.item())
     if out.numel() == 0 or nothing_guessed:
@@ -181,7 +182,7 @@ def statistics_and_gradient(
 
 
 def _write(
-    of: Exponentials,
+    exponentials: Exponentials,
     x: Tensor,
     classes: Tensor,
     weight: Tensor | None,
@@ -190,42 +191,41 @@ def _write(
     shard: Shard,
     dx: Tensor,
 ) -> None:
-    """The gradient of some rows, from their exponentials, whose memory it takes."""
-    row, each = rows(merged, classes, weight, upstream, shard), of.values
-    scale = row.softmax_scale * ((-row.base if of.base is None else of.base.squeeze(1) - row.base) - row.log_sum).exp_()
-    slope = _slope(x, each.dtype, shard)  # before dx is written: it may be x
-    each.mul_(scale.to(each.dtype).unsqueeze(1))
+    """Writes the gradient of some rows to dx. It is computed in the memory of their exponentials."""
+    row, dlogits = rows(merged, classes, weight, upstream, shard), exponentials.values
+    base, index, is_here, wide = exponentials.base, exponentials.index, exponentials.is_here, dlogits.dtype
+    scale = row.softmax_scale * ((-row.base if base is None else base.squeeze(1) - row.base) - row.log_sum).exp_()
+    slope = _slope(x, wide, shard)  # before dx is written: it may be x
+    dlogits.mul_(scale.to(wide).unsqueeze(1))
     if row.smoothing is not None:
-        smoothing = row.smoothing.to(each.dtype).unsqueeze(1)
-        each -= smoothing if weight is None else smoothing * shard.part(weight, x.shape[-1]).to(each.dtype)
-    target_grad = row.target_grad.to(each.dtype).unsqueeze(1)
-    each.scatter_(
-        1,
-        of.index,
-        target_grad if of.is_here is None else torch.where(of.is_here, target_grad, each.gather(1, of.index)),
-    )
+        smoothing = row.smoothing.to(wide).unsqueeze(1)
+        dlogits -= smoothing if weight is None else smoothing * shard.part(weight, x.shape[-1]).to(wide)
+    target_grad = row.target_grad.to(wide).unsqueeze(1)
+    if is_here is not None:
+        target_grad = torch.where(is_here, target_grad, dlogits.gather(1, index))
+    dlogits.scatter_(1, index, target_grad)
     if slope is not None:
-        each.mul_(slope)
-    if of.base is not None or row.smoothing is not None:  # 0 times what need not be finite
+        dlogits.mul_(slope)
+    if base is not None or row.smoothing is not None:  # an exponential need not be finite, and 0 times it not 0
         is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
         if row.smoothing is not None:
             is_zero &= row.smoothing == 0
-        each.masked_fill_(is_zero.unsqueeze(1), 0)
-    dx.copy_(each)
+        dlogits.masked_fill_(is_zero.unsqueeze(1), 0)
+    dx.copy_(dlogits)
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
-    """Of what is returned beside the gradient."""
+    """The dtype of statistics and losses."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What the passes compute in, to round once: wider than the logits."""
+    """The dtype that the passes compute in: wider than the logits, so that a result is rounded once."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _count(z: Tensor, shard: Shard) -> Tensor:
-    """What the logits z count as, in their memory."""
+def _scaled(z: Tensor, shard: Shard) -> Tensor:
+    """The logits after scale and softcap, in the memory of z."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if scale != 1:
         z.mul_(scale)
@@ -233,7 +233,7 @@ def _count(z: Tensor, shard: Shard) -> Tensor:
 
 
 def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
-    """The derivative of what the logits count as; None where it is 1."""
+    """The derivative of scale and softcap; None where it is 1."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if cap is None:
         return None if scale == 1 else scale
@@ -242,8 +242,9 @@ def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
 
 
 def _chunks(logits: Tensor, classes: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Equal chunks of the rows of logits [N, V], with their classes, memory in `_wide` numbers, the same for all, and their
-    part of each output, which is contiguous and of the logits' shape.
+    """Equal chunks of the rows of logits [N, V]: their logits, their classes, memory to compute in, and their rows of each output.
+
+    outputs: contiguous, of the logits' shape. The memory is of the dtype `_wide`, and the same for all chunks.
     """
     V = logits.shape[-1]
     x, *written = (each if each.ndim == 2 else each.reshape(-1, V) for each in (logits, *outputs))

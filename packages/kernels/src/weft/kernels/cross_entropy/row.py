@@ -8,9 +8,8 @@ from .double_float import exp, exp2, head, times, two_sum
 # The lowest finite float32, as the running maximum before any logit. With -inf there, -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 UNDERFLOW = tl.constexpr(-110.0)  # exp of it is 0 in float32
-NEAR = tl.constexpr(
-    60.0
-)  # from the base to the max: so near, sums of exp(logit - base) neither overflow nor lose digits
+# The greatest distance from the base to the max at which sums of exp(logit - base) neither overflow nor lose digits.
+NEAR = tl.constexpr(60.0)
 SMALL = tl.constexpr(0.2)  # below it tanh is its Taylor series: the difference in (1 - e) / (1 + e) would lose digits
 
 
@@ -36,7 +35,7 @@ def row_offset(row, T, stride_b, stride_t):
 
 @triton.jit
 def aligned_span(ptr, offset, V, RAGGED: tl.constexpr):
-    """The columns of a row that fill whole 16-byte words: the first one, and their number. All, unless rows are RAGGED."""
+    """The first and the number of a row's columns that fill aligned 16-byte words. All columns, where rows are not RAGGED."""
     if not RAGGED:
         return 0, V
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
@@ -46,7 +45,7 @@ def aligned_span(ptr, offset, V, RAGGED: tl.constexpr):
 
 @triton.jit
 def unaligned_cols(ptr, first, count, V):
-    """The columns of a RAGGED row before and after `aligned_span`, and the mask of the lanes that hold one."""
+    """The columns of a RAGGED row outside of `aligned_span`, one a lane, and the mask of the lanes that have one."""
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, 2 * size)
     cols = tl.where(lanes < size, lanes, first + count + lanes - size)
@@ -64,7 +63,10 @@ def aligned(ptr, offset, first, RAGGED: tl.constexpr):
 
 @triton.jit
 def _tanh(u):
-    """tanh(u), and its derivative 1 - tanh(u)**2 without the difference; both within some 2**-22 of themselves."""
+    """tanh(u) and its derivative, each with a relative error of some 2**-22.
+
+    The derivative is not computed as 1 - tanh(u)**2: that difference would lose its digits.
+    """
     e = tl.exp(-2.0 * tl.abs(u))
     v = u * u
     series = u * (1.0 - v * (1.0 / 3.0 - v * (2.0 / 15.0 - v * (17.0 / 315.0 - v * (62.0 / 2835.0)))))
@@ -86,7 +88,7 @@ def _read(
     ptr, cols, in_row, target_col, shard_weight_ptr, scale, cap,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Some logits after scale and cap, -inf at the target and outside of the row; and the terms of the sum of logits."""
+    """Some logits after scale and cap, -inf at the target and outside of the row; and what they add to the sum of logits."""
     x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
     x = _scaled(x, scale, cap)
     logit_sum = tl.zeros_like(x)
@@ -151,11 +153,12 @@ def _sum(
     SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The row's max, the sum of exp(logit - max) and the sum of the logits, by one online pass; with RIVAL the max before `local`.
+    """By one online pass: the row's max, the sum of exp(logit - max), and the sum of the logits. With RIVAL also the max of the columns
+    before `local`.
 
     The sum of exponentials is 0 where all logits are -inf. Each lane has a running max and sum of its own. They are reduced
-    once, after the loop, so the loop has no barrier. Of exp(old - new) and exp(x - new) one is always exp(0), so a logit costs
-    one exponential.
+    once, after the loop, so the loop has no barrier. A logit x makes old into new = max(old, x), which rescales the sum by
+    exp(old - new) and adds exp(x - new). One of the two is exp(0), so a logit costs one exponential.
     """
     lanes = tl.arange(0, BLOCK_V)
     largest = tl.full([BLOCK_V], LOWEST, tl.float32)
@@ -203,11 +206,11 @@ def _exact_sum(
     x_ptr, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, scale, cap,
     SUM: tl.constexpr, RIVAL: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A base, the sum of exp(logit - base) in float64, the sum of the logits, and the max, with RIVAL also that before `local`;
-    for float32 logits.
+    """Of float32 logits: a base, the sum of exp(logit - base) in float64, the sum of the logits, and the max. With RIVAL also the max
+    of the columns before `local`.
 
-    The sum of exponentials is 0 where all logits are -inf. The first base is target_logit: that of a likely class is near the
-    max. Where the row's max is not NEAR it, the row is read a second time with the max as the base.
+    The sum of exponentials is 0 where all logits are -inf. The first base is the target's logit: where the target is likely, that is
+    near the max. Where the max is not NEAR it, the row is read a second time, with the max as the base.
     """
     lanes = tl.arange(0, BLOCK_V)
     base = tl.where(target_logit == -float("inf"), 0.0, target_logit)
@@ -248,7 +251,7 @@ def _exact_sum(
 
 @triton.jit
 def _minus(x, base):
-    """x - base as two float32, and whether exp of it underflows to 0. Then they are 0, which `double_float.exp` can take."""
+    """x - base as two float32, and whether its exp underflows to 0. Where it does the two are 0, which `double_float.exp` can take."""
     underflows = x - base < UNDERFLOW
     delta, delta_lo = two_sum(tl.where(underflows, base, x), -base)
     return delta, delta_lo, underflows
@@ -260,10 +263,10 @@ def write(
     base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of some logits of a row: softmax_scale * exp(x - lse), target_grad at the target.
+    """Stores the gradient of some logits of a row: softmax_scale * exp(x - lse), and target_grad at the target.
 
-    The lse is base + base_lo. With SUM the label smoothing is subtracted, times the class's weight where there are weights. Each `_lo` is
-    the low part of a double-float, for float32 logits.
+    The lse is base + base_lo. With SUM `smoothing` is subtracted, times the class's weight where there are weights.
+    softmax_scale_lo, smoothing_lo: the low parts of double-floats, for float32 logits.
     """
     x = tl.load(x_ptr, mask=in_row, other=-float("inf")).to(tl.float32)
     scaled = _scaled(x, scale, cap)
@@ -273,10 +276,10 @@ def write(
     if x_ptr.dtype.element_ty == tl.float32:
         delta, delta_lo, underflows = _minus(scaled, base)
         delta_lo -= base_lo
-        exponent = delta + delta_lo  # of logits beyond 2**24 base_lo is not small
+        exponent = delta + delta_lo  # hi and lo are split anew: for logits beyond 2**24 base_lo is not small
         dx, dx_lo, k = exp(exponent, delta_lo - (exponent - delta))
         dx, dx_lo = times(dx, dx_lo, softmax_scale, softmax_scale_lo)
-        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k itself may be no float32
+        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k by two factors: itself it may be no float32
         dx, dx_lo = dx * half * exp2(k - (k >> 1)), dx_lo * half * exp2(k - (k >> 1))
         if SUM:
             if shard_weight_ptr is not None:

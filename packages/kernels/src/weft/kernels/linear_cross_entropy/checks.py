@@ -6,12 +6,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from weft.mesh.extents import chunk
 
-from ..cross_entropy.agreement import Classes
-from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check, form_of
-from .agreement import Sizes, sizes_of
-from .gradients import Wanted
+from ..cross_entropy.options import LOGITS_DTYPES, Form, form_of
 
 
 def computed(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
@@ -55,44 +51,3 @@ def check_factors(
         raise ValueError(
             f"chunk_tokens is {chunk_tokens!r}; give a number of tokens, 1 or more, or None to have it chosen"
         )
-
-
-def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
-    expected = list(target.shape)
-    if sequence_parallel:
-        if target.ndim == 0:
-            raise ValueError("sequence_parallel cuts dim 0 of the tokens; target has no dims")
-        start, stop = chunk(target.shape[0], ranks, rank)
-        expected[0] = stop - start
-    if list(input.shape[:-1]) != expected:
-        part = ", this rank's part of dim 0" if sequence_parallel else ""
-        raise ValueError(
-            f"input of shape {tuple(input.shape)} for a target of shape {tuple(target.shape)}; give "
-            f"[{', '.join(map(str, expected))}, H]{part}"
-        )
-
-
-def checked_sizes(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    *,
-    options: Options,
-    held: Classes,
-    wanted: Wanted,
-    chunk_tokens: int | None,
-    compute_dtype: torch.dtype | None,
-    rank: int,
-    ranks: int,
-    sequence_parallel: bool,
-) -> Sizes:
-    """The sizes that this rank gathers. Raises ValueError for arguments that do not fit."""
-    check_part(input, target, rank, ranks, sequence_parallel)
-    form = replace(computed(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
-    check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
-    logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
-    check(logits, target, weight, denominator, options, held.start, held.vocab_size)
-    return sizes_of(input, target, form.dtype, wanted, chunk_tokens, held.vocab_size, ranks, options)

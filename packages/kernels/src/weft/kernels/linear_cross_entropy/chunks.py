@@ -14,11 +14,11 @@ from ..backend import on_cpu
 from ..cross_entropy.function import Gather, passes_on
 from ..cross_entropy.merged import Shard, Upstream
 
-# The limit of what is held above inputs and gradients: the logits of the chunks that are held at once, and the lower bits of a sum
-# in 24 bits. A float32 sum that is not the gradient itself is not counted: chunks would get too small.
-# Each chunk costs a pass over the sum: 6 bytes an element in 24 bits, 8 in float32. Its three GEMMs, 2 * tokens flop an element each,
-# must outweigh that. At an H200's 4.3 TB/s and 780 TFLOP/s the pass takes 9% of their time in 24 bits at 2048 tokens, and 6% in
-# float32 at 4096, if nothing overlaps it.
+# The limit of memory above inputs and gradients: the logits of the chunks that are held at once, and the lower bits of a `Sum24`. A
+# float32 sum that is not the gradient itself is not counted: chunks would get too small.
+# Each chunk costs a pass over the weight gradient's sum: 6 bytes an element in 24 bits, 8 in float32. The chunk's three GEMMs, of
+# 2 * tokens flop an element each, must take much longer. With an H200's 4.3 TB/s and 780 TFLOP/s, and no overlap, the pass takes 9% of
+# their time in 24 bits at 2048 tokens, and 6% in float32 at 4096.
 HELD_BYTES = 1 << 30
 HELD_BYTES_ON_CPU = 1 << 26
 TILE = 128  # rows of a GEMM
@@ -50,10 +50,11 @@ class Product:
 def chunks_of(
     tokens: int, chunk_tokens: int | None, classes: int, held: int, like: Tensor, sum_bytes: int
 ) -> list[slice]:
-    """Equal chunks of the tokens, the last one shorter. Without chunk_tokens as few as HELD_BYTES allow.
+    """Equal chunks of the tokens; the last one may be shorter. Without chunk_tokens there are as few as HELD_BYTES allows.
 
-    classes: of an even shard, the same number on every rank.  held: how many chunks' logits are held at once.
-    sum_bytes: held for a sum over several chunks. The logits get at least half of HELD_BYTES.
+    classes: of the largest shard, if the vocabulary is sharded evenly: the same number on every rank.
+    held: how many chunks' logits are held at once.  sum_bytes: held for a sum over several chunks. The logits get at least half of
+    HELD_BYTES.
     """
     if chunk_tokens is None:
         nbytes = HELD_BYTES_ON_CPU if on_cpu(like) else HELD_BYTES
@@ -61,13 +62,13 @@ def chunks_of(
         fitting = whole_tiles(nbytes // a_token)
         if fitting < tokens:
             fitting = whole_tiles(max(nbytes // 2, nbytes - sum_bytes) // a_token)
-        even = math.ceil(tokens / max(1, math.ceil(tokens / fitting)))
-        chunk_tokens = min(fitting, math.ceil(even / TILE) * TILE)
+        balanced = math.ceil(tokens / max(1, math.ceil(tokens / fitting)))  # as many chunks as needed, of equal length
+        chunk_tokens = min(fitting, math.ceil(balanced / TILE) * TILE)
     return [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, max(1, chunk_tokens))]
 
 
 def whole_tiles(rows: int) -> int:
-    """rows rounded down to whole tiles of a GEMM; fewer rows than a tile as they are, at least one."""
+    """rows, rounded down to whole tiles of a GEMM. Fewer rows than one tile are left as they are, but for 0, which becomes 1."""
     return max(1, rows // TILE * TILE or rows)
 
 
@@ -81,8 +82,8 @@ def sweep(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Each chunk's rows, its logits, and the statistics [shards, n, 3 or 4] of all shards.
 
-    upstream: if given, the gradient has replaced the logits.
-    While a chunk's statistics are gathered, the next chunk's logits are computed, in memory of their own.
+    upstream: where it is given, the logits' gradient has replaced the logits.
+    While a chunk's statistics are gathered, the next chunk's logits are computed, in a second buffer.
     """
     passes = passes_on(product.x)
 

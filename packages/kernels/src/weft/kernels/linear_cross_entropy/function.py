@@ -1,7 +1,7 @@
 """Linear cross-entropy of one shard of the vocabulary, forward and backward: the local tensors of the op.
 
-Where the upstream gradient is one number, the gradients are made in forward as if it were 1, from the logits that are
-there: three GEMMs a chunk. Otherwise backward computes the logits again: four.
+Where the upstream gradient is one number, forward computes the gradients as if it were 1, from each chunk's logits: three GEMMs a
+chunk. Backward multiplies them by it. Otherwise backward computes the logits again: four GEMMs a chunk.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def forward(
     input: [..., H]. linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size.
     target, weight, denominator: as of cross-entropy.
     compute_dtype: of the GEMMs and the logits; the input's without it, which weight and bias then have too.
-    wanted: the dtypes of the gradients that backward will be asked for.  shards: how many there are of the vocabulary.
-    gather: see `Gather`; called once a chunk, the next chunk's GEMM running before what it returned is called.
+    wanted: the dtypes of the gradients that backward will be asked for.  shards: of the vocabulary, how many there are.
+    gather: see `Gather`; called once a chunk. The next chunk's GEMM is started before the chunk's gather is waited for.
     count: see `Count`; for "mean" without a denominator.
     """
     V = len(linear_weight)
@@ -96,8 +96,8 @@ def forward(
 
 
 def in_forward(options: Options, dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether gradients are made in forward and multiplied by the upstream gradient afterwards."""
-    return options.made_ahead(dtype) and any(each is not None for each in wanted)
+    """Whether forward computes the gradients, and backward multiplies them by the upstream gradient."""
+    return options.gradient_in_forward(dtype) and any(each is not None for each in wanted)
 
 
 def backward(
@@ -116,9 +116,9 @@ def backward(
     count: Count | None = None,
     reuse: bool = False,
 ) -> Tensors:
-    """The gradients of input, linear_weight and linear_bias; of the input what this shard adds to it. No communication.
+    """The gradients of input, linear_weight and linear_bias. That of the input is this shard's addend. No communication.
 
-    reuse: whether the gradients that forward made may be given away: nobody comes for them again, or was told not to.
+    reuse: whether backward may return the very tensors that forward computed: there is no second backward, or it was ruled out.
     """
     asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))
     input = saved[0]

@@ -15,11 +15,11 @@ Wanted = tuple[torch.dtype | None, ...]  # of the gradients of input, weight and
 
 
 class Sums:
-    """The gradients of `Product.x`, `weight` and `bias` for as many rows as were added; None for those not wanted.
+    """The gradients of `Product.x`, `weight` and `bias`, of the rows added so far; None for those not wanted.
 
-    dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number
-    of chunks; but dweight of a single chunk is what its GEMM gives, and of up to ADDITIONS in bfloat16 a `Sum24`, where x's
-    dtype is wanted.
+    dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number of chunks.
+    Where dweight is wanted in x's dtype there are two exceptions: of a single chunk it is what the GEMM gives, and of up to ADDITIONS
+    chunks in bfloat16 it is a `Sum24`.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
@@ -41,7 +41,7 @@ class Sums:
         return None if self._of_weight is None else self._of_weight.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Adds what the gradient [n, V] of the logits of some rows brings; a GEMM for dx; for dweight one, or one a block."""
+        """Adds what the logits' gradient [n, V] of some rows contributes. One GEMM for dx; for dweight one, or one a block."""
         if self.dx is not None:
             torch.mm(dlogits, self._product.weight, out=self.dx[rows])
         if self._of_weight is not None:
@@ -51,14 +51,14 @@ class Sums:
 
 
 class Sum:
-    """A sum of products, of the shape of `like`. empty: of none."""
+    """A sum of products, of the shape of `like`. empty: nothing will be added, so it is zeros."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, *, empty: bool) -> None:
         self.total = (torch.zeros_like if empty else torch.empty_like)(like, dtype=dtype)
-        self._beta = 0  # the first overwrites what is there
+        self._beta = 0  # the first product overwrites uninitialized memory
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """a.T @ b, added in the sum's dtype; a GEMM. out=, so that autocast stays out."""
+        """Adds a.T @ b in the sum's dtype: one GEMM. It is given out=, since autocast leaves such calls alone."""
         wide, beta, self._beta = self.total.dtype, self._beta, 1
         if a.dtype == wide:
             torch.addmm(self.total, a.mT, b, beta=beta, out=self.total)
@@ -69,30 +69,33 @@ class Sum:
 
 
 def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether the weight's gradient of several chunks, not too many, is a `Sum24`; also of a frozen weight, which on another
-    rank may not be: all cut the same chunks."""
+    """Whether the weight's gradient would be a `Sum24`, of several chunks and no more than ADDITIONS.
+
+    Also where the weight is frozen: on another rank it may not be, and all ranks must cut the same chunks.
+    """
     return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
 
 
 def is_last_use(saved: Tensor) -> bool:
     """Whether the backward that runs is the last to see what was saved for it.
 
-    autograd frees what was saved after backward, unless it keeps the graph. Torch's compiler asks autograd the same before it
-    reuses such memory. A torch without that function is taken to keep the graph. A CUDA graph may replay the backward.
+    Autograd frees what was saved after backward, unless it keeps the graph. Torch's compiler asks autograd the same question before it
+    reuses such memory. Where torch lacks the function, the graph counts as kept. So it does in a CUDA graph, which may replay the
+    backward.
     """
     keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps() and not is_recorded(saved)
 
 
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
-    """part * factor in `dtype`, multiplied in the wider of part's dtype and float32, not in bfloat16.
+    """part * factor in `dtype`, multiplied in float32, or in part's dtype where that is wider.
 
-    Zeros stay zeros where the factor is NaN or infinite: those of tokens to ignore.
-    in_place: in the memory of part where that has the dtype. On a GPU a factor of 1 then costs no pass over it, and no host
-    waits for the factor.
+    Zeros stay zeros where the factor is NaN or infinite: they are the gradients of ignored tokens.
+    in_place: in the memory of part, if part has the dtype. On a GPU a factor of 1 then costs no pass over it. The kernel sees that; the
+    host does not wait for the factor.
     """
     if in_place:
-        torch.autograd.graph.increment_version(part)  # a second backward is told
+        torch.autograd.graph.increment_version(part)  # autograd raises in a second backward
     reused = in_place and part.dtype == dtype
     if use_triton(part):
         from . import launch  # imports triton, which a CPU run may not have

@@ -1,14 +1,17 @@
-"""Two passes over a gradient: multiply it by a scalar on the device, or add a product to it."""
+"""Two elementwise kernels for gradients: one multiplies by a scalar on the device, one adds a product to a sum in 24 bits."""
 
 import triton
 import triton.language as tl
 
-NAN = tl.constexpr(0x7FC00000)  # the canonical NaN: rounding others up may overflow their bits
+NAN = tl.constexpr(0x7FC00000)  # the canonical NaN: the bits of another one may overflow when they are rounded up
 
 
 @triton.jit(do_not_specialize_on_alignment=["factor_ptr"])
 def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * factor in float32, 0 where x is, over N contiguous elements; IN_PLACE out is x, and not read where factor is 1."""
+    """out = x * factor, multiplied in float32, over N contiguous elements. It is 0 where x is 0.
+
+    IN_PLACE: out is x. Then nothing is read or written where the factor is 1.
+    """
     factor = tl.load(factor_ptr)
     if (factor != 1.0) | (not IN_PLACE):
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0).to(tl.int64) * BLOCK):
@@ -22,9 +25,10 @@ def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.const
 def accumulate(
     product_ptr, high_ptr, low_ptr, N, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """sum + product over N contiguous elements, of a sum in 24 bits: int16 `high` and uint8 `low`, the upper bits of a float32.
+    """Adds a float32 product to a sum in 24 bits, over N contiguous elements.
 
-    FIRST there is no sum yet; LAST it becomes bfloat16, in `high`.
+    The 24 bits are the upper ones of a float32: int16 `high`, and uint8 `low`.
+    FIRST: there is no sum yet, the product becomes it.  LAST: the sum is rounded to bfloat16, in `high`.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N

@@ -1,8 +1,8 @@
-"""A sum of products that will be rounded to bfloat16, kept in 24 bits until it is whole.
+"""A sum of products that will be rounded to bfloat16, kept in 24 bits until all products are added.
 
-They are the upper 24 bits of a float32: 16 in the memory of the result, and 8 beside it, where a float32 needs 16 beside it. Each
-partial sum is rounded by at most 2**-16 of it. If ADDITIONS roundings all err the same way, they are a quarter of what bfloat16
-rounds of the largest partial sum. If not, they are far less.
+They are the upper 24 bits of a float32. 16 of them are in the memory of the result, and 8 beside it; a float32 sum would need 16 beside
+it. Each partial sum is rounded by at most 2**-16 of itself. Even if ADDITIONS roundings all err the same way, they add up to a quarter of
+the rounding of the largest partial sum to bfloat16. Otherwise they are far less.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 from ..backend import on_cpu, use_triton
 from .chunks import whole_tiles
 
-ADDITIONS = 64  # at the most: beyond, the sum is to be a float32
-PRODUCT_BYTES = 1 << 25  # of a block of the product in float32, which is added while the L2 still holds it
+ADDITIONS = 64  # at the most; a sum of more products is a float32
+PRODUCT_BYTES = 1 << 25  # the size of a block of the product in float32, which is added while the L2 still holds it
 PRODUCT_BYTES_ON_CPU = 1 << 21
-NAN = 0x7FC00000  # the canonical NaN: rounding others up may overflow their bits
+NAN = 0x7FC00000  # the canonical NaN: the bits of another one may overflow when they are rounded up
 
 
 class Sum24:
@@ -24,7 +24,9 @@ class Sum24:
 
     def __init__(self, like: Tensor, additions: int) -> None:
         V, H = like.shape
-        self.total = torch.empty(V, H, dtype=torch.bfloat16, device=like.device)  # its upper bits, until all are added
+        self.total = torch.empty(
+            V, H, dtype=torch.bfloat16, device=like.device
+        )  # the upper bits, until all products are added
         self._low: Tensor | None = torch.empty(V, H, dtype=torch.uint8, device=like.device)
         nbytes = PRODUCT_BYTES_ON_CPU if on_cpu(like) else PRODUCT_BYTES
         rows = min(V, whole_tiles(nbytes // (4 * max(1, H))))
@@ -32,8 +34,8 @@ class Sum24:
         self._added, self._additions = 0, additions
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """a.T @ b, of a [n, V] and b [n, H]; a GEMM for each block of rows."""
-        assert self._low is not None and self._block is not None, "there is something to add still"
+        """Adds a.T @ b, of a [n, V] and b [n, H]: one GEMM for each block of rows."""
+        assert self._low is not None and self._block is not None, "additions are left"
         first, last = self._added == 0, self._added == self._additions - 1
         if on_cpu(a):
             b = b.float()
@@ -51,9 +53,10 @@ class Sum24:
 
 
 def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
-    """Adds a product in float32 to a sum in 24 bits: `high`, bfloat16, has the upper 16 as they are, `low`, uint8, the others.
+    """Adds a float32 product to a sum in 24 bits: `high` has the upper 16 bits, typed bfloat16 and not rounded, `low` the next 8, as uint8.
 
-    All contiguous, of one shape.  first: there is no sum yet.  last: it is rounded to bfloat16, and low left alone.
+    All are contiguous and of one shape.
+    first: there is no sum yet, the product becomes it.  last: the sum is rounded to bfloat16, in `high`; `low` is not written.
     """
     if use_triton(product):
         from . import launch  # imports triton, which a CPU run may not have

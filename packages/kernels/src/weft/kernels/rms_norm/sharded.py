@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..attention.heads import check_heads
+from ..attention.sharded.heads import check_heads
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, independent, of_several
 from . import function

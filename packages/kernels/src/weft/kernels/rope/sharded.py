@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 from weft.mesh.infer import terms
 
-from ..attention.heads import check_heads
+from ..attention.sharded.heads import check_heads
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import function, reference

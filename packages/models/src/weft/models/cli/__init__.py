@@ -23,8 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Python 3.11 makes a RuntimeError of what comes up while a class is made
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
             raise
-        from ..terminal import PROGRAM
+        from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM
 
-        print(f"\n{PROGRAM} {command}: interrupted; what was saved is whole", file=sys.stderr)
-        status = 130  # as a shell gives it for SIGINT
+        print(f"\n{PROGRAM} {command}: {INTERRUPTED}", file=sys.stderr)
+        exec(
+            ""
+        )  # Python ends by SIGINT where one has left an `exec`, as those of dataclasses, unless another went well
+        status = INTERRUPTED_STATUS
     sys.exit(status)

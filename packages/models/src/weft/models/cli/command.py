@@ -7,10 +7,11 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
-from ..terminal import PROGRAM, wrapped
+from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, wrapped
 
 COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
 HELP = f"""\
@@ -50,13 +51,33 @@ def call(command: str, arguments: Sequence[str]) -> int:
         print(f"{PROGRAM}: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
-        status: int = import_module(f".{command}", __package__).run(list(arguments))
+        with _ended_by_ctrl_c(command):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
+            module = import_module(f".{command}", __package__)
+        status: int = module.run(list(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # a pager or `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         return 1  # as rich ends then
     return status
+
+
+@contextmanager
+def _ended_by_ctrl_c(command: str) -> Iterator[None]:
+    """In it Ctrl-C, where it is heard, ends this process: what is imported may catch a KeyboardInterrupt, or lose it in a callback."""
+
+    def end(*_: object) -> None:
+        os.write(2, f"\n{PROGRAM} {command}: {INTERRUPTED}\n".encode())
+        os._exit(INTERRUPTED_STATUS)
+
+    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_heard:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if is_heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _version() -> str:

@@ -12,7 +12,7 @@ from weft.mesh.infer.terms import Operation, infer, never
 from ...order import runs_within
 from ...random.part import Part
 from ...sharded import Shapes, Sharding, independent
-from ..heads import check_heads, heads_as_cut
+from .heads import check_heads, heads_as_cut
 
 Layouts = tuple[Layout | None, ...]
 KEPT = ("the kept keys", "the kept values")

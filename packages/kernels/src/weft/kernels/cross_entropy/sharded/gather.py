@@ -1,6 +1,6 @@
 """All-gathers of the shards' statistics, and all-reduces of sums over tokens, on process groups.
 
-In the form for process groups the all-gather also says which rank has failed.
+In `vocab_parallel_cross_entropy` the all-gather also tells every rank which rank has failed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from weft.reshard.running.collectives import Pending, Running, start_all_gather
 from weft.reshard.running.groups import group_named, name_of, of_this_world
 from weft.reshard.running.waits import wait_for
 
-from .. import agreement
-from ..agreement import Classes
+from . import agreement
+from .agreement import Classes
 
 Found = TypeVar("Found")
 
@@ -62,11 +62,11 @@ class Summed(_Over):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Gathers over one group, and with the statistics the classes of each rank, and whether it has failed.
+    """Gathers over one group: the statistics, and below them each rank's classes and whether it has failed.
 
-    An error that has `failed` this rank is raised after the gather, when the other ranks know of it. Raises ValueError where
-    another rank has failed, or where the ranks' classes do not fit together. Where `check_once` does not check that, the
-    gathered statistics are NaN instead.
+    failed: the error of this rank. It is raised after the gather, when the other ranks know of it.
+    Raises ValueError where another rank has failed, or where the ranks' classes do not fit together. Where `check_once` skips that
+    check, the gathered statistics are NaN instead.
     """
 
     group: dist.ProcessGroup
@@ -96,7 +96,8 @@ def attempted(
 ) -> tuple[Found, Checked]:
     """What `attempt` returns, and the gather to use.
 
-    If it raises, this rank gathers `stand_in` and its failure, so that the other ranks do not wait for it. Then it raises.
+    If it raises, this rank still takes part in one gather, with `stand_in` and its failure: the other ranks would wait for it. Then the
+    error is raised.
     """
     try:
         return attempt(), Checked(group, held)
@@ -106,9 +107,9 @@ def attempted(
 
 
 def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
-    """Checks what was gathered: on a CPU always, on a GPU once for each key.
+    """Checks what was gathered: on a CPU each time, on a GPU once for each key.
 
-    On a GPU the host waits for the device to check, so it does not while a CUDA graph is captured.
+    On a GPU the host must wait for the device to check. So there is no check while a CUDA graph is captured.
     """
     if agreement.on_gpu(gathered) and (key in of_this_world() or torch.cuda.is_current_stream_capturing()):
         return

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from ...backend import can_read, has_data
 from ...sharded import apply_many, autocasts
 from ...sharded.traced import groups_of
-from .. import agreement
-from ..agreement import Classes
-from ..custom_ops import Place
 from ..guess import Once
 from ..options import Asked, AskedOfLoss, Form, Options, Reduction, check, check_contiguous, check_target, form_of
+from . import agreement
+from .agreement import Classes
+from .custom_ops import Place
 from .gather import attempted
 from .layouts import CROSS_ENTROPY, local_denominator
 from .traced import compiled
@@ -83,30 +83,30 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of logits [..., V], whose last dim is the classes, against class ids [...].
 
-    Otherwise it means what `torch.nn.functional.cross_entropy` means. class_dim: another dim of the logits that is the classes: 1
-    for logits as torch has them, [N, V, ...]. target: of int64, int32 or uint8. Returns float32 (float64 for float64 logits):
-    [...] for "none", a scalar otherwise; a tuple where more is asked for, in this order:
+    Otherwise it means what `torch.nn.functional.cross_entropy` means. class_dim: the dim of the classes, where it is not the last: 1
+    for logits as torch has them, [N, V, ...]. target: of int64, int32 or uint8. Returns float32 (float64 for float64 logits): [...] for
+    "none", otherwise a scalar. It returns a tuple where more is asked for; after the loss come, in this order:
     return_lse: the logsumexp of each token [...], differentiable, 0 where ignored.
     return_z_loss: the z-loss that is part of the loss, reduced as the loss is; without a gradient.
     return_token_accuracy: 1 for each token whose class has the largest logit, the first of several as torch.argmax has it, else
     0; reduced as the loss is, "mean" being over the tokens that are not ignored, or over denominator; without a gradient.
-    The logits' gradient is within a unit in the last place of their dtype; with labels smoothed, of what is subtracted there;
-    float32 with a softcap or scale no better than float32 arithmetic.
+    The logits' gradient has an error below a unit in the last place of their dtype. Label smoothing subtracts two numbers there: the
+    unit is then that of the larger one. With a softcap or scale, float32 logits have the error of float32 arithmetic.
     weight: [V], of each class. label_smoothing: the share of the target that is spread over all classes.
     logit_scale, softcap: a logit x counts as cap * tanh(scale * x / cap), without a cap as scale * x.
-    z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5). It has no class: "mean"
-    without a denominator divides it by the number of tokens, also where the classes have weights.
-    denominator: what "mean" divides by, in place of the weights of the tokens that are not ignored; give the global count
-    where tokens are sharded, and nothing needs to be counted.
-    inplace_backward: the gradient takes the memory of the logits, which must be contiguous and no leaf; whoever saved them
-    for another backward, and a second backward, get autograd's error. Without it the gradient of a scalar loss is made in
-    forward where it can be (by one shard of all classes), for the upstream gradient that is to be expected.
+    z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5). The classes' weights do not
+    apply to it: "mean" without a denominator divides it by the number of tokens.
+    denominator: what "mean" divides by, in place of the sum of the weights of the tokens that are not ignored. Where tokens are
+    sharded, give the global count: then nothing is counted, and no all-reduce issued.
+    inplace_backward: the gradient takes the memory of the logits, which must be contiguous and no leaf. Autograd raises its error in a
+    second backward, and in the backward of another op that saved the logits. Without it, where one shard has all classes, the gradient
+    of a scalar loss is computed in forward, for a guess of the upstream gradient; backward computes it again where the guess was wrong.
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
-    Communication: where the vocabulary is sharded, one all-gather of 12 bytes per token and rank in forward (4 more with label
-    smoothing, and with the accuracy), none in backward; for "mean" without a denominator, one all-reduce of a number or two over the axes that
-    shard the tokens. Over several axes of a mesh that is not the whole world, one an axis, since not all are there to make their group.
-    The host waits for no device.
+    Communication: where the vocabulary is sharded, one all-gather in forward, and none in backward. It has 12 bytes per token and rank;
+    4 more with label smoothing, and 4 more with the accuracy. For "mean" without a denominator, one all-reduce of one or two numbers over
+    the axes that shard the tokens. On a mesh that is not the whole world, several axes take one collective each: a group over all of
+    them would have to be made by every process of the world. The host waits for no device.
     torch.compile(fullgraph=True) takes it as one node of the graph.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
@@ -132,15 +132,15 @@ def cross_entropy(
 
 
 def _asked(compiled: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
-    """Compiled, the lse is always among the outputs."""
+    """The outputs that are asked for. The compiled op always returns the lse, too."""
     loss, lse, *constants = compiled
     return (loss, lse, *constants) if options.return_lse else (loss, *constants)
 
 
 def _once(logits: Tensor, options: Options) -> Once | None:
-    """Where forward may make the gradient: in memory of its own, since others may read the logits before backward."""
+    """Not None where forward may compute the gradient. It takes memory of its own, since others may read the logits before backward."""
     wanted = torch.is_grad_enabled() and logits.requires_grad and has_data(logits)
-    return Once() if wanted and not options.inplace_backward and options.made_ahead(logits.dtype) else None
+    return Once() if wanted and not options.inplace_backward and options.gradient_in_forward(logits.dtype) else None
 
 
 @overload
@@ -203,16 +203,17 @@ def vocab_parallel_cross_entropy(
     """`cross_entropy` of local tensors, for programs that hold process groups and no layouts.
 
     logits: [..., V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between ranks and be 0.
-    target, weight: as there, of all classes and the same on every rank. options: as there; a mean counts these tokens.
+    target, weight: as there, of all classes, and the same on every rank. options: as there. A mean is over these tokens.
     Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
-    Communication: one all-gather over `group`, of 12 bytes per token and rank (4 more with label smoothing, and with the accuracy) and twice as many once;
-    none in backward. torch.compile(fullgraph=True) takes it as one node of the graph.
-    Raises ValueError as `cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks' classes
-    are not each of the vocabulary once: gathered logits, for one. On a GPU the classes are compared when a group and sizes are
-    first met, and the loss is NaN where they do not fit later, or another rank cannot go on: the host waits for no device.
-    The number of tokens, label_smoothing and float64 logits decide how many bytes a rank gathers, and are not compared: there
-    is no smaller gather before. Where they differ between ranks, the backend fails as it does for any such gather; with
-    TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares them first, and every rank raises RuntimeError with the numbers of elements.
+    Communication: one all-gather over `group` in forward, none in backward. It has 12 bytes per token and rank, and as much as two more
+    tokens; 4 bytes a token more with label smoothing, and 4 more with the accuracy. torch.compile(fullgraph=True) takes it as one node of
+    the graph.
+    Raises ValueError as `cross_entropy` does, on every rank of the group: where one rank cannot go on, and where the ranks together do
+    not hold each class of the vocabulary once, as with gathered logits. On a GPU that is checked when a group and sizes are first met.
+    Later the loss is NaN instead, since the host waits for no device.
+    The number of tokens, label_smoothing, the accuracy and float64 logits decide how many bytes a rank gathers. They are not compared
+    before. Where they differ between ranks, the backend fails as for any such gather. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares
+    the sizes first, and every rank raises RuntimeError with the numbers of elements.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
@@ -247,10 +248,10 @@ def _check_local(*tensors: Tensor) -> None:
 
 
 def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Form) -> Tensor | None:
-    """A number as a tensor on the logits' device, which no host has to wait for.
+    """The denominator as a tensor on the logits' device, without a copy that the host would wait for.
 
-    Raises ValueError for what is no number to divide by, or where a gradient of it or of the weight is expected; LayoutError
-    for a DTensor that is not whole on every rank.
+    Raises ValueError where it cannot divide, or where it or the weight requires a gradient. Raises LayoutError for a DTensor that is not
+    whole on every rank.
     """
     for name, tensor in (("denominator", denominator), ("weight", weight)):
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
@@ -282,7 +283,7 @@ def _check_divisor(denominator: Any) -> float:
 
 
 def check_not_leaf(logits: Tensor, options: Options) -> None:
-    """Raises ValueError for a gradient in the memory of a parameter: logits that are a leaf, or a view of one."""
+    """Raises ValueError where inplace_backward would write the gradient over a leaf: the logits are one, or a view of one."""
     if not options.inplace_backward or torch.compiler.is_compiling():  # compiled, it is not done in place
         return
     node, leaf = logits.grad_fn, logits if logits.is_leaf and logits.requires_grad else None

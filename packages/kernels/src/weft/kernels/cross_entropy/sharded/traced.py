@@ -10,10 +10,10 @@ from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 
 from ...sharded.traced import Placed, sum_over, to_local
-from .. import custom_ops
-from ..custom_ops import Made, Place, compiled, with_lse
 from ..function import mean_denominator
 from ..options import Options
+from . import custom_ops
+from .custom_ops import Place, Results, compiled, with_lse
 from .layouts import CROSS_ENTROPY, local_denominator
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 ]  # `compiled` is imported from here, where its ops are registered for DTensors
 
 
-def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Made:
+def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Results:
     logits, target, weight, denominator, *asked = args
     _, options = with_lse(asked)
     placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...cross_entropy.agreement import Classes
+from ...cross_entropy.sharded.agreement import Classes
 from ...cross_entropy.sharded.gather import attempted, check_once
-from ..agreement import Sizes, check_sizes
+from .agreement import Sizes, check_sizes
 
 Result = TypeVar("Result")
 
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 def compared(
     attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, held: Classes, device: torch.device
 ) -> tuple[Result, Tensor]:
-    """What `attempt` returns, and a scalar: 0 where the ranks agree, otherwise NaN.
+    """What `attempt` returns, and a scalar: 0 where the ranks' sizes agree, otherwise NaN.
 
-    Communication: one all-gather of 36 bytes, also where a rank has failed. Raises as `attempted`, and ValueError where the
-    sizes differ; see `check_once`.
+    Communication: one all-gather of 36 bytes a rank, also where a rank has failed.
+    Raises as `attempted` does, and ValueError where the sizes differ and `check_once` checks them.
     """
     (result, sizes), gather = attempted(attempt, group, held, lambda: _row(Sizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]

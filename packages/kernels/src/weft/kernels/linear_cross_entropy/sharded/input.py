@@ -1,4 +1,4 @@
-"""How the input of a vocab-parallel product comes to every rank, and its gradient back: each the other's dual."""
+"""The input of a vocab-parallel product, as every rank needs it: one collective in forward or backward, its dual in the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.reshard.running.waits import wait_for
 
 
 class Shared(torch.autograd.Function):
-    """Replicate -> the same; its dual adds the gradients of all ranks: one all-reduce."""
+    """Replicate -> Replicate: nothing to do. Its dual adds up the gradients of all ranks: one all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: str) -> Tensor:
@@ -25,14 +25,16 @@ class Shared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         run = _traced_all_reduce if torch.compiler.is_compiling() else _all_reduce
-        run(grad, ctx.group)  # in place: the one op that used the output has just made it
+        run(
+            grad, ctx.group
+        )  # in place: the one op that used the output has just computed it, and nothing else reads it
         return grad, None
 
 
 class Gathered(torch.autograd.Function):
-    """Shard(0) -> Replicate: an all-gather; its dual is the reduce-scatter. Dim 0 is padded to equal parts.
+    """Shard(0) -> Replicate: an all-gather. Its dual is the reduce-scatter. Dim 0 is padded to equal parts for both.
 
-    tokens: of all ranks.  after: what must be known before, so that no compiler puts it later.
+    tokens: of all ranks.  after: a tensor that must be computed before the gather, also in a compiled graph.
     """
 
     @staticmethod
@@ -71,7 +73,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:]))) if len(x) < rows else x.contiguous()
 
 
-# Only where they are traced, since what a custom op does is hidden from whoever counts collectives.
+# Custom ops only where they are traced: in eager mode they would hide their collectives from whoever counts them.
 _traced_all_reduce = library.custom_op("weft::all_reduce_", _all_reduce, mutates_args=("whole",))
 _traced_all_gather = library.custom_op("weft::all_gather_tokens", _all_gather, mutates_args=())
 _traced_reduce_scatter = library.custom_op("weft::reduce_scatter_tokens", _reduce_scatter, mutates_args=())

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...cross_entropy import agreement
-from ...cross_entropy.custom_ops import Place
 from ...cross_entropy.options import Asked, AskedOfLoss, Options, Reduction, check_target
+from ...cross_entropy.sharded import agreement
+from ...cross_entropy.sharded.custom_ops import Place
 from ...cross_entropy.sharded.gather import Along
 from ...cross_entropy.sharded.loss import as_denominator
 from ...sharded import apply_many, autocasts
 from ...sharded.traced import groups_of
-from ..agreement import Sizes, classes_of
-from ..checks import check_factors, checked_sizes, computed
-from ..custom_ops import compare
+from ..checks import check_factors, computed
 from ..gradients import Wanted
+from .agreement import Sizes, checked_sizes, classes_of
 from .compare import compared
+from .custom_ops import compare
 from .input import Gathered, Shared
 from .layouts import LINEAR_CROSS_ENTROPY
 from .traced import compiled
@@ -98,26 +98,27 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """`cross_entropy` of the logits `input @ linear_weight.T + linear_bias`, which never exist all at once.
 
-    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int64, int32 or uint8. The rest as of `cross_entropy`, also
-    what is returned; as `torch.nn.functional.linear_cross_entropy`.
-    compute_dtype: of the GEMMs and the logits; the input's by default, which the weight then has too. The operands are cast to it,
-    and get gradients in their own dtypes: that of a float32 weight is the float32 sum. Under autocast it is autocast's.
-    chunk_tokens: the tokens of a chunk. Without it a chunk's logits and the 8 bits below fit in 1 GiB (64 MiB on a CPU), of
-    which the logits get half at least; the vocabulary is counted as sharded evenly. chunk_tokens and the dtype of the weight's
-    gradient are the same on every rank.
-    inplace_backward: backward returns the gradients that forward made without a copy, also where it may run again: where the
-    graph is kept (retain_graph), and in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be
-    replayed whole. Elsewhere backward copies nothing in any case; under torch.compile it always copies.
+    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int64, int32 or uint8. The other arguments and what is
+    returned are those of `cross_entropy`. It means what `torch.nn.functional.linear_cross_entropy` means.
+    compute_dtype: the dtype of the GEMMs and the logits. By default it is the input's, and the weight must have it too. Given, the
+    operands are cast to it, and get gradients in their own dtypes: that of a float32 weight is the float32 sum. Under autocast it is
+    autocast's.
+    chunk_tokens: the tokens of a chunk. Without it there are as few chunks as fit: their logits, and the lower bits of the weight
+    gradient's sum, in 1 GiB (64 MiB on a CPU). The logits get half of that at least. The vocabulary is taken as sharded evenly.
+    chunk_tokens and the dtype of the weight's gradient must be the same on every rank.
+    inplace_backward: backward returns the very tensors that forward computed, also where it may run again: where the graph is kept
+    (retain_graph), and in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be replayed whole. Where
+    backward cannot run again it returns them in any case. Under torch.compile it always copies.
     The gradients of weight and bias have the dtype of their `grad_dtype`, which torch has for leaves. In float32 the weight's
     is the sum itself. Under torch.compile they are rounded to the weight's dtype first.
-    Memory above inputs and gradients: the logits of a chunk, of two chunks where vocab-parallel. With more than one chunk also
-    the lower bits of the sum that is the weight's gradient: 8 bits an element in bfloat16; a sum in float32 for more than 64
-    chunks and in float16. Where backward copies, also the gradients that forward made.
-    Work: three GEMMs, 6 N H V flop; four for "none", with return_lse and in float16, where backward computes the logits
-    again. Only the gradients that are required are computed.
+    Memory above inputs and gradients: the logits of a chunk, or of two chunks where vocab-parallel. With more than one chunk also what
+    the weight gradient's sum needs beside the result: 8 bits an element in bfloat16; a whole float32 sum in float16, and for more than 64
+    chunks. Where backward copies, also the gradients that forward computed.
+    Work: three GEMMs, 6 N H V flop. It is four for "none", with return_lse and in float16: there backward computes the logits again.
+    Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
     sharded on V makes it vocab-parallel, and the input's gradient Partial(sum) over those axes.
-    Communication: as of `cross_entropy`, in a gather a chunk while the next chunk's GEMM runs; none in backward.
+    Communication: as of `cross_entropy`, one gather a chunk, while the next chunk's GEMM runs; none in backward.
     torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors on every rank of their mesh.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
@@ -225,16 +226,17 @@ def vocab_parallel_linear_cross_entropy(
 
     input: [..., H], the same on every rank; with sequence_parallel this rank's part of dim 0, cut as torch.chunk cuts.
     linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between
-    ranks and be 0. target, weight: of all tokens, of all classes; they, chunk_tokens, compute_dtype and the options are the same on every rank.
+    ranks and be 0. target: of all tokens. weight: of all classes. They, chunk_tokens, compute_dtype and the options are the same on every
+    rank.
     Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
-    Communication: in forward one all-gather of 36 bytes in which the ranks agree, and one a chunk of 12 bytes per token and
-    rank (4 more with label smoothing, and with the accuracy), while the next chunk's GEMM runs; in backward one all-reduce of the input's gradient. With
-    sequence_parallel an all-gather of the input before, and a reduce-scatter in place of the all-reduce.
-    torch.compile(fullgraph=True) takes it; what is wrong with the options alone is then raised where it is traced.
-    Raises ValueError as `linear_cross_entropy` does, on every rank of the group where one cannot go on, or where the ranks'
-    classes are not each of the vocabulary once, or their tokens, chunks or bytes a token differ. On a GPU that is compared when
-    a group and sizes are first met, and the host waits for no device afterwards. A rank that fails later raises alone, at once.
-    The others cannot learn of it: they wait in their next gather until the launcher or the group's timeout ends them.
+    Communication: in forward one all-gather of 36 bytes a rank, by which the ranks compare their sizes. Then one a chunk, while the next
+    chunk's GEMM runs: 12 bytes per token and rank; 4 more with label smoothing, and 4 more with the accuracy. In backward one all-reduce
+    of the input's gradient. With sequence_parallel the input is all-gathered before, and a reduce-scatter takes the all-reduce's place.
+    torch.compile(fullgraph=True) takes it. A wrong option is then an error of the trace.
+    Raises ValueError as `linear_cross_entropy` does, on every rank of the group: where one rank cannot go on, where the ranks together
+    do not hold each class of the vocabulary once, and where their tokens, chunks or bytes a token differ. On a GPU that is checked when a
+    group and sizes are first met; afterwards the host waits for no device. A rank that fails later raises alone, at once. The other
+    ranks cannot learn of it: they wait in their next gather until the launcher or the group's timeout ends them.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")

@@ -10,12 +10,12 @@ from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
 
-from ...cross_entropy.custom_ops import Place, place_and_options
+from ...cross_entropy.sharded.custom_ops import Place, place_and_options
 from ...cross_entropy.sharded.traced import divided_by, place_of
 from ...sharded.traced import Placed, to_local
-from .. import custom_ops
-from ..custom_ops import compiled
 from ..function import in_forward
+from . import custom_ops
+from .custom_ops import compiled
 from .layouts import LINEAR_CROSS_ENTROPY
 
 __all__ = ["compiled"]  # imported from here, so that its ops take DTensors

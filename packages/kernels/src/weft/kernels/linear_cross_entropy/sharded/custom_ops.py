@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ..cross_entropy.custom_ops import PLACE, Place, place_and_options
-from ..cross_entropy.options import SCHEMA, Options
-from ..cross_entropy.sharded.gather import Along
-from . import function
-from .agreement import classes_of
-from .checks import checked_sizes
-from .function import in_forward
-from .gradients import Wanted
-from .sharded.compare import compared
+from ...cross_entropy.options import SCHEMA, Options
+from ...cross_entropy.sharded.custom_ops import PLACE, Place, place_and_options
+from ...cross_entropy.sharded.gather import Along
+from .. import function
+from ..function import in_forward
+from ..gradients import Wanted
+from .agreement import checked_sizes, classes_of
+from .compare import compared
 
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 
@@ -30,11 +29,10 @@ def compiled(
     place: Place,
     disagreement: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of cross-entropy, of the tensors of TENSORS. A second backward may follow whatever was asked: the compiler decides
-    on memory.
+    """The outputs of cross-entropy, for the tensors of TENSORS. inplace_backward is ignored: the compiler decides on memory.
 
-    Each gradient has the dtype of its tensor: in torch 2.13 the compiler does not know of another.
-    disagreement: what `compare` gave, where it was asked.
+    Each gradient has the dtype of its tensor: torch 2.13's compiler knows of no other.
+    disagreement: what `compare` returned, where it was called.
     """
     flags = [each is not None for each in wanted]
     outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *place, *options.flat())
@@ -54,7 +52,9 @@ def compare(*given: Any) -> Tensor:
     along, vocab_size = Along.named(place.groups), place.vocab_size
     assert along is not None and vocab_size is not None, "only the form for groups asks for it"
     (group,), held = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
-    wanted = (None,) * 3  # compiled, gradients have the inputs' dtype: chunks are cut as where none is wanted
+    wanted = (
+        None,
+    ) * 3  # compiled, gradients have the inputs' dtype: chunks are cut as they are where no gradient is wanted
     _, disagreement = compared(
         lambda: (
             None,
@@ -81,7 +81,9 @@ def _(input: Tensor, *given: Any) -> Tensor:
     schema=f"({TENSORS}, Tensor? disagreement, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, {SCHEMA}) -> Tensor[]",
 )
 def forward(*given: Any) -> list[Tensor]:
-    """The outputs, then what backward needs and is no input: the gradients made in forward, or denominator and statistics."""
+    """The outputs, and after them what backward needs besides the inputs: the gradients that forward computed, or denominator and
+    statistics.
+    """
     *tensors, disagreement, flags, chunk_tokens, compute_dtype = given[:10]
     place, options = place_and_options(given[10:])
     factors = (tensors[0], tensors[1], tensors[3])
@@ -97,7 +99,7 @@ def forward(*given: Any) -> list[Tensor]:
     if disagreement is not None:
         loss = loss + disagreement
     if in_forward(options, compute_dtype or tensors[0].dtype, wanted):
-        # Of the dtype that is wanted, however many chunks there were: that a trace need not know.
+        # Cast to the dtype that is wanted: that of the sums depends on the number of chunks, which a trace need not know.
         kept = [None if part is None else part.to(dtype) for part, dtype in zip(saved[1:], wanted, strict=True)]
     else:
         kept = [saved[5] if tensors[5] is None else None, saved[6]]
@@ -156,7 +158,7 @@ def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[boo
 
 
 def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Of what was saved, those whose dtypes the gradients of input, linear_weight and linear_bias have."""
+    """Of what was saved, the tensors with the shapes and dtypes of the gradients of input, linear_weight and linear_bias."""
     return saved[1:] if len(saved) == 4 else (saved[0], saved[1], saved[3])
 
 

@@ -1,17 +1,20 @@
-"""The sizes that must be the same on all ranks of a group before they gather a chunk at a time."""
+"""The sizes that must be the same on all ranks of a group before they gather a chunk at a time, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from weft.mesh.extents import chunk
 
-from ..cross_entropy.agreement import Classes, values_on_ranks
-from ..cross_entropy.options import Options
-from .function import chunked
-from .gradients import Wanted
+from ...cross_entropy.options import Options, check
+from ...cross_entropy.sharded.agreement import Classes, values_on_ranks
+from ..checks import check_factors, computed
+from ..function import chunked
+from ..gradients import Wanted
 
 
 class Sizes(NamedTuple):
@@ -63,3 +66,44 @@ def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
             f"the ranks take different numbers of tokens at a time: {', '.join(chunks)}; give every rank of the group the "
             f"same chunk_tokens, and weights whose gradients have the same dtype"
         )
+
+
+def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
+    expected = list(target.shape)
+    if sequence_parallel:
+        if target.ndim == 0:
+            raise ValueError("sequence_parallel cuts dim 0 of the tokens; target has no dims")
+        start, stop = chunk(target.shape[0], ranks, rank)
+        expected[0] = stop - start
+    if list(input.shape[:-1]) != expected:
+        part = ", this rank's part of dim 0" if sequence_parallel else ""
+        raise ValueError(
+            f"input of shape {tuple(input.shape)} for a target of shape {tuple(target.shape)}; give "
+            f"[{', '.join(map(str, expected))}, H]{part}"
+        )
+
+
+def checked_sizes(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    *,
+    options: Options,
+    held: Classes,
+    wanted: Wanted,
+    chunk_tokens: int | None,
+    compute_dtype: torch.dtype | None,
+    rank: int,
+    ranks: int,
+    sequence_parallel: bool,
+) -> Sizes:
+    """The sizes that this rank gathers. Raises ValueError for arguments that do not fit."""
+    check_part(input, target, rank, ranks, sequence_parallel)
+    form = replace(computed(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
+    check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
+    logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
+    check(logits, target, weight, denominator, options, held.start, held.vocab_size)
+    return sizes_of(input, target, form.dtype, wanted, chunk_tokens, held.vocab_size, ranks, options)

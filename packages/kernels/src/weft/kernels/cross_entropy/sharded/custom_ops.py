@@ -10,20 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, library
 
-from . import function
+from .. import function
+from ..options import SCHEMA, Options, check, form_of
 from .agreement import Classes, stand_in
-from .options import SCHEMA, Options, check, form_of
-from .sharded.gather import Along, attempted
+from .gather import Along, attempted
 
-# Loss, lse, z-loss, accuracy, denominator and statistics; empty what is not asked for, and a denominator not counted here.
-Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# Loss, lse, z-loss, accuracy, denominator and statistics. An output that was not asked for is empty; so is the denominator where
+# it was given, and so was not counted here.
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
 class Place(NamedTuple):
     """A shard of the vocabulary, as arguments of a custom op.
 
-    groups: the names of those that gather, minor first.  checked: whether the one group also checks that its ranks' classes fit.
+    groups: the names of the groups that gather, minor first.
+    checked: whether the one group also checks that its ranks' classes fit.
     For DTensors the layouts say all this, and `groups` only identifies the graph: see `groups_of`.
     """
 
@@ -61,7 +63,7 @@ def compiled(
     mutates_args=(),
     schema=f"({TENSORS}, {PLACE}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
+def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Results:
     place, options = with_lse(asked)
     (loss, lse, *constants), saved = function.forward(
         logits, target, weight, denominator,
@@ -95,7 +97,7 @@ def _gather(
 
 
 @forward.register_fake
-def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Made:
+def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Results:
     place, options = with_lse(asked)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     counts = options.reduction == "mean" and denominator is None
@@ -140,7 +142,7 @@ def _(grad: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *rest: Any) 
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     logits, target, weight, denominator, *ctx.asked = inputs
     *_, counted, statistics = output
     ctx.save_for_backward(logits, target, weight, counted if counted.numel() else denominator, statistics)

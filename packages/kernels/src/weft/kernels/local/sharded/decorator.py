@@ -14,8 +14,8 @@ from weft.mesh import Layout, LayoutError, infer
 from weft.reshard import layout_of, reshard
 from weft.reshard.running.groups import of_this_world, process_mesh
 
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, apply_many
+from ...op import Op
+from ...sharded import Shapes, Sharding, apply, apply_many
 from .declaration import Declaration
 
 P = ParamSpec("P")

@@ -20,7 +20,7 @@ class Classes:
     vocab_size: int
 
     def as_rows(self, like: Tensor) -> Tensor:
-        """Two rows to be gathered below the statistics `like`: start and size, each in two parts."""
+        """Two rows to be gathered below the statistics `like`: the low parts of start and size, then the high parts."""
         rows = like.new_zeros(2, like.shape[-1])
         for i, number in enumerate((self.start, self.size)):
             rows[0, i], rows[1, i] = number % LOW, number // LOW
