@@ -16,4 +16,5 @@ def traced(part: Traced) -> AbstractContextManager[Any]:
 
     data: the wait for the rows of the step. sync: the gradients that wait until backward is over. copy: of what a checkpoint holds.
     """
-    return record_function(f"weft.{part}") if torch.autograd._profiler_enabled() else nullcontext()
+    is_profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(f"weft.{part}") if is_profiling else nullcontext()
