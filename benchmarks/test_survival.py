@@ -1,4 +1,5 @@
-"""What runs that go on cost: how long training waits for a save, how much of a checkpoint a rank reads, how many kills it survives.
+"""What runs that go on cost: how long training waits for a save and for its data, how much of a checkpoint a rank reads, how many
+kills it survives.
 
 `./run benchmark -k "survival or recipe"` shows these beside the speed of the default recipe. WEFT_KILLS says how many ranks are
 killed; `./run test_faults` kills a hundred, and restarts by torchrun too.
@@ -6,9 +7,13 @@ killed; `./run test_faults` kills a hundred, and restarts by torchrun too.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
+import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +25,7 @@ pytest.importorskip("safetensors", reason="what checkpoints are written with")
 
 from weft.models import save_checkpoint
 from weft.models.checkpoint.states import snapshot
+from weft.models.train.recipes import recipe
 
 from benchmarks.conftest import Tell
 from benchmarks.timing import Timed
@@ -38,6 +44,9 @@ SIZES = {
 }  # 28 MB with AdamW's state
 KILLS = int(os.environ.get("WEFT_KILLS", "6"))
 KILLS_A_RUN = 3
+RECIPE = recipe("llama-tiny")
+STEPS = 40  # of the default recipe
+MOST_FOR_DATA = 0.01  # of a step, that it may wait for its rows
 
 
 def waited(folder: Path) -> dict[str, list[float]]:
@@ -69,6 +78,25 @@ def test_how_long_training_waits_for_a_save(tmp_path: Path, pool: Pool, tell: Te
     print(f"\ntraining waits for {share:.1%} of a synchronous save's time")
     for way, each in timed.items():
         tell("a save of 28 MB", way, "host_time", **each.figures)
+
+
+@pytest.mark.timeout(900)
+def test_how_long_the_default_recipe_waits_for_its_data(tmp_path: Path, tell: Tell) -> None:
+    """On four processes, of the standard library's source, as the run counts it."""
+    train = [sys.executable, "-m", "weft.models.cli", "train", "--steps", str(STEPS), "--log-every", "1"]
+    tell.measuring(subprocess.run, [*train, "--output", "run"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    data, later = RECIPE.data, metrics[3:]  # the first steps begin with what is done once
+    shares = [each["data_share"] for each in later]
+    tokens = data.batch_size * data.sequence_length
+    waits = Timed(tuple(each["data_share"] * tokens / each["tokens_per_second"] for each in later))
+    median, most = statistics.median(shares), max(shares)
+    print(
+        f"\na step of the default recipe waits for its data for {median:.3%} of it, at most {most:.3%}; "
+        f"{MOST_FOR_DATA:.0%} may be"
+    )
+    figures = {**waits.figures, "step_share_median": median, "step_share_most": most}
+    tell("the wait for the data of a step of the default recipe", "Weft", "host_time", **figures)
 
 
 @pytest.mark.parametrize("dst", ["tp2", "zero3-dp4", "pp2-other-sizes-dp2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from weft.mesh import Layout, ProcessMesh
@@ -136,3 +137,28 @@ class TestStepsOfTraining:
         _, sent = on_terminal(self.COMMAND, NO_COLOR="1")
         assert "\x1b[2K" in sent
         assert not [code for code in ESCAPE.findall(sent) if code.endswith("m")]
+
+
+class TestPreparing:
+    """The bar of `weft data prepare`."""
+
+    @staticmethod
+    def command(folder: Path) -> tuple[str, ...]:
+        (folder / "text.txt").write_text("weft and warp " * 4096)  # 56 KiB
+        options = ("--output", str(folder / "out"), "--workers", "1")
+        return (*WEFT, "data", "prepare", str(folder / "text.txt"), *options)
+
+    def test_a_terminal_has_a_bar_of_the_bytes_that_are_read(self, tmp_path: Path) -> None:
+        status, sent = on_terminal(self.command(tmp_path))
+        assert status == 0
+        bar, result = ESCAPE.sub("", sent).replace("\r", "\n").split("prepared ", 1)
+        assert "━━━" in bar and "56.0/56.0 KiB" in bar
+        assert "━" not in result
+        assert sent.count("\x1b[?25l") == sent.count("\x1b[?25h") == 1  # the cursor is hidden, and comes back
+
+    @pytest.mark.parametrize("settings", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "force-color"])
+    def test_a_pipe_has_none(self, settings: dict[str, str], tmp_path: Path) -> None:
+        status, written = in_pipe(self.command(tmp_path), **settings)
+        assert status == 0
+        assert written.startswith("prepared ")
+        assert "━" not in written and "\x1b" not in written

@@ -13,9 +13,11 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from weft.models.cli import main
+from weft.models.tracing import Traced
 
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
@@ -127,7 +129,8 @@ def test_the_results_are_all_there(run: tuple[str, Path]) -> None:
     assert tomllib.loads((results / "config.toml").read_text())["steps"] == 5
     for rank in range(4):
         trace = json.loads((results.parents[1] / "traces" / f"rank-{rank}.json").read_text())
-        assert any(event.get("name") == "gloo:all_reduce" for event in trace["traceEvents"])
+        named = {event.get("name") for event in trace["traceEvents"]}
+        assert named >= {"gloo:all_reduce", *(f"weft.{part}" for part in get_args(Traced))}
     assert json.loads((results / "versions.json").read_text())["torch"]
     assert "layers.*.mlp.up_proj.weight: dp: R, tp: S(0)" in (results / "plan.txt").read_text()
 

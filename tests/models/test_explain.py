@@ -53,10 +53,11 @@ def test_memory_of_one_process_is_16_bytes_a_parameter_with_adam(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("name", "states"), [("adamw", 2), ("sgd", 1), ("adagrad", 1), ("rmsprop", 2), ("radam", 2), ("adamax", 2)]
+    ("name", "states"),
+    [("adamw", 2), ("sgd", 1), ("adagrad", 1), ("rmsprop", 2), ("radam", 2), ("adamax", 2), ("asgd", 1), ("rprop", 2)],
 )
 def test_numbers_that_optimizers_keep(name: str, states: int) -> None:
-    assert states_per_element(OptimizerConfig(name=name)) == states  # type: ignore[arg-type]
+    assert states_per_element(OptimizerConfig(name=name)) == states
 
 
 def test_a_rank_of_a_later_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from weft.models.train.launchers import first_host, world_of
+import torch
+import torch.distributed as dist
+from weft.models.train.launchers import adopt_launcher, first_host, world_of
+from weft.models.train.meeting import meet
+
+from tests.support.limits import PATIENCE
+from tests.support.pool import Pool
 
 SRUN = {
     "SLURM_JOB_ID": "31007",
@@ -78,3 +91,74 @@ def test_a_process_that_is_started_alone_is_no_world(said: dict[str, str]) -> No
 )
 def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def free_port() -> int:
+    """One that nobody listens at, of those that a job's number stands for."""
+    for port in range(15000 + os.getpid() % 1000, 30000):
+        with socket.socket() as asking:
+            if asking.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("15000 ports are taken")
+
+
+def said_to_two(launcher: str) -> list[dict[str, str]]:
+    """What the launcher says to each of two processes on this machine."""
+    port = free_port()
+    if launcher == "srun":
+        of_all = {
+            "SLURM_JOB_ID": str(port - 15000),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+        }
+        return [{**of_all, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    of_all = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port)}
+    return [{**of_all, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")]
+
+
+def joined(said: list[dict[str, str]]) -> tuple[int, str, float]:
+    """The rank and the place on its machine that this process has by these variables, and the sum of both ranks' numbers."""
+    own = said[dist.get_rank()]
+    dist.destroy_process_group()  # of the pool
+    before = dict(os.environ)
+    try:
+        os.environ.update(own)
+        adopt_launcher()
+        world, local_rank = meet(PATIENCE), os.environ["LOCAL_RANK"]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    dist.init_process_group("gloo", **world)
+    total = torch.tensor(10.0 ** dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), local_rank, total.item()
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_processes_join_by_what_their_launcher_says(launcher: str, pool: Pool) -> None:
+    assert pool.run(joined, said_to_two(launcher), ranks=2) == [(0, "0", 11.0), (1, "1", 11.0)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_run_of_two_commands_that_a_launcher_has_started(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("woven by two. " * 400)
+    command = [sys.executable, "-m", "weft.models.cli", "train", "--steps", "2", "--log-every", "1", "--output", "run"]
+    options = ["--mesh.dp", "2", "--mesh.tp", "1", "--data.path", "text.txt", "--data.sequence-length", "32"]
+    processes = [
+        subprocess.Popen(
+            [*command, *options, "--model.num-layers", "1", "--optimizer.warmup-steps", "1"],
+            cwd=tmp_path,
+            env={**os.environ, **said},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for said in said_to_two(launcher)
+    ]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "2 processes, mesh dp=2 x tp=1" in outputs[0] and "on 2 processes" in outputs[0]
+    assert outputs[1] == ""  # rank 0 speaks for both
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics] == [1, 2]

@@ -59,19 +59,21 @@ def write_text(folder: Path, texts: list[str]) -> Path:
     return folder
 
 
-def write_jsonl(folder: Path, texts: list[str]) -> Path:
+def write_jsonl(folder: Path, texts: list[str], field: str = "text", **others: str) -> Path:
     file = folder.with_suffix(".jsonl")
     file.write_text(
         "".join(
-            json.dumps({"number": n, "text": text}, ensure_ascii=bool(n % 2)) + "\n" for n, text in enumerate(texts)
+            json.dumps({"number": n, **others, field: text}, ensure_ascii=bool(n % 2)) + "\n"
+            for n, text in enumerate(texts)
         )
     )
     return file
 
 
-def write_parquet(folder: Path, texts: list[str]) -> Path:
-    file = folder.with_suffix(".parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"n": list(range(len(texts))), "text": texts}), file, row_group_size=7)
+def write_parquet(folder: Path, texts: list[str], column: str = "text", **others: str) -> Path:
+    file, count = folder.with_suffix(".parquet"), len(texts)
+    columns = {"n": list(range(count)), **{name: [value] * count for name, value in others.items()}, column: texts}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=7)
     return file
 
 
@@ -89,6 +91,27 @@ def test_every_document_is_there_once_in_order_with_its_end(
     assert manifest == read_manifest(tmp_path / "out") == verify(tmp_path / "out")
     assert manifest.dtype == "uint16" and manifest.end == BYTE_END
     assert (len(manifest.shards) == 1) == (part_bytes == 10**6)
+
+
+def test_texts_are_taken_from_the_field_and_the_column_that_are_named(tmp_path: Path) -> None:
+    """Beside others with text, of which one has the name that is taken where none is given."""
+    files = [
+        write_jsonl(tmp_path / "in", TEXTS, field="body", text="not this"),
+        write_parquet(tmp_path / "in", TEXTS[::-1], column="content", text="nor this", body="nor that"),
+    ]
+    named = ["--field", "body", "--column", "content", "--workers", "1"]
+    assert main_status(["data", "prepare", *map(str, files), "--output", str(tmp_path / "out"), *named]) == 0
+    assert documents(tmp_path / "out") == as_bytes(TEXTS + TEXTS[::-1])
+    assert main_status(["data", "prepare", str(files[0]), "--output", str(tmp_path / "others"), "--workers", "1"]) == 0
+    assert documents(tmp_path / "others") == as_bytes(["not this"] * len(TEXTS))
+
+
+def test_a_tokenizer_is_learned_from_the_field_that_is_named(tmp_path: Path) -> None:
+    given = write_jsonl(tmp_path / "in", ["weft " * 9] * 5, field="body", text="zzzz " * 9)
+    options = ["--vocab-size", "261", "--field", "body", "--output", str(tmp_path / "bpe")]
+    assert main_status(["data", "train-tokenizer", str(given), *options]) == 0
+    found = find_tokenizer(tmp_path / "bpe")
+    assert len(found.encode("weft")) < 4 == len(found.encode("zzzz"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers
 from weft.models.data.prefetch import Prefetch
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
-from weft.models.data.streams import Stream
-from weft.models.data.tokenizer import BYTE_END, byte_tokenizer
+from weft.models.data.streams import ShardStream, Stream
+from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 
 TEXTS = ["a", "bc", "defgh", "i" * 9, "jk", "l"]
 TOKENS = [token for text in TEXTS for token in [*text.encode(), BYTE_END]]
@@ -44,6 +47,44 @@ def test_a_stream_reads_any_tokens_and_knows_their_documents(make: Callable[[Pat
             assert stream.read(start, stop).tolist() == TOKENS[start:stop]
             last = next(end for end in ENDS if end >= stop)
             assert stream.document_ends(start, stop).tolist() == [end for end in ENDS if start < end <= last]
+
+
+def test_of_a_shard_that_is_larger_than_memory_a_row_is_read(tmp_path: Path) -> None:
+    """Of a file with holes; it has twice the bytes of this machine's memory."""
+    nbytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count, row = nbytes // 2, np.arange(1000, 1064, dtype="<u2")
+    with (tmp_path / "tokens").open("wb") as file:
+        file.truncate(nbytes)
+        for place in (0, count // 2, count - 64):
+            file.seek(2 * place)
+            file.write(row.tobytes())
+    (tmp_path / "documents").write_bytes(np.array([count // 2, count], dtype="<u8").tobytes())
+    stream = ShardStream([(tmp_path / "tokens", tmp_path / "documents", count, 2)], "uint16")
+    assert stream.num_tokens == count
+    for place in (0, count // 2, count - 64):
+        assert stream.read(place, place + 64).tolist() == row.tolist()
+    assert stream.document_start(count - 1) == count // 2
+    assert stream.document_ends(0, count).tolist() == [count // 2, count]
+
+
+def test_tokens_above_65535_are_read_as_they_are(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(70000)]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")
+    wide = tokenizers.Tokenizer(model)
+    wide.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    wide.save(str(tmp_path / "tokenizer.json"))
+    texts = [[69998, 65536, 1], [65535], [3, 65537, 69999]]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(words[number] for number in text)}) + "\n" for text in texts)
+    )
+    end = 69997
+    tokenizer = find_tokenizer(tmp_path, words[end])
+    assert prepare([tmp_path / "in.jsonl"], tmp_path / "out", tokenizer=tokenizer, part_bytes=20).dtype == "uint32"
+    stream = find_data(tmp_path / "out").open()  # type: ignore[union-attr]
+    whole = [token for text in texts for token in [*text, end]]
+    assert stream.read(0, stream.num_tokens).tolist() == whole
+    assert [stream.read(place, place + 1).item() for place in range(len(whole))] == whole
+    assert stream.document_ends(0, len(whole)).tolist() == [4, 6, 10]
 
 
 def test_what_the_next_step_needs_is_read_while_a_step_is_computed() -> None:

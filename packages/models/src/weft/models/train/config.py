@@ -16,7 +16,13 @@ from ..schedules.plan import PipelinePlan, Split
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # the first steps begin with what is done once
-OptimizerName = Literal["adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd"]
+OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd")
+NOT_ELEMENTWISE = {  # torch's others, and what of theirs is not of each element by itself
+    "adafactor": "keeps the means of rows and columns, and scales by the norm of the whole parameter",
+    "lbfgs": "multiplies vectors of all parameters, and computes the loss several times a step",
+    "muon": "orthogonalizes each matrix as a whole",
+    "sparseadam": "takes sparse gradients alone, and there are none",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +105,12 @@ class DataConfig:
 class OptimizerConfig:
     """The update of the weights, and the learning rate over the steps."""
 
-    name: OptimizerName = "adamw"
-    """An optimizer of torch.optim that works on each element by itself."""
+    name: Annotated[str, shown("NAME", "adamw")] = "adamw"
+    """Of torch.optim, one that works on each element by itself: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd or sgd."""
     lr: float = 4e-3
     """The highest learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """The rate after the warmup; wsd: constant, then a line over the last decay_steps."""
+    """The rate after the warmup, of which rprop takes that of its first step alone; wsd: constant, then a line over the last decay_steps."""
     warmup_steps: int = 20
     """Steps until the highest rate is reached."""
     decay_steps: Annotated[int | None, shown("INT", "a fifth of the steps")] = None
@@ -112,7 +118,7 @@ class OptimizerConfig:
     final_share: float = 0.1
     """The rate at the end, as a share of the highest."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases have none."""
+    """Of matrices; norms and biases have none, and nothing has with rprop."""
     beta1: float = 0.9
     """Decay of the gradient's mean; the momentum of sgd and rmsprop."""
     beta2: float = 0.95
@@ -121,6 +127,9 @@ class OptimizerConfig:
     """The gradient's norm is cut to this."""
 
     def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            why = NOT_ELEMENTWISE.get(self.name.lower(), "is not known")
+            raise ValueError(f"optimizer.name is {self.name}, which {why}; use one of {', '.join(OPTIMIZERS)}")
         _at_least("optimizer", self, 0, "lr", "warmup_steps", "final_share", "weight_decay", "clip_norm")
         if self.decay_steps is not None:
             _at_least("optimizer", self, 0, "decay_steps")

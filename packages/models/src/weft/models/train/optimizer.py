@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from weft.reshard import clip_grad_norm_
 
 from ..parallel.parallelize import pipeline_of
@@ -30,6 +31,16 @@ def _betas(config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": (config.beta1, config.beta2)}
 
 
+class _RpropOnShards(torch.optim.Rprop):
+    """It updates what each process holds as a plain tensor: it writes where a mask says, which torch has not for `DTensor`s."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        return is_complex
+
+
 _KINDS = {
     "adamw": _Kind(torch.optim.AdamW, _betas, fused=True),
     "adam": _Kind(torch.optim.Adam, _betas, fused=True),
@@ -37,7 +48,10 @@ _KINDS = {
     "radam": _Kind(torch.optim.RAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
     "adamax": _Kind(torch.optim.Adamax, _betas),
     "adagrad": _Kind(torch.optim.Adagrad, lambda config: {}),
+    "adadelta": _Kind(torch.optim.Adadelta, lambda config: {"rho": config.beta2}),
     "rmsprop": _Kind(torch.optim.RMSprop, lambda config: {"alpha": config.beta2, "momentum": config.beta1}),
+    "rprop": _Kind(_RpropOnShards, lambda config: {}),
+    "asgd": _Kind(torch.optim.ASGD, lambda config: {}),
     "sgd": _Kind(torch.optim.SGD, lambda config: {"momentum": config.beta1}),
 }
 

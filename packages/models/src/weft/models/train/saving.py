@@ -13,6 +13,7 @@ from torch import nn
 
 from ..checkpoint.manifest import DamagedCheckpoint
 from ..checkpoint.states import Snapshot, load_checkpoint, read_run, snapshot
+from ..tracing import traced
 from .config import Run
 from .folder import CHECKPOINT, keep
 from .saved import describe_run
@@ -68,8 +69,9 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss)
-        tensors = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
-        self._copy = tensors.copied(self._copy)
+        with traced("copy"):
+            tensors = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
+            self._copy = tensors.copied(self._copy)
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
         self._thread = threading.Thread(target=self._write, args=(self._copy, folder), daemon=True)
         self._thread.start()

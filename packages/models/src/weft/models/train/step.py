@@ -15,6 +15,7 @@ from weft.reshard import GradientSync, reshard
 from ..communication import Phase
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
+from ..tracing import traced
 from .optimizer import clip_gradients
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -63,20 +64,26 @@ def find_gradients(
         losses = pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, ended)
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         with sync.paused() if i + 1 < len(microbatches) else nullcontext():
-            with computing():
-                output = model(*microbatch.args, **microbatch.kwargs)
-            loss = loss_of(output, microbatch)
+            with traced("forward"):
+                with computing():
+                    output = model(*microbatch.args, **microbatch.kwargs)
+                loss = loss_of(output, microbatch)
             losses.append(loss.detach())
             ended("forward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            with traced("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
         ended("backward")
     ended("backward")
-    sync.wait()
-    total, local = _total(losses, model), _total(local_losses, model)
-    if pipeline is not None:
-        pipeline.add_shared(model)
-        total = pipeline.sum_over_stages(total)
-    norm = None if clip_norm is None else clip_gradients(model, clip_norm)
+    with traced("sync"):
+        sync.wait()
+        total, local = _total(losses, model), _total(local_losses, model)
+        if pipeline is not None:
+            pipeline.add_shared(model)
+            total = pipeline.sum_over_stages(total)
+    norm = None
+    if clip_norm is not None:
+        with traced("clip"):
+            norm = clip_gradients(model, clip_norm)
     ended("gradients")
     return Found(total, local, norm)
 

@@ -29,6 +29,7 @@ from ..microbatches import divide, microbatch_key
 from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
+from ..tracing import traced
 from .config import Run
 from .learning_rate import learning_rate
 from .memory import peak_memory, total_memory
@@ -127,8 +128,9 @@ class Trainer:
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with traced("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self._taken.append(_Taken(step + 1, found, lr))
 
     def read_ahead(self, step: int) -> None:
@@ -200,7 +202,8 @@ class Trainer:
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
-        with torch.compiler.set_stance("force_eager"), self._computing():  # without gradients it would be compiled anew
+        # Without gradients it would be compiled anew.
+        with traced("evaluate"), torch.compiler.set_stance("force_eager"), self._computing():
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
@@ -221,7 +224,9 @@ class Trainer:
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
         (rows, T), parts = self._shape, []
-        for number, batch in enumerate(self._rows(step)):
+        with traced("data"):
+            batches = self._rows(step)
+        for number, batch in enumerate(batches):
             key = microbatch_key(self._outline.dropout_key(step), number, self._outline.microbatches)
             parts.append(self._microbatch(batch, (rows // self._outline.microbatches, T), dropout_key=key))
         return parts

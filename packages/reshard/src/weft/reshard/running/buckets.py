@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, Partial, Replicate, Shard
 
@@ -21,6 +22,8 @@ from .collectives import Pending, Running, all_reduce, reduce_scatter
 from .dtensor import kind_of, layout_of, of_kind, wrap
 from .groups import group_along, process_mesh, this_rank
 from .order import Words, announce
+
+Owner = TypeVar("Owner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,17 @@ def way_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Way | None:
 class Route:
     """How the gradients of a parameter that lie in one layout become their target, found once.
 
-    key: equal for what travels together. nbytes: of a gradient on the first rank of the mesh. stacking: of the parts that are
-    scattered. mine: the shape of what this rank receives; None outside the target's mesh. kind: of what arrives, see `kind_of`.
+    shape: of the gradient. key: equal for what travels together. nbytes: of a gradient on the first rank of the mesh. stacking: of
+    the parts that are scattered; size: the elements of one. mine: the shape of what this rank receives; None outside the target's
+    mesh. kind: of what arrives, see `kind_of`.
     """
 
     way: Way
+    shape: tuple[int, ...]
     key: Hashable
     nbytes: int
     stacking: Stacking
+    size: int
     mine: tuple[int, ...] | None
     kind: Any
 
@@ -85,9 +91,11 @@ class Route:
         sizes = tuple(layout.mesh.axis_size(axis) for axis in axes)
         return cls(
             way=way,
+            shape=shape,
             key=(grad.device_mesh, way.axes, grad.dtype),
             nbytes=grad.dtype.itemsize * math.prod(layout.largest_local_shape(shape)),
             stacking=stacking_of(tuple(part), axes, sizes, way.scatter),
+            size=math.prod(part),
             mine=target.local_shape(shape, this_rank()) if this_rank() in target.mesh else None,
             kind=kind_of(wrap(local.new_empty(0), target, shape)),
         )
@@ -97,26 +105,23 @@ class Route:
         return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
 
 
-class Bucket:
-    """Gradients on one mesh that are summed over the same axes.
+class Bucket(Generic[Owner]):
+    """Gradients on one mesh that are summed over the same axes, each of an owner, which is found by its identity.
 
     nbytes: of the gradients on the first rank of the mesh, so that it is the same on every rank.
     """
 
-    def __init__(self, key: Hashable) -> None:
-        self.key, self.nbytes = key, 0
-        self._routes: dict[DTensor, Route] = {}
-        self._grads: dict[DTensor, Tensor] = {}  # this rank's parts, until the collective has them
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self.nbytes = mesh, 0
+        self._routes: dict[Owner, Route] = {}
+        self._grads: dict[Owner, Tensor] = {}  # this rank's parts, until the collective has them
 
-    def add(self, parameter: DTensor, grad: DTensor, route: Route) -> None:
-        """Takes the gradient of `parameter` along; added to one that waits here already."""
-        with torch.no_grad():
-            local = grad.to_local()
-            if parameter in self._grads:
-                self._grads[parameter] = self._grads[parameter] + local
-                return
-        self._mesh = grad.device_mesh
-        self._grads[parameter], self._routes[parameter] = local, route
+    def add(self, owner: Owner, local: Tensor, route: Route) -> None:
+        """Takes this rank's part of the owner's gradient along; added to one that waits here already."""
+        if owner in self._grads:
+            self._grads[owner] = self._grads[owner] + local
+            return
+        self._grads[owner], self._routes[owner] = local, route
         self.nbytes += route.nbytes
 
     def start(self) -> None:
@@ -127,17 +132,20 @@ class Bucket:
         with torch.no_grad():
             self._pending = Pending(self._run())
 
-    def finish(self) -> Iterator[tuple[DTensor, DTensor]]:
-        """Each parameter with its gradient as it was to become. Communication: waits for what was started."""
+    def finish(self) -> list[tuple[Owner, DTensor]]:
+        """Each owner with its gradient as it was to become. Communication: waits for what was started."""
+        found, offset = [], 0
         with torch.no_grad():
-            flat, offset = self._pending.wait(), 0
-            for parameter, route in self._routes.items():
-                local = flat.new_empty(0)
-                if route.mine is not None:
-                    part = route.stacking.part
-                    local = cut_to(flat[offset : offset + math.prod(part)].view(part), route.mine)
-                    offset += math.prod(part)
-                yield parameter, of_kind(local, route.kind)
+            flat = self._pending.wait()
+            for owner, route in self._routes.items():
+                if route.mine is None:
+                    local = flat.new_empty(0)
+                else:
+                    local = flat[offset : offset + route.size].view(route.stacking.part)
+                    local = local if route.mine == route.stacking.part else cut_to(local, route.mine)
+                    offset += route.size
+                found.append((owner, of_kind(local, route.kind)))
+        return found
 
     def _run(self) -> Running:
         route = next(iter(self._routes.values()))
@@ -146,7 +154,7 @@ class Bucket:
             return next(iter(grads.values()))
         scattered, reduced = route.way.axes
         if scattered:
-            flat = torch.cat([self._routes[parameter].stacked(local) for parameter, local in grads.items()], 1)
+            flat = torch.cat([self._routes[owner].stacked(local) for owner, local in grads.items()], 1)
             grads.clear()
             flat = yield from reduce_scatter(flat, "sum", [group_along(self._mesh, scattered)])
         else:
@@ -159,6 +167,6 @@ class Bucket:
 
     def _words(self) -> str:
         route = next(iter(self._routes.values()))
-        shapes = [tuple(parameter.shape) for parameter in self._routes]
+        shapes = [each.shape for each in self._routes.values()]
         dtype = next(iter(self._grads.values())).dtype
         return f"gradients of shapes {shapes}, {dtype}, summed over {route.way.axes}"

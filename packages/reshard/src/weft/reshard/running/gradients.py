@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from weft.mesh import Layout, Replicate, Shard
 from . import fused  # noqa: F401  optimizers' steps on the parameters, once it is there
 from .api import reshard
 from .buckets import Bucket, Route
-from .dtensor import kind_of, layout_of, wrap
+from .dtensor import kind_of, layout_of, memory_of, wrap
 from .units import units_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
@@ -28,6 +28,31 @@ BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (buc
 _synchronized = WeakTensorKeyDictionary()  # by parameter, a weak reference to its GradientSync: two would reduce twice
 
 _alive: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    """A parameter that autograd gives gradients to, and what is known of those: what belongs to a tensor is slow to find by it.
+
+    home: the parameter that they are for. target: the layout that they end in. at_once: whole gradients, which never add up.
+    aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its layout, and whether that is
+    the target. travels: of one that was sent its kind, and how it travels.
+    waits: whether a backward pass gave a gradient since `wait()`; came: also one that is to be sent; arrived: how often, and was not
+    sent. held: synchronized before, waiting for what is on its way.
+    """
+
+    parameter: DTensor
+    home: DTensor
+    name: str
+    target: Layout
+    at_once: bool
+    aside: dict[Layout, DTensor] = field(default_factory=dict)
+    lies: tuple[object, Layout, bool] | None = None
+    travels: tuple[object, Route | None] | None = None
+    waits: bool = False
+    came: bool = False
+    arrived: int = 0
+    held: DTensor | None = None
 
 
 class GradientSync:
@@ -87,39 +112,34 @@ class GradientSync:
                 )
         self._units = units_of(module)
         wholes = {shard: whole for unit in self._units for shard, whole in unit.wholes().items()}
-        # By the parameter that autograd gives gradients to: the one that they are for, and the layout that they end in.
-        leaves = {
-            parameter: wholes[parameter].leaf if parameter in wholes else parameter for parameter in named.values()
-        }
-        self._homes: dict[DTensor, DTensor] = {_dtensor(leaf): parameter for parameter, leaf in leaves.items()}
-        self._targets: dict[DTensor, Layout] = {
-            leaf: sharded_over(layout_of(home), home.shape, axes) for leaf, home in self._homes.items()
-        }
-        self._at_once = {
-            _dtensor(whole.leaf) for whole in wholes.values() if not whole.sums
-        }  # whole gradients never add up
-        self._aside: dict[DTensor, dict[Layout, DTensor]] = {}  # earlier gradients, in other layouts than `.grad`
-        self._lying: dict[DTensor, tuple[object, Layout]] = {}  # how the last gradient of a parameter lay
-        self._routes: dict[DTensor, tuple[object, Route | None]] = {}  # and how one that was sent travels
-        self._order = tuple(reversed(self._targets))  # about that of backward, and the same on every rank
-        self._expected = self._order  # those whose gradients others wait for: those that came in the last step
+        leaves = []
+        for name, home in named.items():
+            whole = wholes.get(home)
+            leaves.append(
+                _Leaf(
+                    parameter=home if whole is None else _dtensor(whole.leaf),
+                    home=home,
+                    name=name,
+                    target=sharded_over(layout_of(home), home.shape, axes),
+                    at_once=whole is not None and not whole.sums,
+                )
+            )
+        self._leaves = tuple(reversed(leaves))  # about the order of backward, and the same on every rank
+        self._expected = self._leaves  # those whose gradients others wait for: those that came in the last step
         self._next = 0  # of the expected, the one that is sent next
-        self._came: set[DTensor] = set()  # since `wait()`
-        self._arrived: Counter[DTensor] = Counter()  # how often, and was not sent
-        self._filling: dict[Hashable, Bucket] = {}
-        self._sent: deque[Bucket] = deque()
-        self._held: dict[DTensor, DTensor] = {}  # synchronized before, waiting for what is on its way
+        self._filling: dict[Hashable, Bucket[_Leaf]] = {}
+        self._sent: deque[Bucket[_Leaf]] = deque()
         self._paused = False
-        self._names = {_dtensor(leaves[parameter]): name for name, parameter in named.items()}
-        self._unsynchronized: set[DTensor] = set()  # parameters that a backward pass gave gradients to since `wait()`
+        self._unsynchronized = False  # whether any leaf waits
         _alive.add(self)
         self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
-        for parameter in self._targets:
-            _synchronized[self._homes[parameter]] = weakref.ref(self)
-            before, ready = partial(_weakly(self._before), parameter), _weakly(self._ready)
-            self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
+        own = weakref.ref(self)
+        for number, leaf in enumerate(self._leaves):
+            _synchronized[leaf.home] = own
+            parameter = leaf.parameter
+            self._hooks.append(parameter.register_hook(_before_of(own, number)))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_ready_of(own, number)))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -129,7 +149,7 @@ class GradientSync:
             yield
         finally:
             self._paused = before
-        if self._at_once:
+        if any(leaf.at_once for leaf in self._leaves):
             self.wait()
 
     def wait(self) -> None:
@@ -138,27 +158,28 @@ class GradientSync:
         Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
         neither an all-reduce nor a reduce-scatter.
         """
-        for parameter in self._order:
-            self._add(parameter)
-        if self._came:
-            self._expected = tuple(each for each in self._order if each in self._came)
+        for leaf in self._leaves:
+            if leaf.aside or leaf.parameter.grad is not None:
+                self._add(leaf)
+        if any(leaf.came for leaf in self._leaves):
+            self._expected = tuple(leaf for leaf in self._leaves if leaf.came)
         self._next = 0
-        self._came.clear()
-        self._arrived.clear()
         for bucket in self._filling.values():
             self._send(bucket)
         while self._sent:
             self._finish(self._sent.popleft())
-        for parameter in list(self._held):
-            home = self._homes[parameter]
+        for leaf in self._leaves:
+            leaf.waits, leaf.came, leaf.arrived = False, False, 0
+            if leaf.held is None:
+                continue
+            home = leaf.home
             if home.grad is not None:  # in its layout from the start
-                self._accumulate(parameter, _gradient(home))
-            held = self._held[parameter]
+                _accumulate(leaf, _dtensor(home.grad))
+            held, leaf.held = leaf.held, None
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
             home.grad = held if dtype in (None, held.dtype) else _in_dtype(held, dtype)
         self._filling.clear()
-        self._held.clear()
-        self._unsynchronized.clear()
+        self._unsynchronized = False
         for unit in self._units:
             unit.rest()
 
@@ -166,18 +187,11 @@ class GradientSync:
         """Takes the hooks off the parameters, whose gradients stay as they are. Call `wait()` before."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._targets:
-            _synchronized.pop(self._homes[parameter], None)  # type: ignore[no-untyped-call]
+        for leaf in self._leaves:
+            _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
         self._hooks.clear()
-        self._targets.clear()
-        self._order = self._expected = ()
-        self._came.clear()
-        self._arrived.clear()
-        self._homes.clear()
-        self._names.clear()
-        self._lying.clear()
-        self._routes.clear()
-        self._unsynchronized.clear()
+        self._leaves = self._expected = ()
+        self._unsynchronized = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._unsynchronized:
@@ -190,92 +204,84 @@ class GradientSync:
 
     def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
         """Raises RuntimeError where `what` would pass over parameters, or take addends of their gradients."""
-        waiting: dict[Tensor, DTensor] = {self._homes[parameter]: parameter for parameter in self._unsynchronized}
+        waiting: dict[Tensor, str] = {leaf.home: leaf.name for leaf in self._leaves if leaf.waits}
         held = [waiting[parameter] for parameter in parameters if parameter in waiting]
         if held:
             others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
             raise RuntimeError(
-                f"{what} before sync.wait(): the gradients of {self._names[held[0]]}{others} are still addends, or on their "
+                f"{what} before sync.wait(): the gradients of {held[0]}{others} are still addends, or on their "
                 f"way, and it would not see them; call sync.wait() between loss.backward() and {then}. To give these "
                 f"gradients up, sync.wait() and then zero_grad()"
             )
 
-    def _before(self, parameter: DTensor, incoming: Tensor | None) -> None:
-        """Sets an older gradient in another layout aside: added up, DTensor would move one of them unasked."""
-        if parameter.grad is None or incoming is None:  # None: a function gave this parameter no gradient
-            return
-        older = _gradient(parameter)
+    def _set_aside(self, leaf: _Leaf, incoming: Tensor) -> None:
+        """An older gradient that lies in another layout: added up, DTensor would move one of them unasked."""
+        assert leaf.parameter.grad is not None, "asked for where there is one"
+        older = _dtensor(leaf.parameter.grad)
         if kind_of(older) is kind_of(_dtensor(incoming)):
             return
         layout = layout_of(older)
         if layout != layout_of(_dtensor(incoming)):
-            parameter.grad = None
-            by_layout = self._aside.setdefault(parameter, {})
-            by_layout[layout] = _sum(by_layout.get(layout), older)
+            leaf.parameter.grad = None
+            leaf.aside[layout] = _sum(leaf.aside.get(layout), older)
 
-    def _ready(self, parameter: Tensor) -> None:
-        arrived = _dtensor(parameter)
-        self._unsynchronized.add(arrived)
-        if self._paused and arrived not in self._at_once:
+    def _ready(self, leaf: _Leaf) -> None:
+        leaf.waits = self._unsynchronized = True
+        if self._paused and not leaf.at_once:
             return
-        if arrived.grad is None and arrived not in self._aside:  # it waits, as those of a zero-bubble schedule do
+        if leaf.parameter.grad is None and not leaf.aside:  # it waits, as those of a zero-bubble schedule do
             return
-        self._came.add(arrived)
-        self._arrived[arrived] += 1
-        while self._arrived[expected := self._expected[self._next]]:
+        leaf.came = True
+        leaf.arrived += 1
+        while (expected := self._expected[self._next]).arrived:
             self._add(expected)
-            self._arrived[expected] -= 1
+            expected.arrived -= 1
             self._next = (self._next + 1) % len(self._expected)
 
-    def _add(self, parameter: DTensor) -> None:
-        """Sends the parameter's gradients on their way, but for one that has its layout."""
-        for layout, grad in self._aside.pop(parameter, {}).items():
-            self._bring(parameter, grad, layout)
-        if parameter.grad is not None:
-            grad = _gradient(parameter)
-            layout = self._layout_of(parameter, grad)
-            if layout != self._targets[parameter]:
-                parameter.grad = None
-                self._bring(parameter, grad, layout)
+    def _add(self, leaf: _Leaf) -> None:
+        """Sends the leaf's gradients on their way, but for one that has its layout."""
+        for layout, grad in leaf.aside.items():
+            self._bring(leaf, grad, layout == leaf.target)
+        leaf.aside.clear()
+        if leaf.parameter.grad is not None:
+            grad = _dtensor(leaf.parameter.grad)
+            if leaf.lies is None or leaf.lies[0] is not kind_of(grad):
+                layout = layout_of(grad)
+                leaf.lies = kind_of(grad), layout, layout == leaf.target
+            if not leaf.lies[2]:
+                leaf.parameter.grad = None
+                self._bring(leaf, grad, False)
 
-    def _bring(self, parameter: DTensor, grad: DTensor, layout: Layout) -> None:
-        target = self._targets[parameter]
+    def _bring(self, leaf: _Leaf, grad: DTensor, is_there: bool) -> None:
+        """is_there: whether the gradient has its layout."""
         if self._dtype is not None and grad.dtype != self._dtype:
             grad = _in_dtype(grad, self._dtype)
-        if layout == target:
-            self._accumulate(parameter, grad)
+        if is_there:
+            _accumulate(leaf, grad)
             return
-        kind, route = self._routes.get(parameter, (None, None))
-        if kind is not kind_of(grad):
-            kind, route = self._routes[parameter] = kind_of(grad), Route.of(grad, target)
+        if leaf.travels is None or leaf.travels[0] is not kind_of(grad):
+            leaf.travels = kind_of(grad), Route.of(grad, leaf.target)
+        route = leaf.travels[1]
         if route is None:
-            self._accumulate(parameter, reshard(grad, placements=target))
+            _accumulate(leaf, reshard(grad, placements=leaf.target))
             return
-        bucket = self._filling.setdefault(route.key, Bucket(route.key))
-        bucket.add(parameter, grad, route)
+        bucket = self._filling.get(route.key)
+        if bucket is None:
+            bucket = self._filling[route.key] = Bucket(grad.device_mesh)
+        bucket.add(leaf, memory_of(grad), route)
         if bucket.nbytes >= self._bucket_bytes:
             self._send(self._filling.pop(route.key))
 
-    def _layout_of(self, parameter: DTensor, grad: DTensor) -> Layout:
-        kind, layout = self._lying.get(parameter, (None, None))
-        if layout is None or kind is not kind_of(grad):
-            layout = layout_of(grad)
-            self._lying[parameter] = kind_of(grad), layout
-        return layout
-
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket[_Leaf]) -> None:
         """Starts it; of those that were sent before, one stays on its way, and what others brought gives its memory back."""
         while len(self._sent) > 1:
             self._finish(self._sent.popleft())
         bucket.start()
         self._sent.append(bucket)
 
-    def _finish(self, bucket: Bucket) -> None:
-        for parameter, grad in bucket.finish():
-            self._accumulate(parameter, grad)
-
-    def _accumulate(self, parameter: DTensor, grad: DTensor) -> None:
-        self._held[parameter] = _sum(self._held.get(parameter), grad)
+    def _finish(self, bucket: Bucket[_Leaf]) -> None:
+        for leaf, grad in bucket.finish():
+            _accumulate(leaf, grad)
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
@@ -296,6 +302,10 @@ def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> L
     return layout
 
 
+def _accumulate(leaf: _Leaf, grad: DTensor) -> None:
+    leaf.held = _sum(leaf.held, grad)
+
+
 def _in_dtype(grad: DTensor, dtype: torch.dtype) -> DTensor:
     with torch.no_grad():
         return wrap(grad.to_local().to(dtype), layout_of(grad), grad.shape)
@@ -303,8 +313,10 @@ def _in_dtype(grad: DTensor, dtype: torch.dtype) -> DTensor:
 
 def _sum(first: DTensor | None, second: DTensor) -> DTensor:
     """The sum of two gradients in one layout."""
+    if first is None:
+        return second
     with torch.no_grad():
-        return second if first is None else _dtensor(first + second)
+        return _dtensor(first + second)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -319,9 +331,28 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _gradient(parameter: DTensor) -> DTensor:
-    assert parameter.grad is not None, "asked for where there is one"
-    return _dtensor(parameter.grad)
+def _before_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor | None], None]:
+    """What a leaf does with its older gradient before the next is added. It holds no tensor; see `_weakly`."""
+
+    def before(incoming: Tensor | None) -> None:  # None: a function gave this parameter no gradient
+        alive = sync()
+        if alive is not None and incoming is not None:
+            leaf = alive._leaves[number]
+            if leaf.parameter.grad is not None:
+                alive._set_aside(leaf, incoming)
+
+    return before
+
+
+def _ready_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor], None]:
+    """What a leaf does once its gradient is added. It holds no tensor; see `_weakly`."""
+
+    def ready(_: Tensor) -> None:
+        alive = sync()
+        if alive is not None:
+            alive._ready(alive._leaves[number])
+
+    return ready
 
 
 def _dtensor(tensor: Tensor) -> DTensor:

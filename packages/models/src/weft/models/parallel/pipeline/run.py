@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from weft.reshard.running.waits import wait_for
 from ...communication import Phase
 from ...schedules.plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
+from ...tracing import traced
 from ..styles import PIPELINE_AXIS
 from .channels import Channel, Handover
 from .stages import Stages
@@ -106,8 +107,10 @@ class Pipeline:
         run = _Run(self, model, microbatches, loss_of, computing)
         with keeping_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
-                run.take(action)
-                ended("forward" if action.kind == "F" else "backward")
+                phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+                with traced(phase):
+                    run.take(action)
+                ended(phase)
         self.ran, self.in_flight = run.ran, run.most_held
         run.finish()
         return run.losses

@@ -1,0 +1,43 @@
+"""The names that a trace of torch's profiler has for the parts of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from torch.profiler import ProfilerActivity, profile
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import Llama, PipelinePlan, forward_backward, initialize, parallelize
+from weft.models.tracing import traced
+
+from tests.models.cases import SMALL, some_tokens
+from tests.support.pool import Pool
+
+
+def names_of_a_step(axes: dict[str, int] | None) -> Counter[str]:
+    """How often each stands in the trace of a step of two microbatches."""
+    model = Llama(SMALL)
+    initialize(model, seed=0)
+    if axes is not None:
+        pipeline = PipelinePlan(schedule="zero_bubble", microbatches=2)
+        parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), pipeline=pipeline))
+    tokens = some_tokens(SMALL, 4, 9)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        forward_backward(model, cross_entropy, tokens[:, :-1], tokens[:, 1:], microbatches=2)
+    return Counter(event.name for event in found.events() or () if event.name.startswith("weft."))
+
+
+def test_the_parts_of_a_step_are_named() -> None:
+    assert names_of_a_step(None) == {"weft.forward": 2, "weft.backward": 2, "weft.sync": 1}
+
+
+def test_the_actions_of_a_stage_are_named(pool: Pool) -> None:
+    found = pool.run(names_of_a_step, {"pp": 2}, ranks=2)
+    # The first rank has a backward of activations and one of weights for each microbatch; its only stage is the first.
+    assert found == [{"weft.forward": 2, "weft.backward": 4, "weft.sync": 1}] * 2
+
+
+def test_nothing_is_recorded_where_nothing_is_profiled() -> None:
+    with traced("forward") as recorded:
+        assert recorded is None
