@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
-from weft.models import save_checkpoint
+from weft.models import read_run, save_checkpoint
 from weft.models.cli import main
 from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
@@ -18,6 +21,8 @@ from weft.models.train.folder import check_again
 from weft.models.train.recipes import recipe
 from weft.models.train.saved import describe_run
 from weft.models.train.toml import as_toml
+
+from tests.models.metrics import some_metrics
 
 RECIPE = "qwen3-tiny"
 SMALL = replace(recipe(RECIPE).model, hidden_size=16, intermediate_size=24, num_layers=2)
@@ -121,6 +126,39 @@ def test_what_makes_it_another_run_is_refused(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("weft train: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"step": 3,', '"stdp": 3,', "metrics.jsonl, line 3 is not as it was written;"),
+        ('"step": 3,', '"step": 3.', "metrics.jsonl, line 3 is not as it was written;"),
+        ('"step": 3,', '"step": 7,', "metrics.jsonl, line 3 is of step 7, and follows 2;"),
+    ],
+    ids=["key", "comma", "number"],
+)
+def test_metrics_with_a_flipped_bit_are_refused_and_left(
+    before: str, after: str, said: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = "".join(f"{json.dumps(asdict(some_metrics(step=step)))}\n" for step in range(1, 7)).replace(before, after)
+    Path("run/metrics.jsonl").write_text(written)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--output", "run", "--resume"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"weft train: run/{said}")
+    assert Path("run/metrics.jsonl").read_text() == written
+
+
+def test_a_checkpoint_has_the_versions_of_what_saved_it(config: TrainConfig) -> None:
+    found = read_run("run/checkpoint-4")["versions"]
+    assert found["python"] == platform.python_version() and found["torch"] == torch.__version__
+    assert found.keys() >= {"weft-mesh", "weft-reshard", "weft-kernels", "weft-models", "triton"}
+    for package in found.keys() - {"python", "torch"}:
+        try:
+            assert found[package] == version(package)
+        except PackageNotFoundError:
+            assert found[package] is None
 
 
 def test_a_checkpoint_goes_on_in_a_folder_of_its_own(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
