@@ -16,7 +16,6 @@ from weft.models.train.folder import checkpoints, newest_complete
 from tests.faults.attempts import WAYS, Tally, Victim, Way, assert_same, attempt, complete, lines, weights
 from tests.support.pool import Pool, RanksFailed
 
-
 Truths = Callable[[str], tuple[Path, float]]
 
 

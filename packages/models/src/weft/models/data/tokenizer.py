@@ -62,11 +62,6 @@ class Tokenizer:
         """The text of the tokens in pieces, each as soon as its last token is there; as `decode`."""
         return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens)
 
-    def save(self, folder: Path) -> None:
-        """Writes the files into a folder, where `find_tokenizer` and transformers' AutoTokenizer find them."""
-        for name, content in self.files:
-            (folder / name).write_bytes(content)
-
     @cached_property
     def _library(self) -> Any:
         opened = open_library().Tokenizer.from_str(dict(self.files)[TOKENIZER_FILE].decode())
