@@ -1,4 +1,4 @@
-"""Tokenizers as values: their files, what they make of a text, and how those files are found and saved."""
+"""Tokenizers as values: their files, what they make of a text, and how those files are found and made."""
 
 from __future__ import annotations
 
