@@ -19,7 +19,7 @@ from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.folder import check_again
 from weft.models.train.recipes import recipe
-from weft.models.train.saved import describe_run
+from weft.models.train.saved import check_same_run, describe_run
 from weft.models.train.toml import as_toml
 
 from tests.models.metrics import some_metrics
@@ -183,3 +183,18 @@ def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -
     (tmp_path / "notes.txt").write_text("of somebody")
     with pytest.raises(ValueError, match="is the folder of no run"):
         check_again(tmp_path)
+
+
+def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConfig) -> None:
+    """Also where neither run was told its sizes."""
+    corpus, sizes = find_corpus(Path("text.txt")), {"pp": 1, "cp": 1}
+    before = replace(config, mesh=MeshConfig(), plan=PlanConfig(microbatches=2))
+    runs = [
+        Run(recipe=RECIPE, config=before, corpus=corpus, dp=dp, tp=tp, folder=Path("run"), **sizes)
+        for dp, tp in ((2, 2), (4, 1))
+    ]
+    assert check_same_run(describe_run(runs[0], 4, 5.5), runs[1]) == [
+        "mesh.dp is 4, and was 2",
+        "mesh.tp is 1, and was 2",
+    ]
+    assert check_same_run(describe_run(runs[0], 4, 5.5), runs[0]) == []

@@ -25,7 +25,11 @@ def trained(text: str, sizes: dict[str, int], plan: dict[str, Any], compiles: bo
     counters.clear()
     config = replace(CONFIG, compile=compiles, steps=STEPS, plan=PlanConfig(**plan))
     run = Run(
-        recipe="small", config=config, corpus=find_corpus(Path(text)), folder=Path(text).parent, **{"tp": 1, **sizes}
+        recipe="small",
+        config=config,
+        corpus=find_corpus(Path(text)),
+        folder=Path(text).parent,
+        **{"dp": 1, "tp": 1, **sizes},
     )
     made = Trainer(run, torch.device("cpu"))
     made.report.line = lambda line: None  # type: ignore[method-assign]
