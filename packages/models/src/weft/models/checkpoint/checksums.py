@@ -77,8 +77,8 @@ class Sums:
         if self._manifest is None:
             return
         pieces = self._pieces
-        if mesh is not None and dist.is_initialized():
-            whole = as_process_mesh(mesh)
+        whole = None if mesh is None or not dist.is_initialized() else as_process_mesh(mesh)
+        if whole is not None and whole.coordinate(dist.get_rank()) is not None:
             groups = device_mesh(whole, device.type)
             for axis in whole.axis_names:
                 of_ranks: list[dict[tuple[str, int, Piece], int]] = [{} for _ in range(whole.axis_size(axis))]

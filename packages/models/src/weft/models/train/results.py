@@ -103,8 +103,8 @@ class Results:
         """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
         try:
             curves = read_curves(self._metrics)
-        except ValueError as error:
-            return f"no curves are drawn: {error}"
+        except ValueError as damage:
+            return f"no curves are drawn: {damage}"
         shown = drawn(curves, width)
         error = attempt(save_picture, curves, self._folder / "curves.svg")
         return shown if error is None else f"{shown}\ncurves.svg could not be written: {error}"
