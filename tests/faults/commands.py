@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from weft.models.train.folder import checkpoints
@@ -53,13 +54,14 @@ def complete_by_command(way: Way, folder: Path) -> None:
 
 def survive_by_command(way: Way, folder: Path, victims: Sequence[Victim], truth: Path) -> Tally:
     """Runs to the end, begun again by the same command for each victim, and compares it with `truth`."""
-    command, starts, kills = _python("-m", "weft.models.cli", *train(way, folder)), [], 0
+    command = _python("-m", "weft.models.cli", *train(way, folder))
+    starts, kills = list[int](), 0
     for victim in [*victims, None]:
         starts.append(max(checkpoints(folder), default=0))
         with _started(command, folder) as run:
-            is_killed = victim is not None and _kill(victim, folder, lambda run=run: _ranks(run, way), run)
+            killed = [] if victim is None else _kill(victim, folder, partial(_ranks, run, way), run)
             status = run.wait(PATIENCE)
-        if not is_killed:
+        if not killed:
             assert status == 0, _said(folder)
             break
         assert status == 1 and "killed by SIGKILL; the other processes were ended" in _said(folder)
@@ -71,54 +73,38 @@ def survive_by_torchrun(way: Way, folder: Path, victims: Sequence[Victim], truth
     """The same, but one `torchrun --max-restarts` begins all ranks anew each time."""
     options = ["--standalone", "--nproc-per-node", str(way.ranks), "--max-restarts", str(len(victims))]
     command = _python("-m", "torch.distributed.run", *options, "-m", "weft.models.cli", *train(way, folder))
-    starts, seen = [0], set[int]()
+    starts, ended = [0], list[int]()
     with _started(command, folder) as agent:
         for victim in victims:
-
-            def ranks(seen: frozenset[int] = frozenset(seen)) -> list[int]:
-                found = [each for each in _children(agent.pid) if each not in seen]
-                return found if len(found) == way.ranks else []
-
-            if not _kill(victim, folder, ranks, agent, seen):
+            killed = _kill(victim, folder, partial(_restarted, agent, way, tuple(ended)), agent)
+            if not killed:
                 break
+            ended += killed
             starts.append(max(checkpoints(folder), default=0))
         assert agent.wait(PATIENCE) == 0, _said(folder)
     return count_survived(folder, truth, starts, len(starts) - 1)
 
 
-def _kill(
-    victim: Victim,
-    folder: Path,
-    ranks: Callable[[], list[int]],
-    run: subprocess.Popen[bytes],
-    seen: set[int] | None = None,
-) -> bool:
-    """Kills that rank at its moment; False where the run came to its end before.
+def _kill(victim: Victim, folder: Path, ranks: Callable[[], list[int]], run: subprocess.Popen[bytes]) -> list[int]:
+    """Kills that rank at its moment; the process ids of all ranks, none where the run came to its end before.
 
-    ranks: gives their process ids once all are there. seen: what they are added to.
+    ranks: gives them once all are there, and none before.
     """
     found: list[int] = []
-    while not found:
-        if run.poll() is not None:
-            return False
+    while not found and run.poll() is None:
         time.sleep(LOOK_SECONDS)
         found = ranks()
-    (seen if seen is not None else set()).update(found)
-    begun: float | None = None
-    while True:
-        work = _work(found[victim.rank])
-        if work is None or run.poll() is not None:
-            return False
-        if begun is None and max(checkpoints(folder), default=0) >= victim.after:
-            begun = work
-        if begun is not None and work >= begun + victim.work:
-            break
+    end: float | None = None
+    while found and run.poll() is None and (work := _work(found[victim.rank])) is not None:
+        if end is None and max(checkpoints(folder), default=0) >= victim.after:
+            end = work + victim.work
+        if end is not None and work >= end:
+            time.sleep(victim.pause)
+            with suppress(ProcessLookupError):
+                os.kill(found[victim.rank], signal.SIGKILL)
+                return found
         time.sleep(LOOK_SECONDS)
-    time.sleep(victim.pause)
-    with suppress(ProcessLookupError):
-        os.kill(found[victim.rank], signal.SIGKILL)
-        return True
-    return False
+    return []
 
 
 @contextmanager
@@ -153,6 +139,12 @@ def _ranks(run: subprocess.Popen[bytes], way: Way) -> list[int]:
         if len(found := _children(child)) == way.ranks:
             return found
     return []
+
+
+def _restarted(agent: subprocess.Popen[bytes], way: Way, ended: Sequence[int]) -> list[int]:
+    """The same of those that torchrun's agent has started last."""
+    found = [each for each in _children(agent.pid) if each not in ended]
+    return found if len(found) == way.ranks else []
 
 
 def _children(parent: int) -> list[int]:

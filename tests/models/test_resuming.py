@@ -187,10 +187,10 @@ def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -
 
 def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConfig) -> None:
     """Also where neither run was told its sizes."""
-    corpus, sizes = find_corpus(Path("text.txt")), {"pp": 1, "cp": 1}
+    corpus = find_corpus(Path("text.txt"))
     before = replace(config, mesh=MeshConfig(), plan=PlanConfig(microbatches=2))
     runs = [
-        Run(recipe=RECIPE, config=before, corpus=corpus, dp=dp, tp=tp, folder=Path("run"), **sizes)
+        Run(recipe=RECIPE, config=before, corpus=corpus, dp=dp, tp=tp, folder=Path("run"))
         for dp, tp in ((2, 2), (4, 1))
     ]
     assert check_same_run(describe_run(runs[0], 4, 5.5), runs[1]) == [

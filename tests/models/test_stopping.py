@@ -71,7 +71,7 @@ def test_ranks_that_do_not_end_then_are_killed_after_thirty_seconds(monkeypatch:
     """That they are is shown in test_processes.py; here, after how long."""
     patience = list[float]()
     monkeypatch.setattr(launch, "run_together", lambda *work, **options: patience.append(options["patience"]))
-    monkeypatch.setattr(launch.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("weft.models.train.launch.signal.signal", lambda *arguments: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     run = Run(

@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 STEPS = 4
 
 
-def trained(text: str, sizes: dict[str, int], plan: dict[str, Any], compiles: bool) -> tuple[list[float], list[int]]:
+def trained(text: str, sizes: dict[str, Any], plan: dict[str, Any], compiles: bool) -> tuple[list[float], list[int]]:
     """The loss and the norm of the gradients of each step, and how many graphs there were after the first and the last."""
     torch.compiler.reset()
     counters.clear()
@@ -32,7 +32,7 @@ def trained(text: str, sizes: dict[str, int], plan: dict[str, Any], compiles: bo
         **{"dp": 1, "tp": 1, **sizes},
     )
     made = Trainer(run, torch.device("cpu"))
-    made.report.line = lambda line: None  # type: ignore[method-assign]
+    made.report.line = lambda text: None  # type: ignore[method-assign]
     made.first_step()
     graphs = [counters["stats"]["unique_graphs"]]
     for step in range(1, STEPS):

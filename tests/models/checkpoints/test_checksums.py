@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, from_pretrained, initialize, save_checkpoint, save_pretrained
-from weft.models.checkpoint import shards
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import CHECKSUMS, DamagedCheckpoint
 from weft.models.cli import main
@@ -125,7 +124,7 @@ def test_all_that_is_written_is_on_the_disk_before_it_has_its_name(
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         sync(descriptor)
 
-    monkeypatch.setattr(shards.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     save_pretrained(gpt(), tmp_path / "model", shard_bytes=SHARD_BYTES, tokenizer=byte_tokenizer())
     *files, inside, beside = synced
     assert sorted(files) == FILES and files[-1] == CHECKSUMS
