@@ -29,7 +29,7 @@ from weft.models.train.recipes import recipe
 
 from benchmarks.conftest import Tell
 from benchmarks.timing import Timed
-from tests.faults.attempts import WAYS, Victim, assert_same, complete
+from tests.faults.attempts import WAYS, Tally, Victim, complete
 from tests.faults.test_kills import survive
 from tests.models.checkpoints.states import CASES, Case, fill_state, make
 from tests.models.checkpoints.test_saving import bytes_read, save_wide
@@ -117,15 +117,16 @@ def test_how_many_kills_are_survived(name: str, tmp_path: Path, pool: Pool, tell
     way, draw = replace(WAYS[name], steps=12), random.Random(name)
     work = min(complete(pool, way, tmp_path / "truth"))
 
-    def kill() -> int:
-        survived = runs = 0
-        while survived < KILLS:
+    def kill() -> Tally:
+        found, runs = Tally(), 0
+        while found.kills < KILLS:
             victims = [Victim(draw.randrange(way.ranks), draw.uniform(0, 0.5) * work) for _ in range(KILLS_A_RUN)]
-            survived += survive(pool, way, tmp_path / f"run-{runs}", victims[: KILLS - survived])
-            assert_same(tmp_path / f"run-{runs}", tmp_path / "truth")
+            chosen = victims[: KILLS - found.kills]
+            found += survive(pool, way, tmp_path / f"run-{runs}", chosen, tmp_path / "truth")
             runs += 1
-        return survived
+        return found
 
-    survived = tell.measuring(kill)
-    print(f"\n{name}: {survived} of {survived} kills survived")
-    tell(f"kills of a rank, {name}", "Weft", "count", survived=survived)
+    found = tell.measuring(kill)
+    print(f"\n{name}: {found}")
+    tell(f"kills of a rank, {name}", "Weft", "count", survived=found.survived, kills=found.kills)
+    assert found.survived == found.kills

@@ -13,15 +13,18 @@ from pathlib import Path
 import pytest
 from weft.models import read_run
 from weft.models.train.folder import newest_complete
+from weft.models.train.launch import STOP_SECONDS
 
 from tests.end_to_end.test_train import SMALL, WEFT
 from tests.support.limits import PATIENCE
+
+MARGIN = 60.0  # seconds, for what other programs take of the cores
 
 
 @pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that fails
 @pytest.mark.parametrize(("victim", "ranks"), [(1, 2), (3, 4)])
 def test_one_dead_rank_ends_all(victim: int, ranks: int, tmp_path: Path) -> None:
-    status, said = _disturb(tmp_path, ranks, lambda parent, workers: os.kill(workers[victim], signal.SIGKILL))
+    status, said, _ = _disturb(tmp_path, ranks, lambda parent, workers: os.kill(workers[victim], signal.SIGKILL))
     assert status == 1
     assert said[0] == f"rank {victim} killed by SIGKILL; the other processes were ended"
 
@@ -35,8 +38,9 @@ def test_one_dead_rank_ends_all(victim: int, ranks: int, tmp_path: Path) -> None
     ],
 )
 def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, tmp_path: Path) -> None:
-    ended, said = _disturb(tmp_path, 2, lambda parent, workers: os.kill(parent, how))
+    ended, said, seconds = _disturb(tmp_path, 2, lambda parent, workers: os.kill(parent, how))
     assert ended == status
+    assert seconds < STOP_SECONDS + MARGIN  # the parent kills whoever takes longer than the first
     assert "Traceback" not in "".join(said)
     saved, wrong = newest_complete(tmp_path / "run")
     assert not wrong
@@ -49,14 +53,15 @@ def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, 
 
 @pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(tmp_path: Path) -> None:
-    start = time.monotonic()
-    status, said = _disturb(tmp_path, 2, lambda parent, workers: os.kill(workers[1], signal.SIGSTOP), "--timeout", "3")
+    status, said, seconds = _disturb(
+        tmp_path, 2, lambda parent, workers: os.kill(workers[1], signal.SIGSTOP), "--timeout", "3"
+    )
     assert status == 1
     (line,) = said
     assert re.fullmatch(
         r"weft train: rank 1 answered no more for 3 s, while the others waited in step \d+, \w+( \w+)?", line
     )
-    assert time.monotonic() - start < PATIENCE
+    assert seconds < 3 + MARGIN
 
 
 @pytest.mark.parametrize("seconds", [0.5, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.0, 2.0))])
@@ -78,8 +83,9 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
 
 def _disturb(
     folder: Path, ranks: int, disturb: Callable[[int, list[int]], None], *options: str
-) -> tuple[int, list[str]]:
-    """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status and what it said of it.
+) -> tuple[int, list[str], float]:
+    """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status, what it said of it, and
+    the seconds that it went on.
 
     Fails unless all its processes end.
     """
@@ -111,7 +117,7 @@ def _disturb(
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
                 assert time.monotonic() - disturbed < PATIENCE
                 time.sleep(0.1)
-            return process.returncode, said.strip().splitlines()
+            return process.returncode, said.strip().splitlines(), time.monotonic() - disturbed
         finally:
             process.kill()
 

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from weft.models.data.text import find_corpus
 from weft.models.train import trainer
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.folder import checkpoints, newest_complete
+from weft.models.train.logged import METRICS
 from weft.models.train.loop import train
-from weft.models.train.results import METRICS, Results
+from weft.models.train.results import Results
 
 from tests.support.pool import Pool
 
@@ -75,21 +77,41 @@ class Victim:
     """The rank that kills itself, and when: after so much work, in seconds of its processor, and then a pause.
 
     Not after so many seconds by the clock, which on a machine that others use too are now a moment and now half a run.
+    after: a step; what comes first is that there is its checkpoint.
     """
 
     rank: int
-    work: float
+    work: float = 0.0
     pause: float = 0.0
+    after: int = 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many ranks were killed, and how many of these kills their runs survived.
+
+    A run survives a kill where what it goes on from is no older than what it had, and it ends with the bits of one that was
+    never killed.
+    """
+
+    kills: int = 0
+    survived: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.kills + other.kills, self.survived + other.survived)
+
+    def __str__(self) -> str:
+        return f"{self.survived} of {self.kills} kills survived"
 
 
 class Fuse:
     """While it is entered a thread counts the work that this process does, and kills it when that is enough.
 
-    kills: a file that it then has a line more.
+    folder: of the run. The file KILLS beside it then has a line more.
     """
 
-    def __init__(self, victim: Victim, kills: Path) -> None:
-        self._victim, self._end, self._kills = victim, time.process_time() + victim.work, kills
+    def __init__(self, victim: Victim, folder: Path) -> None:
+        self._victim, self._folder = victim, folder
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._burn, daemon=True)
 
@@ -102,13 +124,21 @@ class Fuse:
         self._thread.join()
 
     def _burn(self) -> None:
-        while time.process_time() < self._end:
-            if self._over.wait(0.002):
-                return
-        if not self._over.wait(self._victim.pause):
-            with self._kills.open("a") as file:
+        after, work = self._victim.after, self._victim.work
+        if not self._comes(lambda: max(checkpoints(self._folder), default=0) >= after):
+            return
+        end = time.process_time() + work
+        if self._comes(lambda: time.process_time() >= end) and not self._over.wait(self._victim.pause):
+            with beside(self._folder, KILLS).open("a") as file:
                 file.write("killed\n")
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _comes(self, reached: Callable[[], bool]) -> bool:
+        """Waits for it; whether it has come before this is left."""
+        while not reached():
+            if self._over.wait(0.002):
+                return False
+        return True
 
 
 def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
@@ -120,7 +150,7 @@ def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
     assert not wrong and (resume is None or resume == list(checkpoints(folder).values())[-1])
     before = time.process_time()
     mine = victim is not None and torch.distributed.get_rank() == victim.rank
-    with Fuse(victim, beside(folder, KILLS)) if victim is not None and mine else contextlib.nullcontext():
+    with Fuse(victim, folder) if victim is not None and mine else contextlib.nullcontext():
         assert _train(way, folder, resume) == 0
     return time.process_time() - before
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from weft.models.train.folder import checkpoints
 from weft.models.train.meeting import meet
 
-from tests.faults.attempts import KILLS, Victim, Way, attempt, beside
+from tests.faults.attempts import KILLS, Tally, Victim, Way, assert_same, attempt, beside
 from tests.support.limits import PATIENCE
 from tests.support.pool import Pool
 
 STARTS = "starts"
 
 
-def survive_under_torchrun(pool: Pool, way: Way, folder: Path, victims: list[Victim]) -> int:
+def survive_under_torchrun(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth: Path) -> Tally:
     """As `survive`, but one agent of torchrun starts all ranks anew, for each victim once, until they are at the end."""
     del pool  # the processes are forked from its server, which has torch
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    chosen = list(victims)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -31,16 +35,34 @@ def survive_under_torchrun(pool: Pool, way: Way, folder: Path, victims: list[Vic
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=len(victims),
+        max_restarts=len(chosen),
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(beside(folder, "logs")), redirects=Std.ALL),
     )
-    elastic_launch(config, _attempt)(way, folder, victims)
+    try:
+        elastic_launch(config, _attempt)(way, folder, chosen)
+    except ChildFailedError as error:  # more often than there were victims
+        print(error)
     starts = [int(line) for line in beside(folder, STARTS).read_text().split()]
-    assert starts == sorted(starts), "what a complete checkpoint holds is not lost"
-    kills = len(beside(folder, KILLS).read_text().split()) if len(starts) > 1 else 0
-    assert kills == len(starts) - 1, "nothing else has ended a rank"
-    return kills
+    killed = beside(folder, KILLS)
+    return count_survived(folder, truth, starts, len(killed.read_text().split()) if killed.exists() else 0)
+
+
+def count_survived(folder: Path, truth: Path, starts: Sequence[int], kills: int) -> Tally:
+    """Of a run that was begun from the steps `starts`, one after the other, and killed so often: what it survived of that.
+
+    Raises what is wrong where no rank was killed; else it is printed, and counted.
+    """
+    try:
+        assert_same(folder, truth)
+        assert kills == len(starts) - 1, "nothing else has ended a rank"
+    except (AssertionError, OSError) as error:
+        if not kills:
+            raise
+        print(error)
+        return Tally(kills, 0)
+    lost = sum(after < before for before, after in itertools.pairwise(starts))
+    return Tally(kills, kills - lost)
 
 
 def _attempt(way: Way, folder: Path, victims: list[Victim]) -> None:

@@ -1,19 +1,21 @@
 """`./run test_faults`: so many kills that every moment of a run, saving and reading included, has had some.
 
-WEFT_KILLS says how many, WEFT_SEED where the draw of their moments begins.
+WEFT_KILLS says how many, WEFT_SEED where the draw of their moments begins. In workers that have torch loaded there are as many;
+of the commands as a user types them, which load it each time, there is one for ten of these.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.attempts import WAYS, Victim, Way, assert_same, complete
+from tests.faults.attempts import WAYS, Tally, Victim, Way, complete
+from tests.faults.commands import complete_by_command, survive_by_command, survive_by_torchrun
 from tests.faults.elastic import survive_under_torchrun
 from tests.faults.test_kills import survive
 from tests.support.pool import Pool
@@ -21,10 +23,12 @@ from tests.support.pool import Pool
 KILLS = int(os.environ.get("WEFT_KILLS", "100"))
 SEED = int(os.environ.get("WEFT_SEED", "0"))
 KILLS_A_RUN = 10  # at most: then it is let go to its end, and compared
-RESTARTS: dict[str, Callable[[Pool, Way, Path, list[Victim]], int]] = {
+STEPS = 40  # of a run of the command: the first steps are all that is random of the time that a command takes
+RESTARTS: dict[str, Callable[[Pool, Way, Path, Iterable[Victim], Path], Tally]] = {
     "by-the-same-call": survive,
     "by-torchrun": survive_under_torchrun,
 }
+COMMANDS = {"by-the-same-command": survive_by_command, "by-torchrun-of-the-command": survive_by_torchrun}
 
 
 def victims(way: Way, work: float, seed: int) -> Iterator[Victim]:
@@ -34,19 +38,46 @@ def victims(way: Way, work: float, seed: int) -> Iterator[Victim]:
         yield Victim(draw.randrange(way.ranks), draw.uniform(0, 0.5) * work, pause=draw.uniform(0, 0.02))
 
 
+def victims_along(way: Way, kills: int, seed: int) -> list[Victim]:
+    """As many, one in each part of the run's steps: soon after a checkpoint, also while the next is written."""
+    draw, part = random.Random(seed), way.steps // (kills + 1)
+    return [
+        Victim(draw.randrange(way.ranks), draw.uniform(0, 0.2), after=part * number + draw.randrange(part))
+        for number in range(kills)
+    ]
+
+
+def each_at_most(kills: int) -> list[int]:
+    """How many in each run."""
+    return [KILLS_A_RUN] * (kills // KILLS_A_RUN) + ([kills % KILLS_A_RUN] if kills % KILLS_A_RUN else [])
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("restarts", RESTARTS)
 @pytest.mark.parametrize("name", WAYS)
 def test_runs_survive_many_kills(name: str, restarts: str, tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
-    way = replace(WAYS[name], steps=20)
-    work = min(complete(pool, way, tmp_path / "truth"))
-    drawn, wanted, survived, runs = victims(way, work, SEED), -(-KILLS // len(WAYS) // len(RESTARTS)), 0, 0
-    while survived < wanted:
-        next_ones = [next(drawn) for _ in range(min(wanted - survived, KILLS_A_RUN))]
-        survived += RESTARTS[restarts](pool, way, tmp_path / f"run-{runs}", next_ones)
-        assert_same(tmp_path / f"run-{runs}", tmp_path / "truth")
+    way, truth = replace(WAYS[name], steps=20), tmp_path / "truth"
+    work = min(complete(pool, way, truth))
+    drawn, wanted, found, runs = victims(way, work, SEED), -(-KILLS // len(WAYS) // len(RESTARTS)), Tally(), 0
+    while found.kills < wanted:
+        next_ones = [next(drawn) for _ in range(min(wanted - found.kills, KILLS_A_RUN))]
+        found += RESTARTS[restarts](pool, way, tmp_path / f"run-{runs}", next_ones, truth)
         runs += 1
-        print(
-            f"\n{name}, {restarts}: {survived} of {survived} kills survived, {runs} runs of the bits of one never killed"
-        )
+        print(f"\n{name}, {restarts}: {found}, {runs} runs compared with one never killed")
+    assert found.survived == found.kills
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("restarts", COMMANDS)
+@pytest.mark.parametrize("name", WAYS)
+def test_the_command_survives_kills(name: str, restarts: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
+    way, truth, found = replace(WAYS[name], steps=STEPS), tmp_path / "truth", Tally()
+    complete_by_command(way, truth)
+    wanted = -(-KILLS // 10 // len(WAYS))
+    for number, kills in enumerate(each_at_most(wanted)):
+        chosen = victims_along(way, kills, SEED + number)
+        found += COMMANDS[restarts](way, tmp_path / f"run-{number}", chosen, truth)
+    print(f"\n{name}, {restarts}: {found}, {len(each_at_most(wanted))} runs compared with one never killed")
+    assert found.survived == found.kills == wanted

@@ -14,9 +14,12 @@ import pyarrow.parquet
 import pytest
 from weft.models.cli import main
 from weft.models.cli import train as train_command
+from weft.models.data.manifest import read_manifest
 from weft.models.data.prepare import prepare
-from weft.models.data.sources import find_data
+from weft.models.data.sources import check_share, find_data
 from weft.models.data.tokenizer import byte_tokenizer
+
+from tests.support.sample import Portion
 
 GOOD = '{"text": "good"}\n'
 
@@ -184,6 +187,49 @@ class TestPrepared:
         assert status == 2
         assert f"out/{name} is not what was prepared: its SHA-256 differs; copy it again" in err
 
+    @pytest.mark.parametrize("number", [0, 3])
+    def test_a_flipped_bit_is_found_by_the_rank_whose_share_it_is(self, number: int) -> None:
+        """Three ranks of a run read of the files of four shards each once."""
+        prepare([Path("good.txt")] * 4, Path("four"), tokenizer=byte_tokenizer(), part_bytes=100)
+        data = find_data(Path("four"))
+        sizes = [path.stat().st_size for path in Path("four").glob("*.bin")]
+        assert len(sizes) == 2 * 4
+        shares = [check_share(data, rank, 3) for rank in range(3)]
+        assert sum(shares) == sum(sizes) and max(shares) == sum(sizes) // 2
+        with Path(f"four/tokens-{number:05}.bin").open("r+b") as file:
+            file.write(b"!")
+        with pytest.raises(
+            ValueError, match=rf"four/tokens-0000{number}\.bin is not what was prepared: its SHA-256 differs"
+        ):
+            check_share(data, 0, 3)
+        assert [check_share(data, rank, 3) for rank in (1, 2)] == shares[1:]
+
+    def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(self, portion: Portion) -> None:
+        """Spaces between its parts, and the name of its own sum, say nothing of the data."""
+        path, whole, found = Path("out/manifest.json"), Path("out/manifest.json").read_bytes(), 0
+        manifest = read_manifest(Path("out"))
+        for bit in portion.of(range(8 * len(whole)), every=40):
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(content)
+            try:
+                assert read_manifest(Path("out")) == manifest
+            except ValueError as error:
+                assert str(error).startswith("out")
+                found += 1
+        assert found
+
+    def test_a_manifest_without_a_sum_is_read(self) -> None:
+        """As those are that were written before it had one."""
+        path, manifest = Path("out/manifest.json"), read_manifest(Path("out"))
+        content = json.loads(path.read_text())
+        del content["sha256"]
+        path.write_text(json.dumps(content))
+        assert read_manifest(Path("out")) == manifest
+        path.write_text(json.dumps({**content, "shards": None}))
+        with pytest.raises(ValueError, match=r"manifest\.json lacks a part"):
+            read_manifest(Path("out"))
+
     @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents-00000.bin", "tokenizer/tokenizer.json"])
     def test_a_missing_file_is_named(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         Path("out", name).unlink()
@@ -198,7 +244,9 @@ class TestPrepared:
                 {"version": 2}, "manifest.json is of version 2; this reads version 1: update weft", id="newer"
             ),
             pytest.param({"format": "other"}, "manifest.json is not a manifest of prepared data", id="another-format"),
-            pytest.param({"shards": None}, "manifest.json lacks a part", id="part"),
+            pytest.param(
+                {"shards": None}, "manifest.json was changed after it was written; copy it again", id="changed"
+            ),
             pytest.param(None, "manifest.json is not a manifest of prepared data", id="no-json"),
         ],
     )

@@ -23,6 +23,8 @@ import os, signal, sys, tempfile, time
 from pathlib import Path
 from weft.models.train.processes import ProcessFailed, run_together
 
+PATIENCE = 5.0
+
 def say(rank: int, argument: object) -> None:
     os.write(1, f"{argument} by {rank}\\n".encode())  # at once: lines do not mix
 
@@ -40,6 +42,16 @@ def fail(rank: int, how: str) -> None:
         exec(how)
     time.sleep(3600)
 
+def linger(rank: int, argument: str) -> None:  # one ignores SIGTERM, one needs a moment for it
+    signal.signal(signal.SIGTERM, [signal.SIG_DFL, signal.SIG_IGN, end][rank])
+    say(rank, os.getpid())
+    time.sleep(3600)
+
+def end(signum: int, frame: object) -> None:
+    time.sleep(0.5)
+    say(2, "ended")
+    sys.exit(0)
+
 def stay(rank: int, argument: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1.0 if rank == 1 else 3600)
@@ -48,7 +60,7 @@ def stay(rank: int, argument: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_together(globals()[sys.argv[1]], sys.argv[2], processes=3, folder=Path(folder))
+            run_together(globals()[sys.argv[1]], sys.argv[2], processes=3, folder=Path(folder), patience=PATIENCE)
         except ProcessFailed as failure:
             print(f"{failure.status}: {failure}", file=sys.stderr)
 """
@@ -127,6 +139,19 @@ def test_ctrl_c_is_heard_by_all_and_told_by_one(tmp_path: Path) -> None:
         assert process.stderr is not None
         said = process.stderr.read()
     assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.exhaustive  # its sister is the one that ignores SIGTERM after another has failed
+def test_who_is_told_to_end_has_the_time_that_is_given_and_is_killed_then(tmp_path: Path) -> None:
+    """The one that ignores it lives as long as the program: its patience, and ends with it."""
+    with running(tmp_path, "linger") as (process, _):
+        told = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ended by 2\n"
+        process.wait(PATIENCE)
+        assert time.monotonic() - told >= 5.0
     assert process.returncode == -signal.SIGINT
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
-from weft.models import save_checkpoint
+from weft.models import read_run, save_checkpoint
 from weft.models.cli import main
 from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
@@ -16,8 +19,10 @@ from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.folder import check_again
 from weft.models.train.recipes import recipe
-from weft.models.train.saved import describe_run
+from weft.models.train.saved import check_same_run, describe_run
 from weft.models.train.toml import as_toml
+
+from tests.models.metrics import some_metrics
 
 RECIPE = "qwen3-tiny"
 SMALL = replace(recipe(RECIPE).model, hidden_size=16, intermediate_size=24, num_layers=2)
@@ -123,6 +128,39 @@ def test_what_makes_it_another_run_is_refused(
     assert line.startswith("weft train: ") and said in line
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"step": 3,', '"stdp": 3,', "metrics.jsonl, line 3 is not as it was written;"),
+        ('"step": 3,', '"step": 3.', "metrics.jsonl, line 3 is not as it was written;"),
+        ('"step": 3,', '"step": 7,', "metrics.jsonl, line 3 is of step 7, and follows 2;"),
+    ],
+    ids=["key", "comma", "number"],
+)
+def test_metrics_with_a_flipped_bit_are_refused_and_left(
+    before: str, after: str, said: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = "".join(f"{json.dumps(asdict(some_metrics(step=step)))}\n" for step in range(1, 7)).replace(before, after)
+    Path("run/metrics.jsonl").write_text(written)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--output", "run", "--resume"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"weft train: run/{said}")
+    assert Path("run/metrics.jsonl").read_text() == written
+
+
+def test_a_checkpoint_has_the_versions_of_what_saved_it(config: TrainConfig) -> None:
+    found = read_run("run/checkpoint-4")["versions"]
+    assert found["python"] == platform.python_version() and found["torch"] == torch.__version__
+    assert found.keys() >= {"weft-mesh", "weft-reshard", "weft-kernels", "weft-models", "triton"}
+    for package in found.keys() - {"python", "torch"}:
+        try:
+            assert found[package] == version(package)
+        except PackageNotFoundError:
+            assert found[package] is None
+
+
 def test_a_checkpoint_goes_on_in_a_folder_of_its_own(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(capsys, "--resume", "run/checkpoint-4", "--output", "other") == (RECIPE, config)
 
@@ -145,3 +183,18 @@ def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -
     (tmp_path / "notes.txt").write_text("of somebody")
     with pytest.raises(ValueError, match="is the folder of no run"):
         check_again(tmp_path)
+
+
+def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConfig) -> None:
+    """Also where neither run was told its sizes."""
+    corpus = find_corpus(Path("text.txt"))
+    before = replace(config, mesh=MeshConfig(), plan=PlanConfig(microbatches=2))
+    runs = [
+        Run(recipe=RECIPE, config=before, corpus=corpus, dp=dp, tp=tp, folder=Path("run"))
+        for dp, tp in ((2, 2), (4, 1))
+    ]
+    assert check_same_run(describe_run(runs[0], 4, 5.5), runs[1]) == [
+        "mesh.dp is 4, and was 2",
+        "mesh.tp is 1, and was 2",
+    ]
+    assert check_same_run(describe_run(runs[0], 4, 5.5), runs[0]) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from dataclasses import replace
@@ -19,7 +21,8 @@ from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
-from weft.models.train.trainer import Trainer
+from weft.models.train.loop import train
+from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.support.pool import Pool
 
@@ -136,3 +139,28 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
     prompt = tokenizer("the whale", return_tensors="pt")
     expected = tokenizer.decode(theirs.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0])
     assert weft("generate", run, "--prompt", "the whale", "--tokens", "8", "--temperature", "0") == expected + "\n"
+
+
+def begun(prepared: str, verify: bool) -> str:
+    """What a run of one step on two ranks is told; nothing where it comes to its end."""
+    settled = config("llama", {"dp": 2, "tp": 1}, {})
+    folder = Path(prepared).with_name(f"run-{verify}")
+    settled = replace(settled, steps=1, check=False, data=replace(settled.data, verify=verify))
+    run = Run(recipe="llama-tiny", config=settled, corpus=find_data(Path(prepared)), folder=folder, dp=2, tp=1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            train(run, torch.device("cpu"))
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, prepared: str, pool: Pool) -> None:
+    """Of the second shard, which the second rank reads."""
+    path = Path(prepared, "tokens-00001.bin")
+    with path.open("r+b") as file:
+        file.write(b"!")
+    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again"
+    assert pool.run(begun, prepared, verify, ranks=2) == [wanted if verify else ""] * 2
+    assert Path(prepared).with_name(f"run-{verify}").exists() is not verify

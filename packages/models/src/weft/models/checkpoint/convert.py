@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..data.tokenizer import FILES
 from ..families import make_model
+from .checksums import Sums, write_summed
 from .huggingface import (
     SHARD_BYTES,
     check_tensors,
@@ -24,8 +25,21 @@ from .huggingface import (
     start_folder,
     weights_of,
 )
-from .manifest import CONFIG, MANIFEST, MODEL, RUN, StoredFile, StoredPart, StoredTensor, as_document, key_of
-from .shards import DTYPES, positional_sum, write_file, write_shard
+from .manifest import (
+    CHECKSUMS,
+    CONFIG,
+    MANIFEST,
+    MODEL,
+    RUN,
+    DamagedCheckpoint,
+    Manifest,
+    StoredFile,
+    StoredPart,
+    StoredTensor,
+    as_document,
+    key_of,
+)
+from .shards import DTYPES, positional_sum, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, beside, finish_folder
 from .stored import joined
@@ -44,7 +58,7 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> No
             _to_huggingface(source, target, shard_bytes)
         else:
             _to_checkpoint(source, target, shard_bytes)
-    except OSError:
+    except (OSError, DamagedCheckpoint):
         shutil.rmtree(beside(target), ignore_errors=True)
         raise
 
@@ -62,8 +76,9 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> None:
             name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()
         }  # without data: for their sizes
         start_folder(target, beside(target))
-        shards = shards_of(parameters, weights, shard_bytes)
-        for filename, tensors in shards.items():
+        files: dict[str, StoredFile] = {}
+        stored_tensors: dict[str, StoredTensor] = {}
+        for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
 
             def values(tensors: Mapping[str, list[str]] = tensors) -> Iterator[Tensor]:
                 for names in tensors.values():
@@ -73,19 +88,19 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> None:
                 tensor: (dtypes[names[0]], weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)))
                 for tensor, names in tensors.items()
             }
-            write_shard(beside(target) / filename, shapes, values())
-        for name in FILES:
-            if name in reader.manifest.files:
-                write_file(beside(target) / name, reader.manifest.content(source, name))
-        files = {tensor: filename for filename, tensors in shards.items() for tensor in tensors}
-        finish_pretrained(parameters, config, files, beside(target), target)
+            files[filename], found = write_summed(beside(target) / filename, shapes, values())
+            stored_tensors.update(found)
+        documents = {name: reader.manifest.content(source, name) for name in FILES if name in reader.manifest.files}
+        manifest = Manifest(stored_tensors, files, CHECKSUMS)
+        finish_pretrained(parameters, config, manifest, documents, beside(target), target)
 
 
 def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> None:
     config = read_config(source)
     weights, model = _model(source, config)
+    sums = Sums(source)
     with ExitStack() as opened:
-        tensors = open_tensors(source, opened, weights.PREFIX)
+        tensors = open_tensors(source, opened, weights.PREFIX, sums)
         check_tensors(model, tensors, source, weights)
         begin_folder(target)
         files: dict[str, StoredFile] = {}
@@ -112,8 +127,9 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> None:
                     yield whole
 
             files[filename] = write_shard(beside(target) / filename, shapes, values())
+        sums.check(None, torch.device("cpu"))
         documents = {RUN: as_document({}), CONFIG: as_document(weights.write_config(model))}
-        documents |= {name: (source / name).read_bytes() for name in FILES if (source / name).is_file()}
+        documents |= {name: sums.content(name) for name in FILES if (source / name).is_file()}
         finish_folder(target, found, files, documents)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,13 +26,13 @@ from ..initialization import local_slices
 from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import pipeline_of
-from .manifest import CONFIG, MANIFEST, MODEL, Manifest
-from .shards import sync_folder
+from .checksums import INDEX_FILE, Sums, write_summed
+from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
+from .shards import sync_folder, write_file
 from .states import load_checkpoint
 from .stored import grouped, joined
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # a file's size, as transformers writes them
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,10 +50,13 @@ def from_pretrained(
     """The model of a Hugging Face folder or of a checkpoint of a run, on one device, or laid out on `mesh` by `plan` (its own
     where None).
 
-    Each rank reads the slices that it holds, no more. Communication: none; of a checkpoint that of `load_checkpoint`.
+    Each rank reads the slices that it holds, no more. What is read of a checkpoint, and of a folder that Weft wrote, is compared
+    with its checksums. Communication: with a mesh a gather of these sums along each axis; of a checkpoint that of
+    `load_checkpoint`.
     device_mesh: torch's name for the mesh; give one of the two.
     dtype: of the parameters; as stored where None.
-    Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model.
+    Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model;
+    DamagedCheckpoint for one that is not as it was written.
     """
     mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
@@ -64,8 +66,9 @@ def from_pretrained(
     weights = weights_of(folder, config)
     with torch.device("meta"):
         model = make_model(weights.read_config(config))
+    sums = Sums(folder)
     with ExitStack() as files:
-        tensors = open_tensors(folder, files, weights.PREFIX)
+        tensors = open_tensors(folder, files, weights.PREFIX, sums)
         check_tensors(model, tensors, folder, weights)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
@@ -79,6 +82,7 @@ def from_pretrained(
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
         _replace(model, loaded)
+    sums.check(mesh, torch.device(device))
     return model
 
 
@@ -110,25 +114,26 @@ def save_pretrained(
     raise_on_all(error, parallel)
 
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
-    shards = shards_of(parameters, weights, shard_bytes)
-    for filename, tensors in shards.items():
+    stored: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+
+    def write(filename: str, whole: Mapping[str, Tensor]) -> None:
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()}
+        files[filename], found = write_summed(temporary / filename, shapes, whole.values())
+        stored.update(found)
+
+    for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
         whole = {
             tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
-            error = attempt(save_file, whole, temporary / filename, metadata={"format": "pt"})
-    if writer and error is None and tokenizer is not None:
-        error = attempt(tokenizer.save, temporary)
+            error = attempt(write, filename, whole)
     if writer and error is None:
+        documents = dict(() if tokenizer is None else tokenizer.files)
         config = weights.write_config(model)
         error = attempt(
-            finish_pretrained,
-            parameters,
-            config,
-            {name: file for file, names in shards.items() for name in names},
-            temporary,
-            folder,
+            finish_pretrained, parameters, config, Manifest(stored, files, CHECKSUMS), documents, temporary, folder
         )
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -188,8 +193,8 @@ def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     return FAMILIES[kind].weights
 
 
-def open_tensors(folder: Path, files: ExitStack, prefix: str) -> dict[str, Callable[[], Any]]:
-    """By name, what gives each tensor to read slices of.
+def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Callable[[], Any]]:
+    """By name, what gives each tensor to read slices of, which are noted in `sums`.
 
     prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
     published GPT-2 was, and all names are of it.
@@ -210,15 +215,20 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str) -> dict[str, Calla
     for filename in filenames:
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
+        sums.check_header(filename)
         try:
             file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
         except SafetensorError as error:
             raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
         names: list[str] = file.keys()  # it is no mapping, and has no iterator
-        tensors.update({name: partial(file.get_slice, name) for name in names})
+        tensors.update({name: partial(_slices, sums, file, name) for name in names})
     if any(name.startswith(prefix) for name in tensors):
         return tensors
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def _slices(sums: Sums, file: Any, name: str) -> Any:
+    return sums.of(name, file.get_slice(name))
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, Callable[[], Any]], folder: Path, weights: Any) -> None:
@@ -310,19 +320,26 @@ def start_folder(folder: Path, temporary: Path) -> None:
 
 
 def finish_pretrained(
-    parameters: Mapping[str, Tensor], config: dict[str, Any], files: Mapping[str, str], temporary: Path, folder: Path
+    parameters: Mapping[str, Tensor],
+    config: dict[str, Any],
+    manifest: Manifest,
+    documents: Mapping[str, bytes],
+    temporary: Path,
+    folder: Path,
 ) -> None:
-    """files: by stored tensor, the file that it is in."""
+    """Adds the config, the index of several files, the documents and the checksums, and gives the folder its name.
+
+    It returns when the disk has all. manifest: of the safetensors files, which are written.
+    """
     dtype = next(iter(parameters.values())).dtype
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if len(set(files.values())) > 1:
+    written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
+    if len(manifest.files) > 1:
         total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": files,
-        }
-        (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        weight_map = {name: tensor.parts[0].file for name, tensor in manifest.tensors.items()}
+        written[INDEX_FILE] = as_document({"metadata": {"total_size": total}, "weight_map": weight_map})
+    files = {name: write_file(temporary / name, content) for name, content in written.items()}
+    whole = Manifest(manifest.tensors, {**manifest.files, **files}, CHECKSUMS)
+    write_file(temporary / CHECKSUMS, whole.text().encode())
     sync_folder(temporary)
     temporary.rename(folder)
     sync_folder(folder.parent)

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+CHECKSUMS = "checksums.json"  # the manifest of a folder for transformers
 RUN = "run.json"  # the run that it was saved by: step, seed, config, versions
 CONFIG = "config.json"  # the model's, as Hugging Face writes it
 FORMAT = "weft checkpoint"
 VERSION = 1
 MODEL, OPTIMIZER = "model.", "optimizer."  # how the names of tensors begin
-REMEDY = "resume from an older checkpoint, or copy this one again"
+REMEDIES = {
+    MANIFEST: "resume from an older checkpoint, or copy this one again",
+    CHECKSUMS: f"copy it again, or, where it is meant to be another, remove {CHECKSUMS}",
+}
 
 
 class DamagedCheckpoint(ValueError):
@@ -68,10 +72,16 @@ def as_document(value: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """What a checkpoint holds. name: of its file."""
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
+    name: str = MANIFEST
+
+    @property
+    def remedy(self) -> str:
+        """For files that are not as they were written."""
+        return REMEDIES[self.name]
 
     def text(self) -> str:
         """As it is written. The digest is of what stands under "holds", as it is written there."""
@@ -82,15 +92,16 @@ class Manifest:
         return _as_written(holds)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
         """The manifest of a checkpoint, whose files are there in their sizes.
 
+        name: CHECKSUMS, of a folder for transformers.
         Raises ValueError for a folder without one and for one of a newer version, DamagedCheckpoint for one that is not whole.
         """
-        path = folder / MANIFEST
+        path = folder / name
         if not path.is_file():
             raise ValueError(
-                f"{folder} is no complete checkpoint: it has no {MANIFEST}, which is written last; give another"
+                f"{folder} is no complete checkpoint: it has no {name}, which is written last; give another"
             )
         try:
             text = path.read_bytes().decode()
@@ -99,20 +110,20 @@ class Manifest:
                 raise ValueError
             if value["version"] > VERSION:
                 raise _Newer
-            found = cls(*_parsed(value["holds"]))
+            found = cls(*_parsed(value["holds"]), name)
         except _Newer:
             raise ValueError(
                 f"{path} is of version {value['version']}, and this Weft reads up to {VERSION}; install a newer one"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DamagedCheckpoint(f"{path} was changed after it was written; {REMEDY}") from None
+            raise DamagedCheckpoint(f"{path} was changed after it was written; {REMEDIES[name]}") from None
         if text != _as_written(value["holds"]):
-            raise DamagedCheckpoint(f"{path} was changed after it was written; {REMEDY}")
-        for name, file in found.files.items():
-            if not (folder / name).is_file():
-                raise DamagedCheckpoint(f"{folder / name} is missing, which {MANIFEST} names; {REMEDY}")
-            if (nbytes := (folder / name).stat().st_size) != file.nbytes:
-                raise DamagedCheckpoint(f"{folder / name} has {nbytes} bytes of {file.nbytes}; {REMEDY}")
+            raise DamagedCheckpoint(f"{path} was changed after it was written; {REMEDIES[name]}")
+        for each, file in found.files.items():
+            if not (folder / each).is_file():
+                raise DamagedCheckpoint(f"{folder / each} is missing, which {name} names; {found.remedy}")
+            if (nbytes := (folder / each).stat().st_size) != file.nbytes:
+                raise DamagedCheckpoint(f"{folder / each} has {nbytes} bytes of {file.nbytes}; {found.remedy}")
         return found
 
     def document(self, folder: Path, name: str) -> dict[str, Any]:
@@ -134,7 +145,12 @@ class Manifest:
     def check(self, folder: Path, name: str, content: bytes) -> None:
         """Raises DamagedCheckpoint unless that is what was written of a file: all, or what stands before the tensors."""
         if hashlib.sha256(content).hexdigest() != self.files[name].sha256:
-            raise DamagedCheckpoint(f"{folder / name} was changed after it was written; {REMEDY}")
+            raise DamagedCheckpoint(f"{folder / name} was changed after it was written; {self.remedy}")
+
+
+def find_manifest(folder: Path) -> Manifest | None:
+    """That of a checkpoint, or of a folder for transformers that Weft wrote; None of another folder. Raises as `Manifest.read`."""
+    return next((Manifest.read(folder, name) for name in REMEDIES if (folder / name).is_file()), None)
 
 
 class _Newer(Exception):

@@ -29,6 +29,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ALIGNED = 64  # bytes, as torch's own memory: on a tensor that lies otherwise it adds up in another order
 _BLOCK = 1 << 20  # elements that are added up at once: their words take 8 MiB
 
 
@@ -45,7 +46,7 @@ def write_shard(
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the tensors are aligned
+    text += b" " * (-(8 + len(text)) % ALIGNED)
     header = len(text).to_bytes(8, "little") + text
     with path.open("wb") as file:
         file.write(header)

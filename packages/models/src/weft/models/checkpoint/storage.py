@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from .manifest import MANIFEST, REMEDY, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
+from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
 from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_file, write_shard
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
@@ -163,7 +163,9 @@ class FolderReader(StorageReader):
             stored = self._file(part.file).get_slice(part.key(name))
             tensor: Tensor = stored[slices] if slices else self._file(part.file).get_tensor(part.key(name))
         except SafetensorError as error:
-            raise DamagedCheckpoint(f"{self.folder / part.file} cannot be read: {error}; {REMEDY}") from None
+            raise DamagedCheckpoint(
+                f"{self.folder / part.file} cannot be read: {error}; {self.manifest.remedy}"
+            ) from None
         self.nbytes += tensor.nbytes
         self.sums_of_pieces[name, number, piece] = positional_sum(tensor, part.shape, piece[0])
         return tensor
@@ -246,7 +248,7 @@ def check_sums(folder: Path, manifest: Manifest, pieces: Mapping[tuple[str, int,
         part = manifest.tensors[name].parts[number]
         if count == torch.Size(part.shape).numel() and total % 2**64 != part.sum:
             raise DamagedCheckpoint(
-                f"{folder / part.file} was changed after it was written: {part.key(name)} is another; {REMEDY}"
+                f"{folder / part.file} was changed after it was written: {part.key(name)} is another; {manifest.remedy}"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from ..checkpoint.manifest import MANIFEST, Manifest
+from ..checkpoint.manifest import find_manifest
 from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tokenizer
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
@@ -88,8 +88,9 @@ def _find_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(
             f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own"
         ) from None
-    if (folder / MANIFEST).is_file():
-        Manifest.read(folder).check_documents(folder)
+    manifest = find_manifest(folder)
+    if manifest is not None:
+        manifest.check_documents(folder)
     has_one = (folder / TOKENIZER_FILE).is_file()
     tokenizer = find_tokenizer(folder) if has_one else byte_tokenizer()
     if vocab_size < tokenizer.vocab_size or (not has_one and vocab_size != tokenizer.vocab_size):

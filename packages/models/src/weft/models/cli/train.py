@@ -14,6 +14,7 @@ from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
+from ..train.logged import METRICS, read_logged
 from ..train.report import describe
 from ..train.saved import check_same_run
 from ..train.toml import as_toml
@@ -93,6 +94,8 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     )
     if resume is not None:
         saved = Manifest.read(resume).document(resume, RUN)
+        if speaks():  # of several at once, one cuts the lines that the others would read
+            read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
     return replace(made, notes=tuple(notes)), gpu_count()
 

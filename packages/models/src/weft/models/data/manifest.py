@@ -58,7 +58,13 @@ class Manifest:
         """Writes the file, whole or not at all."""
         counts = {name: sum(getattr(shard, name) for shard in self.shards) for name in ("tokens", "documents", "empty")}
         content = {"format": FORMAT, "version": VERSION, **counts, **asdict(self)}
+        content["sha256"] = _digest(content)
         write_whole(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """The SHA-256 of what a manifest says, but for this sum itself."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def read_shard(content: dict[str, Any]) -> Shard:
@@ -69,7 +75,7 @@ def read_shard(content: dict[str, Any]) -> Shard:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder.
 
-    Raises ValueError for a folder without one, one of a newer version, and files of another size than it says.
+    Raises ValueError for a folder without one, one of a newer version or that was changed, and files of another size than it says.
     """
     path = folder / MANIFEST
     try:
@@ -87,6 +93,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{path} is of version {version}; this reads version {VERSION}: update weft, or prepare it again"
         )
+    if "sha256" in content and content.pop("sha256") != _digest({"format": FORMAT, "version": version, **content}):
+        raise ValueError(f"{path} was changed after it was written; copy it again, or prepare it again")
     try:
         content = {name: content[name] for name in Manifest.__dataclass_fields__}
         shards = [
@@ -114,15 +122,22 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 def verify(folder: Path) -> Manifest:
     """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
     manifest = read_manifest(folder)
-    sums = {f"{TOKENIZER_FOLDER}/{name}": each for name, each in manifest.request["tokenizer"].items()}
+    for name, wanted in manifest.request["tokenizer"].items():
+        _check_sum(folder / TOKENIZER_FOLDER / name, wanted)
     for shard in manifest.shards:
-        sums |= dict(zip(shard.names, shard.sha256, strict=True))
-    for name, wanted in sums.items():
-        if not (folder / name).is_file() or file_sha256(folder / name) != wanted:
-            raise ValueError(
-                f"{folder / name} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again"
-            )
+        check_shard(folder, shard)
     return manifest
+
+
+def check_shard(folder: Path, shard: Shard) -> None:
+    """Reads both files of a shard. Raises ValueError where one's checksum is not the manifest's."""
+    for name, wanted in zip(shard.names, shard.sha256, strict=True):
+        _check_sum(folder / name, wanted)
+
+
+def _check_sum(path: Path, wanted: str) -> None:
+    if not path.is_file() or file_sha256(path) != wanted:
+        raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again")
 
 
 def file_sha256(path: Path) -> str:

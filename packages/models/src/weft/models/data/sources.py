@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, read_manifest
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, read_manifest
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
 
@@ -163,6 +163,28 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
     return Mixture(tuple(parts))
 
 
+def check_share(data: Data, share: int, shares: int) -> int:
+    """Reads of the token shards each `shares`-th, from number `share` on; the bytes that were read.
+
+    Raises ValueError for a file whose checksum is not that of its manifest.
+    """
+    shards = [
+        (each.folder, shard)
+        for each in _sources_of(data)
+        if isinstance(each, Prepared)
+        for shard in each.manifest.shards
+    ]
+    nbytes = 0
+    for folder, shard in shards[share::shares]:
+        check_shard(folder, shard)
+        nbytes += sum((folder / name).stat().st_size for name in shard.names)
+    return nbytes
+
+
+def _sources_of(data: Data) -> Sequence[Source]:
+    return [each for each, _ in data.parts] if isinstance(data, Mixture) else [data]
+
+
 def _sha256_of(sums: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(sums).encode()).hexdigest()
 
@@ -179,7 +201,7 @@ def _find(path: Path | None) -> Corpus | Prepared:
 
 def check_enough(data: Data, sequence_length: int) -> None:
     """Raises ValueError where a source has not two whole sequences: one to train on, one to hold out."""
-    for source in [each for each, _ in data.parts] if isinstance(data, Mixture) else [data]:
+    for source in _sources_of(data):
         if source.num_tokens <= 2 * sequence_length:
             raise ValueError(
                 f"{source.name} has {source.num_tokens} tokens, fewer than two sequences of data.sequence_length "

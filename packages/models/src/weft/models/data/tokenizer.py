@@ -1,4 +1,4 @@
-"""Tokenizers as values: their files, what they make of a text, and how those files are found and saved."""
+"""Tokenizers as values: their files, what they make of a text, and how those files are found and made."""
 
 from __future__ import annotations
 
@@ -61,11 +61,6 @@ class Tokenizer:
     def decode_each(self, tokens: Iterable[int]) -> Iterator[str]:
         """The text of the tokens in pieces, each as soon as its last token is there; as `decode`."""
         return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens)
-
-    def save(self, folder: Path) -> None:
-        """Writes the files into a folder, where `find_tokenizer` and transformers' AutoTokenizer find them."""
-        for name, content in self.files:
-            (folder / name).write_bytes(content)
 
     @cached_property
     def _library(self) -> Any:

@@ -92,6 +92,8 @@ class DataConfig:
     """Several such folders or files, of which sequences are taken by weight, as in books=0.7 code=0.3."""
     pack: bool = True
     """Of prepared data: tokens see their own document alone."""
+    verify: bool = True
+    """Of prepared data: as a run begins each process reads its share of the shards, and compares it with its checksums."""
     batch_size: int = 8
     """Sequences in a step, over all processes."""
     sequence_length: int = 128

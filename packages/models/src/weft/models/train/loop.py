@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from weft.reshard.running.waits import measured_by
 
+from ..checkpoint.huggingface import attempt
+from ..data.sources import Data, check_share
 from ..parallel.layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .config import Run
@@ -28,9 +30,12 @@ def train(run: Run, device: torch.device) -> int:
     Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
     Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
     and resumed as in `Saver`.
-    Raises TrainingError, on every rank, where the loss is not finite, and where a checkpoint cannot be read or written;
+    Raises TrainingError, on every rank, where the loss is not finite, where a checkpoint cannot be read or written, and where
+    data is not as it was prepared;
     Unanswered where a rank does not answer in the time that the run gives it.
     """
+    if run.config.data.verify and run.corpus.is_prepared:
+        _check_data(run.corpus)
     trainer = Trainer(run, device)
     with (
         RollCall(lambda: trainer.doing) as roll,
@@ -58,6 +63,18 @@ def find_parts(trainer: Trainer) -> list[Part]:
     dist.all_gather_object(of_ranks, own)
     stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}  # of ranks with one coordinate, the first
     return [part for _, parts in sorted(stages.items()) for part in parts]
+
+
+def _check_data(data: Data) -> None:
+    """Each rank reads its share. Communication: a gather of what they found.
+
+    Raises TrainingError, on every rank, for data that is not as it was prepared.
+    """
+    found: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, attempt(check_share, data, dist.get_rank(), dist.get_world_size()))
+    for error in found:
+        if error is not None:
+            raise TrainingError(str(error)) from error
 
 
 def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from .logged import read_logged
 
 HEIGHT = 10  # lines of the picture on a terminal, without its axis
 AXIS = 24  # columns of what stands beside it
@@ -22,13 +23,13 @@ class Curves:
 
 
 def read_curves(metrics: Path) -> Curves:
-    """The curves of a metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    """The curves of a metrics.jsonl. Raises ValueError as `read_logged`."""
+    lines = read_logged(metrics)
     return Curves(
-        [line["step"] for line in lines],
-        [line["loss"] for line in lines],
-        [line["tokens_per_second"] for line in lines],
-        [(line["step"], line["held_out_loss"]) for line in lines if line["held_out_loss"] is not None],
+        [line.step for line in lines],
+        [line.loss for line in lines],
+        [line.tokens_per_second for line in lines],
+        [(line.step, line.held_out_loss) for line in lines if line.held_out_loss is not None],
     )
 
 

@@ -18,12 +18,11 @@ from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
 from .folder import CONFIG, lock, remove, tidy
+from .logged import METRICS, read_logged
 from .plot import drawn, read_curves, save_picture
 from .report import Metrics, Part
 from .toml import as_toml
 from .trackers import Trackers
-
-METRICS = "metrics.jsonl"
 
 
 class NotWritten(RuntimeError):
@@ -64,7 +63,8 @@ class Results:
 
         Its metrics are then those up to that step: the lines of steps that are taken once more are cut off.
         Communication: where there are several ranks, a broadcast of how it went on the one that writes.
-        Raises ValueError where another run is in the folder, OSError where it cannot be written; on every rank.
+        Raises ValueError where another run is in the folder, and as `read_logged`; OSError where it cannot be written; on
+        every rank.
         """
         error = attempt(self._begin, recipe, config, plan, mesh, parts, step) if self._writes else None
         raise_on_all(error, dist.is_initialized())
@@ -101,7 +101,10 @@ class Results:
 
     def picture(self, width: int) -> str:
         """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
-        curves = read_curves(self._metrics)
+        try:
+            curves = read_curves(self._metrics)
+        except ValueError as damage:
+            return f"no curves are drawn: {damage}"
         shown = drawn(curves, width)
         error = attempt(save_picture, curves, self._folder / "curves.svg")
         return shown if error is None else f"{shown}\ncurves.svg could not be written: {error}"
@@ -138,11 +141,8 @@ class Results:
             raise NotWritten(f"the model could not be written: {error}") from error
 
     def _cut(self, step: int) -> None:
-        if not self._metrics.exists():
-            return
-        lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        self._write(METRICS, "".join(kept))
+        if self._metrics.exists():
+            self._write(METRICS, "".join(line.text for line in read_logged(self._metrics, step)))
 
     def _write(self, name: str, text: str) -> None:
         """Aside, and then under its name: whoever is killed here leaves the file that was there."""

@@ -14,7 +14,7 @@ FIXED = ("seed", "model", "data.batch_size", "data.sequence_length", "data.pack"
 # What says nothing of the numbers.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
-    *("track", "data.path"),
+    *("track", "data.path", "data.verify"),
 )
 
 
@@ -28,7 +28,7 @@ def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
         "samples": step * run.config.data.batch_size,
         "held_out_loss": held_out_loss,
         "recipe": run.recipe,
-        "config": as_json(run.config),
+        "config": as_json(run.resolved),
         "data": _data_of(run),
         "mesh": run.axes,
         "versions": versions(),
@@ -51,7 +51,7 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
     """
     if "config" not in saved:  # it was converted from what knows of no run
         return []
-    before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.config)))
+    before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.resolved)))
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and not _within(name, FREE)]
     for name in changed:
         if _within(name, FIXED):

@@ -1,0 +1,109 @@
+"""Checksums of a Hugging Face folder that Weft writes: those of a checkpoint, in a file that transformers passes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import ProcessMesh
+from weft.reshard.running.dtensor import as_process_mesh
+from weft.reshard.running.groups import axis_group, device_mesh
+
+from .manifest import CHECKSUMS, CONFIG, Manifest, StoredFile, StoredPart, StoredTensor
+from .shards import NAMES, positional_sum, read_header, write_shard
+from .storage import Piece, check_sums
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def write_summed(
+    path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
+) -> tuple[StoredFile, dict[str, StoredTensor]]:
+    """Writes a safetensors file as `write_shard`; what the checksums say of it, and of each of its tensors."""
+    stored: dict[str, StoredTensor] = {}
+
+    def summed() -> Iterable[Tensor]:
+        for (name, (dtype, given)), tensor in zip(shapes.items(), tensors, strict=True):
+            shape = tuple(given)
+            starts = (0,) * len(shape)
+            part = StoredPart(starts, shape, path.name, positional_sum(tensor, shape, starts))
+            stored[name] = StoredTensor(NAMES[dtype], shape, (part,))
+            yield tensor
+
+    return write_shard(path, shapes, summed()), stored
+
+
+class Sums:
+    """What is read of a Hugging Face folder, to be compared with its checksums; with nothing where it has none.
+
+    Raises DamagedCheckpoint where its config or its index is not as it was written, and where a file is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._manifest = Manifest.read(folder, CHECKSUMS) if (folder / CHECKSUMS).is_file() else None
+        self._pieces: dict[tuple[str, int, Piece], int] = {}
+        for name in (CONFIG, INDEX_FILE):
+            if (folder / name).is_file():
+                self.content(name)
+
+    def content(self, name: str) -> bytes:
+        """A file that holds no tensors. Raises DamagedCheckpoint where it is not as it was written."""
+        if self._manifest is None or name not in self._manifest.files:
+            return (self._folder / name).read_bytes()
+        return self._manifest.content(self._folder, name)
+
+    def check_header(self, filename: str) -> None:
+        """Raises DamagedCheckpoint unless what stands before the tensors of a safetensors file is as it was written."""
+        if self._manifest is not None and filename in self._manifest.files:
+            self._manifest.check(self._folder, filename, read_header(self._folder / filename))
+
+    def of(self, name: str, stored: Any) -> Any:
+        """The slices of a tensor as safetensors gives them, each added up as it is read."""
+        if self._manifest is None or name not in self._manifest.tensors:
+            return stored
+        return _Summed(name, stored, self._pieces)
+
+    def check(self, mesh: ProcessMesh | DeviceMesh | None, device: torch.device) -> None:
+        """Raises DamagedCheckpoint where tensors that were read in full, by whichever ranks, are not as they were written.
+
+        Communication: with a mesh and checksums, a gather of the sums along each axis, by way of `device`.
+        """
+        if self._manifest is None:
+            return
+        pieces = self._pieces
+        whole = None if mesh is None or not dist.is_initialized() else as_process_mesh(mesh)
+        if whole is not None and whole.coordinate(dist.get_rank()) is not None:
+            groups = device_mesh(whole, device.type)
+            for axis in whole.axis_names:
+                of_ranks: list[dict[tuple[str, int, Piece], int]] = [{} for _ in range(whole.axis_size(axis))]
+                dist.all_gather_object(of_ranks, pieces, group=axis_group(groups, axis))
+                pieces = {key: each for of_rank in of_ranks for key, each in of_rank.items()}
+        check_sums(self._folder, self._manifest, pieces)
+
+
+class _Summed:
+    """Slices of a tensor of that name, whose sums are noted in `pieces`."""
+
+    def __init__(self, name: str, stored: Any, pieces: dict[tuple[str, int, Piece], int]) -> None:
+        self._name, self._stored, self._pieces = name, stored, pieces
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._stored.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        dtype: str = self._stored.get_dtype()
+        return dtype
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        tensor: Tensor = self._stored[part]
+        starts = tuple(each.start for each in part)
+        piece = starts, tuple(tensor.shape)
+        self._pieces[self._name, 0, piece] = positional_sum(tensor, self.get_shape(), starts)
+        return tensor

@@ -1,0 +1,86 @@
+"""A run that is told to end: the step under way, at most one more, and one checkpoint; then a status that says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from weft.models import read_run
+from weft.models.checkpoint.states import Snapshot
+from weft.models.data.text import find_corpus
+from weft.models.train import launch
+from weft.models.train.config import DataConfig, Run, TrainConfig
+from weft.models.train.folder import newest_complete
+from weft.models.train.loop import train
+from weft.models.train.recipes import recipe
+from weft.models.train.trainer import Trainer
+
+from tests.models.checkpoints.test_saver import MODEL
+from tests.support.pool import Pool
+
+CONFIG = TrainConfig(
+    model=MODEL, steps=1000, check=False, data=DataConfig(batch_size=4, sequence_length=8), resume="newest"
+)
+TOLD_IN = 3  # the step in which one rank is told to end
+
+
+def told_to_end(folder: Path, how: signal.Signals) -> tuple[int, list[int], list[str]]:
+    """The status of a run of which rank 1 is told to end, the steps that it took, and what it wrote then."""
+    run = Run(
+        recipe="llama-tiny", config=CONFIG, corpus=find_corpus(folder / "text.txt"), folder=folder / "run", dp=2, tp=1
+    )
+    taken, written = list[int](), list[str]()
+    take, write = Trainer.step, Snapshot.write
+
+    def step(trainer: Trainer, number: int, *arguments: Any) -> None:
+        if (number + 1, dist.get_rank()) == (TOLD_IN, 1):
+            os.kill(os.getpid(), how)
+        taken.append(number + 1)
+        take(trainer, number, *arguments)
+
+    def noted(copy: Snapshot, to: Path, *arguments: Any) -> None:
+        written.append(to.name)
+        write(copy, to, *arguments)
+
+    with patch.object(Trainer, "step", step), patch.object(Snapshot, "write", noted):
+        return train(run, torch.device("cpu")), taken, written
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+def test_a_signal_is_followed_by_one_step_at_most_and_one_checkpoint(
+    how: signal.Signals, tmp_path: Path, pool: Pool
+) -> None:
+    (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
+    (tmp_path / "run").mkdir()
+    for status, taken, written in pool.run(told_to_end, tmp_path, how, ranks=2):
+        assert status == how
+        assert taken == [*range(1, TOLD_IN + 2)]
+        assert written == [f"checkpoint-{TOLD_IN + 1}"]
+    saved, wrong = newest_complete(tmp_path / "run")
+    assert saved is not None and not wrong
+    assert read_run(saved)["step"] == len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == TOLD_IN + 1
+
+
+def test_ranks_that_do_not_end_then_are_killed_after_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That they are is shown in test_processes.py; here, after how long."""
+    patience = list[float]()
+    monkeypatch.setattr(launch, "run_together", lambda *work, **options: patience.append(options["patience"]))
+    monkeypatch.setattr("weft.models.train.launch.signal.signal", lambda *arguments: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    run = Run(
+        recipe="llama-tiny",
+        config=recipe("llama-tiny"),
+        corpus=find_corpus(Path(__file__)),
+        folder=Path("run"),
+        dp=1,
+        tp=1,
+    )
+    assert launch.launch(run, gpus=0) == 0
+    assert patience == [launch.STOP_SECONDS] == [30.0]
