@@ -67,7 +67,7 @@ def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: di
     """What this rank has after a step: the loss, its own gradients, whole, its bytes and its pipeline's numbers."""
     mesh = ProcessMesh.grid(**axes)
     model = make(name, layers_for(axes, pipeline))
-    own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
+    own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(**{"microbatches": MICROBATCHES, **pipeline}))
     parallelize(model, mesh, own)
     tokens, targets = batch()
     loss = forward_backward(model, cross_entropy, tokens, targets, dropout_key=KEY if name == "dropout" else None)
@@ -190,6 +190,17 @@ def test_four_stages_and_meshes_of_8_processes(
     axes: dict[str, int], plan: dict[str, Any], schedule: str, name: str, pool
 ) -> None:
     check(axes, plan, [({"schedule": schedule}, name)], pool)
+
+
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        pytest.param(("1f1b",), id="1f1b"),
+        pytest.param(("gpipe", "interleaved", "zero_bubble"), id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_fewer_microbatches_than_stages(schedules: tuple[str, ...], pool) -> None:
+    check({"pp": 4}, {}, [({"schedule": each, "microbatches": 2}, "tied") for each in schedules], pool)
 
 
 def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -> None:

@@ -23,6 +23,7 @@ from tests.models.cases import gradients_off, whole
 FIRST, SECOND = ProcessMesh.grid(tp=2), ProcessMesh.grid(tp=3, first_rank=2)  # rank 5 is on neither
 PLACED = {"up": (FIRST, "tp: S(0)"), "down": (FIRST, "tp: S(1)"), "head": (SECOND, "tp: S(0)")}
 PRODUCTS = ("mm", "addmm", "linear", "bmm")
+MAKES_A_NUMBER = {"new_empty", "zeros", "lift_fresh"}  # and computes none
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -82,11 +83,15 @@ def with_an_output_used_twice(program: Program) -> None:
 
 
 class Launched(TorchDispatchMode):
-    """Ops with a result of more than one element, by name; a rank outside has scalars, which torch does not make empty."""
+    """Ops with a result of more than one element, by name, and those that give one number.
+
+    No layout makes a scalar empty: for the loss and its gradient a rank outside has a number that nothing reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: Counter[str] = Counter()
+        self.numbers: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -95,6 +100,8 @@ class Launched(TorchDispatchMode):
         made = [each for each in tree_leaves(output) if isinstance(each, Tensor) and not isinstance(each, FakeTensor)]
         if any(each.numel() > 1 for each in made):
             self.ops[func._opname] += 1
+        elif made and all(each.numel() for each in made):
+            self.numbers[func._opname] += 1
         return output
 
 
@@ -108,6 +115,7 @@ def on_stages(act: Callable[[Program], None]) -> dict[str, Any]:
     return {
         "products": sum(launched.ops[op] for op in PRODUCTS),
         "ops": dict(launched.ops),
+        "numbers": dict(launched.numbers),
         "bytes": {name: each.nbytes + gradients[name].to_local().nbytes for name, each in local.items()},
         "gradients": {n: whole(each) for n, each in gradients.items() if dist.get_rank() in PLACED[n][0]},
     }
@@ -136,3 +144,4 @@ def test_paddle_58126_stages_of_several_degrees(act: Any, forwards: int, backwar
         first, second = 2 * forwards + 3 * backwards, heads * (forwards + 2 * backwards)
         assert each["products"] == (first if rank in FIRST else second if rank in SECOND else 0), each["ops"]
     assert found[5]["ops"] == {}
+    assert found[5]["numbers"].keys() <= MAKES_A_NUMBER, found[5]["numbers"]
