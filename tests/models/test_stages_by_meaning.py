@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from weft.kernels import cross_entropy, gelu, linear
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import distribute, reshard
+from weft.reshard import GradientSync, clip_grad_norm_, distribute, reshard
 
 from tests.models.cases import gradients_off, whole
 
@@ -145,3 +146,60 @@ def test_paddle_58126_stages_of_several_degrees(act: Any, forwards: int, backwar
         assert each["products"] == (first if rank in FIRST else second if rank in SECOND else 0), each["ops"]
     assert found[5]["ops"] == {}
     assert found[5]["numbers"].keys() <= MAKES_A_NUMBER, found[5]["numbers"]
+
+
+CLIP, EVERY_STAGE = 0.1, ProcessMesh.grid(stages=5)
+
+
+def stage_alone(program: Program, seed: int) -> float:
+    """Forward and backward of a microbatch, the part of this rank's stage alone; its loss, which the second stage has."""
+    rank, shape = dist.get_rank(), program.inputs[seed].shape
+    if rank in FIRST:
+        stream = program.stream(seed)
+        stream.backward(distribute(torch.empty(shape), Layout(SECOND, "")))  # of which this rank has nothing
+        return 0.0
+    received = distribute(torch.empty(shape), Layout(FIRST, "")).requires_grad_()
+    stream = reshard(received, SECOND, "")
+    loss = program.loss(reshard(stream, SECOND, ""), seed)  # so its gradient lies as the ranks of the first stage say
+    loss.backward()
+    return float(whole(loss))
+
+
+def steps(alone: bool) -> dict[str, Any]:
+    """Three clipped steps of two microbatches; where not alone, on two stages of which each rank runs its own."""
+    program, rank = Program(alone=alone), 0 if alone else dist.get_rank()
+    model = nn.Module()
+    for name, weight in program.weights.items():
+        if alone or rank in PLACED[name][0]:
+            model.register_parameter(name, nn.Parameter(weight.detach()))
+            program.weights[name] = model.get_parameter(name)
+    if not alone and rank not in EVERY_STAGE:
+        return {}
+    sync, losses, norms = GradientSync(model), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(3):
+        for seed in (11, 12):
+            with sync.paused() if seed == 11 else contextlib.nullcontext():
+                if alone:
+                    loss = program.loss(program.stream(seed), seed)
+                    loss.backward()
+                    losses.append(loss.item())
+                else:
+                    losses.append(stage_alone(program, seed))
+        sync.wait()
+        norms.append(float(clip_grad_norm_(model.parameters(), CLIP, mesh=None if alone else EVERY_STAGE)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": {name: whole(each) for name, each in model.named_parameters()}}
+
+
+def test_each_rank_trains_its_own_stage_alone(pool: Any) -> None:
+    truth, found = steps(alone=True), pool.run(steps, False, ranks=6)
+    assert min(truth["norms"]) > 2 * CLIP  # the clipping bites
+    for rank, each in enumerate(found[:5]):
+        assert each["weights"].keys() == ({"up", "down"} if rank in FIRST else {"head"})
+        assert each["losses"] == pytest.approx([0.0] * 6 if rank in FIRST else truth["losses"], rel=1e-5)
+        assert each["norms"] == pytest.approx(truth["norms"], rel=1e-5)
+        for name, weight in each["weights"].items():
+            torch.testing.assert_close(weight, truth["weights"][name], rtol=1e-5, atol=1e-6, msg=name)
+    assert found[5] == {}  # a rank without a stage runs nothing
