@@ -67,7 +67,7 @@ def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: di
     """What this rank has after a step: the loss, its own gradients, whole, its bytes and its pipeline's numbers."""
     mesh = ProcessMesh.grid(**axes)
     model = make(name, layers_for(axes, pipeline))
-    own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(microbatches=MICROBATCHES, **pipeline))
+    own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(**{"microbatches": MICROBATCHES, **pipeline}))
     parallelize(model, mesh, own)
     tokens, targets = batch()
     loss = forward_backward(model, cross_entropy, tokens, targets, dropout_key=KEY if name == "dropout" else None)
@@ -160,21 +160,19 @@ def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
     check(axes, plan, cases, pool)
 
 
+@pytest.mark.exhaustive  # its sisters have fewer microbatches than stages, or fewer processes
 @pytest.mark.parametrize(
     ("axes", "plan", "schedule", "name"),
     [
         pytest.param({"pp": 4}, {}, "zero_bubble", "tied", id="pp4-zero-bubble"),
-        pytest.param({"pp": 4}, {}, "interleaved", "gpt", id="pp4-interleaved", marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"pp": 4, "dp": 2}, {"zero": 3}, "1f1b", "llama", id="pp4-dp2-zero3", marks=pytest.mark.exhaustive
-        ),
+        pytest.param({"pp": 4}, {}, "interleaved", "gpt", id="pp4-interleaved"),
+        pytest.param({"pp": 4, "dp": 2}, {"zero": 3}, "1f1b", "llama", id="pp4-dp2-zero3"),
         pytest.param(
             {"pp": 2, "cp": 2, "tp": 2},
             {"sequence": True, "context": "ulysses"},
             "interleaved",
             "qwen",
             id="pp2-cp2-tp2",
-            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             {"pp": 2, "dp": 2, "cp": 2},
@@ -182,7 +180,6 @@ def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
             "zero_bubble",
             "dropout",
             id="pp2-dp2-cp2-zero2",
-            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -190,6 +187,17 @@ def test_four_stages_and_meshes_of_8_processes(
     axes: dict[str, int], plan: dict[str, Any], schedule: str, name: str, pool
 ) -> None:
     check(axes, plan, [({"schedule": schedule}, name)], pool)
+
+
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        pytest.param(("1f1b",), id="1f1b"),
+        pytest.param(("gpipe", "interleaved", "zero_bubble"), id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_fewer_microbatches_than_stages(schedules: tuple[str, ...], pool) -> None:
+    check({"pp": 4}, {}, [({"schedule": each, "microbatches": 2}, "tied") for each in schedules], pool)
 
 
 def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -> None:

@@ -152,17 +152,18 @@ def test_adapters_are_cut_with_their_layers(axes: dict[str, int], pool: Any, tmp
     assert not gradients_off(gradients(read), truth)
 
 
-def compiled(axes: dict[str, int]) -> Gradients:
+def compiled(axes: dict[str, int], schedule: str) -> Gradients:
     torch.compiler.reset()
-    model = on_mesh(make("llama"), axes)
+    model = on_mesh(make("llama"), axes, schedule=schedule)
     for layer in model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     return gradients(model)
 
 
 @pytest.mark.exhaustive
-def test_blocks_of_stages_compile(pool: Any) -> None:
-    assert_same(pool.run(compiled, {"pp": 2}, ranks=2), gradients(make("llama")))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_blocks_of_stages_compile(schedule: str, pool: Any) -> None:
+    assert_same(pool.run(compiled, {"pp": 2}, schedule, ranks=2), gradients(make("llama")))
 
 
 def in_bfloat16(axes: dict[str, int]) -> Gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -123,9 +124,41 @@ def test_microbatches_without_stages(zero: int, pool: Any) -> None:
     assert recorded == issued, f"\n{recorded}\n{issued}"
 
 
-def on_meta(layers: int = 3) -> Any:
+def on_meta(layers: int = 3, **changes: Any) -> Any:
     with torch.device("meta"):
-        return make_model(replace(CONFIGS["tied"], num_layers=layers))
+        return make_model(replace(CONFIGS["tied"], num_layers=layers, **changes))
+
+
+@pytest.mark.parametrize(
+    ("axes", "plan"),
+    [
+        pytest.param({"pp": 2, "dp": 2}, {"zero": 3}, id="tied-stages-zero3"),
+        pytest.param({"dp": 2, "tp": 4}, {"zero": 3}, id="meshes-zero3"),
+        *(
+            pytest.param({"pp": 3, "dp": 2}, {"zero": zero}, id=f"stages-zero{zero}", marks=pytest.mark.exhaustive)
+            for zero in range(3)
+        ),
+        pytest.param(
+            {"pp": 2, "dp": 2, "cp": 2, "tp": 2},
+            {"zero": 3, "context": "all_gather"},
+            id="every-axis",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param({"dp": 2, "tp": 4}, {}, id="meshes", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_norm_is_one_all_reduce(axes: dict[str, int], plan: dict[str, Any]) -> None:
+    """Over all axes and stages, and where key heads lie on a mesh of their own: four ranks have two of them."""
+    mesh, stages = ProcessMesh.grid(**axes), axes.get("pp", 1)
+    model = on_meta(stages, num_kv_heads=2)
+    cut = PipelinePlan(microbatches=2) if "pp" in axes else None
+    chosen = replace(model.parallel_plan(), **plan, pipeline=cut)
+    for rank in (0, mesh.size - 1):
+        step = partial(record, model, mesh, chosen, batch=(8, 8), rank=rank)
+        asked, unasked = step(clip_norm=1.0), step()
+        added = asked.counts - unasked.counts
+        assert added == Counter({"all-reduce": 1}) and unasked.counts <= asked.counts
+        assert asked.select(phase="gradients").counts - unasked.select(phase="gradients").counts == added
 
 
 def recorded(rank: int, **axes: int) -> Communication:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from weft.kernels import cross_entropy, gelu, linear
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import distribute, reshard
+from weft.reshard import GradientSync, clip_grad_norm_, distribute, reshard
 
 from tests.models.cases import gradients_off, whole
 
 FIRST, SECOND = ProcessMesh.grid(tp=2), ProcessMesh.grid(tp=3, first_rank=2)  # rank 5 is on neither
 PLACED = {"up": (FIRST, "tp: S(0)"), "down": (FIRST, "tp: S(1)"), "head": (SECOND, "tp: S(0)")}
 PRODUCTS = ("mm", "addmm", "linear", "bmm")
+MAKES_A_NUMBER = {"new_empty", "zeros", "lift_fresh"}  # and computes none
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -82,11 +84,15 @@ def with_an_output_used_twice(program: Program) -> None:
 
 
 class Launched(TorchDispatchMode):
-    """Ops with a result of more than one element, by name; a rank outside has scalars, which torch does not make empty."""
+    """Ops with a result of more than one element, by name, and those that give one number.
+
+    No layout makes a scalar empty: for the loss and its gradient a rank outside has a number that nothing reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: Counter[str] = Counter()
+        self.numbers: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -95,6 +101,8 @@ class Launched(TorchDispatchMode):
         made = [each for each in tree_leaves(output) if isinstance(each, Tensor) and not isinstance(each, FakeTensor)]
         if any(each.numel() > 1 for each in made):
             self.ops[func._opname] += 1
+        elif made and all(each.numel() for each in made):
+            self.numbers[func._opname] += 1
         return output
 
 
@@ -108,6 +116,7 @@ def on_stages(act: Callable[[Program], None]) -> dict[str, Any]:
     return {
         "products": sum(launched.ops[op] for op in PRODUCTS),
         "ops": dict(launched.ops),
+        "numbers": dict(launched.numbers),
         "bytes": {name: each.nbytes + gradients[name].to_local().nbytes for name, each in local.items()},
         "gradients": {n: whole(each) for n, each in gradients.items() if dist.get_rank() in PLACED[n][0]},
     }
@@ -136,3 +145,61 @@ def test_paddle_58126_stages_of_several_degrees(act: Any, forwards: int, backwar
         first, second = 2 * forwards + 3 * backwards, heads * (forwards + 2 * backwards)
         assert each["products"] == (first if rank in FIRST else second if rank in SECOND else 0), each["ops"]
     assert found[5]["ops"] == {}
+    assert found[5]["numbers"].keys() <= MAKES_A_NUMBER, found[5]["numbers"]
+
+
+CLIP, EVERY_STAGE = 0.1, ProcessMesh.grid(stages=5)
+
+
+def stage_alone(program: Program, seed: int) -> float:
+    """Forward and backward of a microbatch, the part of this rank's stage alone; its loss, which the second stage has."""
+    rank, shape = dist.get_rank(), program.inputs[seed].shape
+    if rank in FIRST:
+        stream = program.stream(seed)
+        stream.backward(distribute(torch.empty(shape), Layout(SECOND, "")))  # of which this rank has nothing
+        return 0.0
+    received = distribute(torch.empty(shape), Layout(FIRST, "")).requires_grad_()
+    stream = reshard(received, SECOND, "")
+    loss = program.loss(reshard(stream, SECOND, ""), seed)  # so its gradient lies as the ranks of the first stage say
+    loss.backward()
+    return float(whole(loss))
+
+
+def steps(alone: bool) -> dict[str, Any]:
+    """Three clipped steps of two microbatches; where not alone, on two stages of which each rank runs its own."""
+    program, rank = Program(alone=alone), 0 if alone else dist.get_rank()
+    model = nn.Module()
+    for name, weight in program.weights.items():
+        if alone or rank in PLACED[name][0]:
+            model.register_parameter(name, nn.Parameter(weight.detach()))
+            program.weights[name] = model.get_parameter(name)
+    if not alone and rank not in EVERY_STAGE:
+        return {}
+    sync, losses, norms = GradientSync(model), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(3):
+        for seed in (11, 12):
+            with sync.paused() if seed == 11 else contextlib.nullcontext():
+                if alone:
+                    loss = program.loss(program.stream(seed), seed)
+                    loss.backward()
+                    losses.append(loss.item())
+                else:
+                    losses.append(stage_alone(program, seed))
+        sync.wait()
+        norms.append(float(clip_grad_norm_(model.parameters(), CLIP, mesh=None if alone else EVERY_STAGE)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": {name: whole(each) for name, each in model.named_parameters()}}
+
+
+def test_each_rank_trains_its_own_stage_alone(pool: Any) -> None:
+    truth, found = steps(alone=True), pool.run(steps, False, ranks=6)
+    assert min(truth["norms"]) > 2 * CLIP  # the clipping bites
+    for rank, each in enumerate(found[:5]):
+        assert each["weights"].keys() == ({"up", "down"} if rank in FIRST else {"head"})
+        assert each["losses"] == pytest.approx([0.0] * 6 if rank in FIRST else truth["losses"], rel=1e-5)
+        assert each["norms"] == pytest.approx(truth["norms"], rel=1e-5)
+        for name, weight in each["weights"].items():
+            torch.testing.assert_close(weight, truth["weights"][name], rtol=1e-5, atol=1e-6, msg=name)
+    assert found[5] == {}  # a rank without a stage runs nothing

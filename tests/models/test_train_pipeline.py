@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ def config(mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> TrainC
 
 
 FEW_LAYERS = replace(MODEL, num_layers=2)
+# A shard and a whole of it differ in hundredths of a MiB.
+WIDE = replace(FEW_LAYERS, hidden_size=64, intermediate_size=96)
 
 
 def made_run(text: str, mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> Run:
@@ -50,10 +54,8 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
     made.step(1)
     if made.pipeline is not None:
         title, heads, *rows = lines[-1].splitlines()
-        assert title.startswith("held by each rank") and heads.split()[0] == "parameters"
-        assert len(rows) == made.mesh.size
-        held = sum(local_value(each).nbytes for each in made.model.parameters()) / 2**20
-        assert rows[made.rank].split()[:3] == ["rank", str(made.rank), f"{held:.2f}"]
+        assert title.startswith("held by each rank") and len(rows) == made.mesh.size
+        assert heads.split("  ")[-4:] == ["parameters", "gradients", "optimizer state", "in flight"]
         parts = find_parts(made)
         assert {part.name for part in parts} == {name for name, _ in made._outline.make_model().named_parameters()}
         assert [part.stage_rank for part in parts] == sorted(int(part.stage_rank or 0) for part in parts)
@@ -61,6 +63,10 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
         states = [each for state in made.optimizer.state.values() for each in state.values() if each.numel() > 1]
         assert said.parameters == sum(local_value(each).nbytes for each in made.model.parameters())
         assert said.states == sum(local_value(each).nbytes for each in states)
+        in_mib = [f"{nbytes / 2**20:.2f}" for nbytes in (said.parameters, said.gradients, said.states)]
+        stage = made.rank // (made.mesh.size // 2)
+        in_flight = 2 - stage if made.plan.pipeline.schedule == "1f1b" else 2
+        assert rows[made.rank].split() == ["rank", str(made.rank), *in_mib, str(in_flight)]
     if made.rank == 0:
         assert [line.split()[-2:] for line in lines if line.endswith("as predicted")] == [["as", "predicted"]] * 3
         assert not any("NOT as predicted" in line for line in lines)
@@ -82,7 +88,9 @@ def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFi
     ("dp", "plan", "model"),
     [
         pytest.param(2, {"split": "1,3", "zero": 2}, MODEL, id="dp2-zero2", marks=pytest.mark.exhaustive),
-        pytest.param(1, {"schedule": "zero_bubble"}, FEW_LAYERS, id="zero-bubble"),
+        pytest.param(2, {"zero": 1}, WIDE, id="dp2-zero1", marks=pytest.mark.exhaustive),
+        pytest.param(2, {"zero": 3}, WIDE, id="dp2-zero3", marks=pytest.mark.exhaustive),
+        pytest.param(1, {"schedule": "zero_bubble"}, WIDE, id="zero-bubble"),
     ],
 )
 def test_one_loss_with_stages_and_without(
@@ -106,13 +114,19 @@ def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
         assert found == pytest.approx(alone, rel=1e-3)
 
 
-def ran(text: str) -> int:
-    return train(made_run(text, {"pp": 2, "dp": 1, "tp": 1}, {"zero": 0}, steps=2), torch.device("cpu"))
+def ran(text: str) -> tuple[int, str]:
+    """How it ended, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = train(made_run(text, {"pp": 2, "dp": 1, "tp": 1}, {"zero": 0}, steps=2), torch.device("cpu"))
+    return ended, printed.getvalue()
 
 
-def test_what_is_saved_on_stages_is_read_by_generate(pool, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_prints_its_schedule_and_saves_what_generate_reads(pool, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
-    assert pool.run(ran, str(tmp_path / "text.txt"), ranks=2) == [0, 0]
+    (ended, printed), other = pool.run(ran, str(tmp_path / "text.txt"), ranks=2)
+    assert ended == 0 and other == (0, "")
+    assert "layout of the parameters" in printed
+    assert f"\nschedule of the pipeline\n{PipelinePlan(schedule='1f1b').make_schedule(2)}\n" in printed
     with pytest.raises(SystemExit, match="0"):
         main(["generate", str(tmp_path / "run"), "--prompt", "a stage", "--tokens", "3"])
     assert capsys.readouterr().out.startswith("a stage")

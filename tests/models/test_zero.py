@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, lay_out_batch, parallelize
-from weft.reshard import GradientSync, check_order, clip_grad_norm_, distribute, reshard
+from weft.reshard import GradientSync, OrderError, check_order, clip_grad_norm_, distribute, reshard
 
 from tests.models.cases import whole
+from tests.support.limits import PATIENCE
 from tests.support.sample import together
 
 CONFIG = LlamaConfig(
@@ -129,12 +131,6 @@ VARIANTS = [
 Case = tuple[int, dict[str, Any]]  # the level, and what is changed in the config
 
 
-def config_of(change: dict[str, Any], axes: dict[str, int]) -> LlamaConfig:
-    """One head of keys on two ranks beside cp is what no linear layer says, with or without zero: there are two."""
-    config = replace(CONFIG, **change)
-    return replace(config, num_kv_heads=max(config.num_kv_heads, 2)) if "cp" in axes else config
-
-
 @functools.cache
 def truth_of(config: LlamaConfig, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
     return three_steps({"dp": 1}, config, **options)
@@ -144,7 +140,7 @@ def each_case(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], tru
     """What is wrong, by case."""
     wrong = []
     for (zero, change), truth in zip(cases, truths, strict=True):
-        found = three_steps(axes, config_of(change, axes), {**plan, "zero": zero})
+        found = three_steps(axes, replace(CONFIG, **change), {**plan, "zero": zero})
         try:
             assert_same(found, truth)
         except AssertionError as error:
@@ -158,7 +154,7 @@ def test_paddlenlp_9412_sharding_levels_end_three_clipped_steps_with_the_weights
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool: Any, combinations: Callable[[int], None]
 ) -> None:
     combinations(len(cases))
-    truths = [truth_of(config_of(change, axes)) for _, change in cases]
+    truths = [truth_of(replace(CONFIG, **change)) for _, change in cases]
     found = pool.run(each_case, axes, plan, cases, truths, ranks=ProcessMesh.grid(**axes).size)
     assert not any(found), "\n".join(said for wrong in found for said in wrong)
 
@@ -321,15 +317,28 @@ def test_a_forward_computes_with_what_the_shards_are(pool: Any) -> None:
     pool.run(written_and_read, ranks=2)
 
 
-def in_order() -> None:
-    with check_order(timeout=20):
-        trained = Trained({"dp": 2}, CONFIG, {"zero": 3})
-        trained.step(0)
-        trained.step(1)
+def in_order(layers: tuple[int, ...]) -> str:
+    """What the check says of two steps. layers: of each rank's model."""
+
+    def shorten(model: Any) -> None:
+        del model.layers[layers[dist.get_rank()] :]
+
+    with check_order(timeout=PATIENCE):
+        trained = Trained({"dp": 2}, CONFIG, {"zero": 3}, prepare=shorten)
+        try:
+            for step in range(2):
+                trained.step(step)
+        except OrderError as error:
+            return str(error)
+    return ""
 
 
 def test_the_order_check_sees_the_gathers(pool: Any) -> None:
-    pool.run(in_order, ranks=2)
+    assert pool.run(in_order, (2, 2), ranks=2) == ["", ""]
+    for said in pool.run(in_order, (2, 1), ranks=2):
+        first, second = (line for line in said.splitlines() if "gathered over ('dp',)" in line)
+        assert "rank 0" in first and "(48, 32)" in first  # a block's
+        assert "rank 1" in second and "shapes [(32,)]" in second  # the last norm's
 
 
 @pytest.mark.parametrize(

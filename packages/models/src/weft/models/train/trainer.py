@@ -17,7 +17,7 @@ from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
 from weft.reshard import GradientSync
 from weft.reshard.running.issued import Collective
-from weft.reshard.running.units import drop_gathered
+from weft.reshard.running.units import drop_gathered, units_of
 from weft.reshard.running.waits import Waits
 
 from ..communication import Communication, Phase
@@ -270,10 +270,13 @@ class Trainer:
 
 
 def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """What each rank holds, a line each. Communication: a gather of a few numbers."""
+    """What each rank holds, a line each; gradients as they add up over microbatches. Communication: a gather of a few numbers."""
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     parameters = list(model.parameters())
-    numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, parameters, states)]
+    found = (each for unit in units_of(model) for each in unit.wholes().items())
+    wholes: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.sums}
+    gradients = [wholes.get(each, each) for each in parameters if each.requires_grad]
+    numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, gradients, states)]
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])
     lines = ["held by each rank, in MiB; and microbatches in flight at most"]
