@@ -107,24 +107,13 @@ def check_on_a_mesh() -> None:
     )
     given: dict[str, Arguments] = {name: seen[name][1] for name in STEPS}
     x, group = normal(4, 8).float(), gathered[0].device_mesh.get_group("tp").group_name
-    own = of_logits.Place(vocab_start=5 * gathered[0].device_mesh.get_rank(), vocab_size=10, groups=[group])
+    own = of_logits.Place(vocab_start=4 * gathered[0].device_mesh.get_rank(), vocab_size=8, groups=[group])
     moved = plan(Layout(TWO, "tp: S(0)"), Layout(TWO, "tp: S(1)"), (8, 8), torch.float32)
+    compared: Arguments = (TARGET, None, None, None, 2, None, False)
     given |= {
         "all_gather_tokens": (x, 7, group, x),
         "all_reduce_": (x, group),
-        "linear_cross_entropy_compare": (
-            x[:3],
-            f(5, 8),
-            TARGET,
-            None,
-            None,
-            None,
-            2,
-            None,
-            False,
-            *own,
-            *Options().flat(),
-        ),
+        "linear_cross_entropy_compare": (x[:3], x, *compared, *own, *Options().flat()),
         "reduce_scatter_tokens": (x, 2, group),
         "reshard": (x, traced._text(moved), torch.distributed.get_rank()),
         "sum_over": (x, group),
