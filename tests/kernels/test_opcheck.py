@@ -15,8 +15,9 @@ from weft.kernels.cross_entropy import custom_ops as of_logits
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.linear_cross_entropy import custom_ops as of_products
 from weft.mesh import Layout
-from weft.reshard import distribute, plan
+from weft.reshard import plan
 from weft.reshard.running import traced
+from weft.reshard.running.groups import device_mesh
 
 from tests.kernels.cases import TWO, normal
 from tests.support.pool import Pool
@@ -68,9 +69,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
 }
 # Those of several processes.
-STEPS = ("all_gather_matmul", "all_gather_matmul_backward", "matmul_reduce_scatter", "matmul_reduce_scatter_backward")
 MESHES = (
-    *STEPS,
+    "all_gather_matmul",
+    "all_gather_matmul_backward",
+    "matmul_reduce_scatter",
+    "matmul_reduce_scatter_backward",
     "all_gather_tokens",
     "all_reduce_",
     "linear_cross_entropy_compare",
@@ -100,22 +103,22 @@ def test_an_op_is_what_it_declares(names: str, interpreted: None) -> None:
 
 
 def check_on_a_mesh() -> None:
-    gathered = distribute(f(3, 8), Layout(TWO, "tp: S(0)")), distribute(f(8, 4), Layout(TWO, "tp: S(1)"))
-    scattered = distribute(f(3, 8), Layout(TWO, "tp: S(1)")), distribute(f(8, 4), Layout(TWO, "tp: S(0)"))
-    seen = called(lambda: kernels.all_gather_matmul(*gathered)) | called(
-        lambda: kernels.matmul_reduce_scatter(*scattered)
-    )
-    given: dict[str, Arguments] = {name: seen[name][1] for name in STEPS}
-    x, group = normal(4, 8).float(), gathered[0].device_mesh.get_group("tp").group_name
-    own = of_logits.Place(vocab_start=4 * gathered[0].device_mesh.get_rank(), vocab_size=8, groups=[group])
+    group, rank = device_mesh(TWO, "cpu").get_group("tp").group_name, torch.distributed.get_rank()
+    x, of_rows, wide = (normal(*shape).float() for shape in ((4, 8), (2, 4), (4, 4)))
+    steps = (group, [2, 2], 0)
+    own = of_logits.Place(vocab_start=4 * rank, vocab_size=8, groups=[group])
     moved = plan(Layout(TWO, "tp: S(0)"), Layout(TWO, "tp: S(1)"), (8, 8), torch.float32)
     compared: Arguments = (TARGET, None, None, None, 2, None, False)
-    given |= {
+    given: dict[str, Arguments] = {
+        "all_gather_matmul": (of_rows, wide, torch.empty(4, 4), *steps),
+        "all_gather_matmul_backward": (of_rows, wide, wide, torch.empty(2, 4), torch.empty(4, 4), *steps),
+        "matmul_reduce_scatter": (wide, wide, torch.empty(2, 4), *steps),
+        "matmul_reduce_scatter_backward": (wide, wide, of_rows, torch.empty(4, 4), torch.empty(4, 4), *steps),
         "all_gather_tokens": (x, 7, group, x),
         "all_reduce_": (x, group),
         "linear_cross_entropy_compare": (x[:3], x, *compared, *own, *Options().flat()),
         "reduce_scatter_tokens": (x, 2, group),
-        "reshard": (x, traced._text(moved), torch.distributed.get_rank()),
+        "reshard": (x, traced._text(moved), rank),
         "sum_over": (x, group),
     }
     assert given.keys() == {*MESHES}
