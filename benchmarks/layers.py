@@ -22,7 +22,7 @@ Layer = Callable[..., Any]  # of a set of operands: an output, or a tuple of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A layer. weft, eager: of the operands, which are named as in `operands`.
+    """A layer. weft, eager: of the operands, which are named in `takes`, as `operands` makes them.
 
     liger: module and name of Liger's function, and what it takes after the operands; None where it has none of the same meaning.
     passes: over [N, H] that no way does without, in forward and in backward.
@@ -52,9 +52,27 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (heads * cos + torch.cat((-second, first), -1) * sin).flatten(-2)
 
 
+def _turn_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As transformers has it for GPT-J."""
+    heads = x.unflatten(-1, (-1, 2 * cos.shape[-1]))  # [N, heads, D]
+    cos, sin = (each.repeat_interleave(2, -1).unsqueeze(-2).to(x.dtype) for each in (cos, sin))
+    turned = torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2)
+    return (heads * cos + turned * sin).flatten(-2)
+
+
+def _norm_and_turn(x: Tensor, head: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (-1, len(head)))  # [N, heads, D]
+    return _turn(_norm(heads, head).flatten(-2), cos, sin)
+
+
 def _add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return total, _norm(total, weight)
+
+
+def _add_and_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, F.layer_norm(total, weight.shape, weight, bias)
 
 
 CASES = {
@@ -70,6 +88,13 @@ CASES = {
         weft=kernels.layer_norm, eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b), takes="x weight bias", passes=(2, 3),
         liger=("layer_norm", "LigerLayerNormFunction", (1e-5,)),
     ),
+    "add_layer_norm": Case(
+        weft=kernels.add_layer_norm, eager=_add_and_layer_norm, takes="x y weight bias", passes=(4, 4)
+    ),
+    "gelu": Case(
+        weft=lambda x: kernels.gelu(x, approximate="tanh"), eager=lambda x: F.gelu(x, approximate="tanh"),
+        takes="x", passes=(2, 3),
+    ),
     "swiglu": Case(
         weft=kernels.swiglu, eager=lambda gate, up: F.silu(gate) * up, takes="x y", passes=(3, 5),
         liger=("swiglu", "LigerSiLUMulFunction", ()),
@@ -79,7 +104,16 @@ CASES = {
         eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up, takes="x y", passes=(3, 5),
         liger=("geglu", "LigerGELUMulFunction", ()),
     ),
-    "rope": Case(weft=kernels.rope, eager=_turn, takes="x cos sin", passes=(2, 2)),
+    "rope": Case(
+        weft=kernels.rope, eager=_turn, takes="x cos sin", passes=(2, 2), liger=("rope", "LigerRopeFunction", ()),
+    ),
+    "rope, interleaved": Case(
+        weft=lambda x, cos, sin: kernels.rope(x, cos, sin, interleaved=True), eager=_turn_interleaved,
+        takes="x cos sin", passes=(2, 2),
+    ),
+    "rms_norm_rope": Case(
+        weft=kernels.rms_norm_rope, eager=_norm_and_turn, takes="x head cos sin", passes=(2, 3)
+    ),
     "embedding": Case(weft=kernels.embedding, eager=F.embedding, takes="tokens table", passes=(2, 2)),
     "dropout, residual": Case(
         weft=lambda x, y: kernels.dropout(x, NEVER, 0, residual=y), eager=lambda x, y: y + F.dropout(x, NEVER),
@@ -88,8 +122,10 @@ CASES = {
 }  # fmt: skip
 
 
-def operands(case: Case, N: int, H: int, device: str, seed: int) -> tuple[Tensor, ...]:
-    """In bf16, at random; each has a gradient, but for N tokens of a table with N rows, and angles, in float32, of heads."""
+def operands(
+    case: Case, N: int, H: int, device: str, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, ...]:
+    """Of bf16's values, at random; each has a gradient, but for N tokens of a table with N rows, and angles, in float32, of heads."""
     generator = torch.Generator(device).manual_seed(seed)
     D = min(HEAD, H)
     rates = torch.logspace(0, -4, D // 2, device=device)
@@ -100,8 +136,8 @@ def operands(case: Case, N: int, H: int, device: str, seed: int) -> tuple[Tensor
             return torch.randint(N, (N,), device=device, generator=generator)
         if name in ("cos", "sin"):
             return angles.cos() if name == "cos" else angles.sin()
-        shape = (N, H) if name in WIDE else (H,)
-        return torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
+        shape = (N, H) if name in WIDE else (H, H) if name == "square" else (D,) if name == "head" else (H,)
+        return torch.randn(shape, device=device, generator=generator).bfloat16().to(dtype).requires_grad_()
 
     return tuple(map(made, case.takes.split()))
 
@@ -111,11 +147,11 @@ def leaves(given: tuple[Tensor, ...]) -> list[Tensor]:
     return [each for each in given if each.requires_grad]
 
 
-def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gradients of the outputs, the same for all ways."""
+def upstream_of(outputs: tuple[Tensor, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Gradients of the outputs, the same for all ways, of bf16's values."""
     generator = torch.Generator(outputs[0].device).manual_seed(7)
     shapes = [each.shape for each in outputs]
-    return [torch.randn(shape, device=outputs[0].device, generator=generator).bfloat16() for shape in shapes]
+    return [torch.randn(shape, device=outputs[0].device, generator=generator).bfloat16().to(dtype) for shape in shapes]
 
 
 def as_tuple(found: Any) -> tuple[Tensor, ...]:
@@ -125,11 +161,11 @@ def as_tuple(found: Any) -> tuple[Tensor, ...]:
 def ways_of(case: Case, sets: list[tuple[Tensor, ...]], backward: bool) -> Ways:
     """Forward alone, or with backward. A call takes the next set of operands."""
     ways = Ways()
-    upstream = upstream_of(as_tuple(case.eager(*sets[0])))
+    like = as_tuple(case.eager(*sets[0]))
 
-    def add(name: str, layer: Callable[[], Layer]) -> None:
+    def add(name: str, layer: Callable[[], Layer], sets: list[tuple[Tensor, ...]] = sets) -> None:
         with ways.failed.of(name):
-            ways.made[name] = _in_turn(layer(), sets, upstream if backward else None)
+            ways.made[name] = _in_turn(layer(), sets, upstream_of(like) if backward else None)
 
     add("Weft", lambda: case.weft)
     add("eager torch", lambda: case.eager)
@@ -139,7 +175,8 @@ def ways_of(case: Case, sets: list[tuple[Tensor, ...]], backward: bool) -> Ways:
         if liger is None:
             ways.absent.append("Liger")
         else:
-            add("Liger", lambda: liger)
+            # Its rope writes over what it is given, and over the gradient.
+            add("Liger", lambda: liger, [tuple(map(_copied, given)) for given in sets])
     return ways
 
 
@@ -150,11 +187,22 @@ def liger_layer(case: Case) -> Layer | None:
     module, name, more = case.liger
     function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
 
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """It turns queries and keys in one call: x, and beside it one head, which nobody reads."""
+        queries = x.unflatten(-1, (-1, 2 * cos.shape[-1]))[None].transpose(1, 2)  # [1, heads, N, D]
+        key = torch.empty_like(queries[:, :1])
+        turned: Tensor = function.apply(queries, key, cos[None], sin[None])[0]
+        return turned.transpose(1, 2).reshape(x.shape)
+
     def layer(*given: Tensor) -> Any:
         found = function.apply(*given, *more)
         return found[::-1] if module == "fused_add_rms_norm" else found  # it gives the norm first
 
-    return layer
+    return turn if module == "rope" else layer
+
+
+def _copied(operand: Tensor) -> Tensor:
+    return operand.detach().clone().requires_grad_(operand.requires_grad)
 
 
 def _in_turn(layer: Layer, sets: list[tuple[Tensor, ...]], upstream: list[Tensor] | None) -> Callable[[], Made]:

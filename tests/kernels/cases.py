@@ -49,3 +49,16 @@ def torch_cross_entropy(logits: Tensor, target: Tensor, **options: object) -> Te
 
 def assert_names_a_remedy(message):
     assert re.search(REMEDY, message), message
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair as a complex number, times exp(i angle)."""
+    pairs = x.unflatten(-1, (-1, 2, cos.shape[-1])).transpose(-1, -2)  # [..., T, heads, D / 2, 2]
+    angle = torch.complex(cos, sin).unsqueeze(-2)  # [..., T, 1, D / 2]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
+    return turned.transpose(-1, -2).flatten(-3)
+
+
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, cos.shape[-1], 2)))  # [T, heads, D / 2]
+    return torch.view_as_real(pairs * torch.complex(cos, sin).unsqueeze(-2)).flatten(-3)

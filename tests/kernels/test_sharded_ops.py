@@ -25,6 +25,8 @@ from tests.kernels.cases import (
     assert_names_a_remedy,
     ints,
     normal,
+    rotate,
+    rotate_neighbours,
     told,
     torch_cross_entropy,
     upstream_of,
@@ -49,14 +51,6 @@ class Case:
 
     def needs_grad(self, i: int) -> bool:
         return self.tensors[i].is_floating_point() and i not in self.constants
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair as a complex number, times exp(i angle)."""
-    pairs = x.unflatten(-1, (-1, 2, cos.shape[-1])).transpose(-1, -2)  # [..., T, heads, D / 2, 2]
-    angle = torch.complex(cos, sin).unsqueeze(-2)  # [..., T, 1, D / 2]
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
-    return turned.transpose(-1, -2).flatten(-3)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
@@ -151,6 +145,25 @@ CASES = {
     "layer_norm": Case(
         kernels.layer_norm, lambda x, *w: F.layer_norm(x, (H,), *w), (normal(B, T, H), normal(H), normal(H, seed=1))
     ),
+    "add_rms_norm": Case(
+        lambda *t: kernels.add(*kernels.add_rms_norm(*t, eps=1e-5)),
+        lambda x, residual, weight: x + residual + F.rms_norm(x + residual, (H,), weight, 1e-5),
+        (normal(B, H), normal(B, H, seed=1), normal(H)),
+    ),
+    "add_layer_norm": Case(
+        lambda *t: kernels.add(*kernels.add_layer_norm(*t)),
+        lambda x, residual, *w: x + residual + F.layer_norm(x + residual, (H,), *w),
+        (normal(B, H), normal(B, H, seed=1), normal(H), normal(H, seed=1)),
+    ),
+    "rms_norm_rope": Case(
+        partial(kernels.rms_norm_rope, eps=1e-5),
+        lambda x, weight, *t: rotate(F.rms_norm(x.unflatten(-1, (4, 4)), (4,), weight, 1e-5).flatten(-2), *t),
+        (normal(T, 16), normal(4), ANGLE.cos(), ANGLE.sin()),
+        (2, 3),
+    ),
+    "rope-interleaved": Case(
+        partial(kernels.rope, interleaved=True), rotate_neighbours, (normal(T, 16), ANGLE.cos(), ANGLE.sin()), (1, 2)
+    ),
     "rope": Case(kernels.rope, rotate, (normal(B, T, 16), ANGLE.cos(), ANGLE.sin()), (1, 2)),
     "rope-rows": Case(
         kernels.rope,
@@ -164,10 +177,20 @@ CASES = {
         (normal(B, T, 16), normal(B, T, 8), normal(B, T, 8, seed=1)),
     ),
     "swiglu": Case(kernels.swiglu, lambda gate, up: F.silu(gate) * up, (normal(B, T), normal(B, T, seed=1))),
+    "geglu": Case(
+        partial(kernels.geglu, approximate="tanh"),
+        lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+        (normal(B, T), normal(B, T, seed=1)),
+    ),
     "gelu": Case(partial(kernels.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh"), (normal(B, T),)),
     "add-repeated": Case(kernels.add, operator.add, (normal(B, T, H), normal(T, H))),
     "add": Case(kernels.add, operator.add, (normal(B, T, H), normal(B, T, H, seed=1))),
     "dropout": Case(partial(kernels.dropout, p=0.25, key=7), drop, (normal(B, T, H),)),
+    "dropout-residual": Case(
+        lambda x, residual: kernels.dropout(x, 0.25, 7, residual=residual),
+        lambda x, residual: drop(x) + residual,
+        (normal(B, T, H), normal(B, T, H, seed=1)),
+    ),
     **{
         f"cross_entropy-{reduction}": Case(
             partial(kernels.cross_entropy, reduction=reduction),
@@ -293,14 +316,20 @@ TAKEN = {
     "rms_norm": 3,  # R S0 S1
     "rms_norm-heads": 4,  # R S0 S1, and S2 by whole heads
     "layer_norm": 3,  # R S0 S1
+    "add_rms_norm": 2,  # R S0
+    "add_layer_norm": 2,
+    "rms_norm_rope": 3,  # R, S1 by whole heads, and S0 with the tables'
+    "rope-interleaved": 3,
     "rope": 4,  # R S0 S2, and S1 with the tables'
     "rope-rows": 4,  # (R, R), (S0, S0), (S1, S1), (S2, R)
     "attention": 4,  # R S0 S2, and the queries S1 alone
     "swiglu": 3,  # R S0 S1
-    "gelu": 3,  # R S0 S1
+    "geglu": 3,
+    "gelu": 3,
     "add-repeated": 4,  # (R, R), (S0, R), (S1, S0), (S2, S1)
     "add": 5,  # R S0 S1 S2 P
     "dropout": 5,  # the same
+    "dropout-residual": 5,
     "cross_entropy-none": 4,  # R S0 S1 S2
     "cross_entropy-mean": 4,
     "cross_entropy-sum": 4,

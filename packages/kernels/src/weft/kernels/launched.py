@@ -30,5 +30,21 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorator
 
 
+def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `launched`, of a function that communicates: an op where it is traced alone, since what an op does is hidden from whoever
+    counts collectives.
+    """
+
+    def decorator(run: Callable[..., None]) -> Callable[..., None]:
+        op = launched(schema)(run)
+
+        def run_or_trace(*arguments: Any) -> None:
+            (op if torch.compiler.is_compiling() else run)(*arguments)
+
+        return run_or_trace
+
+    return decorator
+
+
 def _nothing(*arguments: Any, **more: Any) -> None:
     """Of tensors without data: what is written has its shape already."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -101,7 +101,13 @@ def read(file: Path) -> dict[Class, Measured]:
     return {row.of: row for row in map(Measured.from_json, json.loads(file.read_text()))}
 
 
-def write(rows: Mapping[Class, Measured], file: Path) -> None:
+class Row(Protocol):
+    """What a table has for a class."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+def write(rows: Mapping[Any, Row], file: Path) -> None:
     """One line a row, so that a new measurement is a change of one line."""
     lines = [json.dumps(rows[of].as_json()) for of in sorted(rows)]
     file.write_text("[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n")

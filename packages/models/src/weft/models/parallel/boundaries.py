@@ -18,10 +18,11 @@ from weft.reshard import layout_of, reshard
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 
+from . import in_steps
+from .in_steps import TOKENS_DIM
 from .plan import ParallelPlan
 from .styles import TENSOR_AXIS, ColwiseParallel, PositionParallel, RowwiseParallel, Style, VocabParallel
 
-TOKENS_DIM = 1  # activations are [B, T, ...]
 Called = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments that a module is called with
 
 
@@ -55,7 +56,12 @@ def hook(
             _before(modules[parent], _enter)
             continue
         if len(names) == 1 and places[modules[names[0]]] == 1:
-            _before(modules[names[0]], _enter)
+            layer = modules[names[0]]
+            if in_steps.may_travel(layer, plan):
+                in_steps.gather_columns(layer)
+                _before(layer, partial(_enter_or_leave, layer))
+            else:
+                _before(layer, _enter)
             continue
         entrance = _Entrance()
         for each in names:
@@ -64,6 +70,8 @@ def hook(
     stream = f"S({TOKENS_DIM})" if plan.sequence else "R"
     for each, style in styles.items():
         if isinstance(style, RowwiseParallel | VocabParallel) and each not in left:
+            if isinstance(style, RowwiseParallel) and in_steps.may_travel(modules[each], plan):
+                in_steps.reduce_rows(modules[each])
             modules[each].register_forward_hook(_leave(stream))
         if isinstance(style, PositionParallel) and plan.sequence:
             _before(modules[each], partial(_cut_positions, modules[each]))
@@ -92,6 +100,14 @@ def _enter(x: Any) -> Any:
     if not isinstance(x, DTensor):  # it counts as replicated
         return x
     return _along_tensor_axis(cast_for("linear", x), "R")
+
+
+def _enter_or_leave(layer: nn.Module, x: Any) -> Any:
+    """As `_enter`, but for tokens that the layer's product gathers, which are left where they are."""
+    if not isinstance(x, DTensor):
+        return x
+    x = cast_for("linear", x)
+    return x if in_steps.is_left(layer, x) else _along_tensor_axis(x, "R")
 
 
 class _Entrance:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
 from weft.reshard.running.groups import name_of
 
-from ...launched import launched
+from ...launched import communicating
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding, apply, autocasts
 from ..checks import check_matmul
@@ -247,14 +247,14 @@ class _Sum:
         accumulate(rows_of(a).mT, rows_of(grad), self.total)
 
 
-@launched("all_gather_matmul(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
+@communicating("all_gather_matmul(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
 def _all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Sequence[int], dim: int) -> None:
     steps = Steps.named(group, sizes, dim)
     for member, part in steps.gathered(a):
         steps.part(out, member).copy_(_product(part, b))
 
 
-@launched(
+@communicating(
     "all_gather_matmul_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] sizes, int dim)"
 )
 def _all_gather_matmul_backward(
@@ -272,13 +272,13 @@ def _all_gather_matmul_backward(
         db.copy_(total.total)
 
 
-@launched("matmul_reduce_scatter(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
+@communicating("matmul_reduce_scatter(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
 def _matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Sequence[int], dim: int) -> None:
     steps = Steps.named(group, sizes, dim)
     out.copy_(steps.reduced(lambda member: _product(steps.part(a, member), b)))
 
 
-@launched(
+@communicating(
     "matmul_reduce_scatter_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] sizes, "
     "int dim)"
 )

@@ -1,0 +1,63 @@
+"""What layers and products cost on a CPU beside torch's own ops, forward and backward, one thread, both in turn.
+
+What is compared are the shortest CPU times, which other programs on the machine change least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from weft import kernels
+
+from benchmarks import layers
+from benchmarks.conftest import Tell
+from benchmarks.layers import Case
+from benchmarks.timing import Processor, in_turn
+
+TOKENS, SIZES = 512, (512, 2048)
+PRODUCTS = {
+    "linear": Case(weft=kernels.linear, eager=F.linear, takes="x square weight", passes=(2, 3)),
+    "matmul": Case(weft=kernels.matmul, eager=torch.matmul, takes="x square", passes=(2, 3)),
+}
+CASES: Mapping[str, Case] = {**layers.CASES, **PRODUCTS}
+
+
+def way(layer: Callable[..., Any], given: tuple[Tensor, ...], upstream: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """To the outputs of a layer and the gradients of what it is given."""
+    wanted = layers.leaves(given)
+
+    def step() -> list[Tensor]:
+        outputs = layers.as_tuple(layer(*given))
+        return [*outputs, *torch.autograd.grad(outputs, wanted, upstream)]
+
+    return step
+
+
+@pytest.mark.parametrize("H", SIZES, ids=lambda H: f"H{H}")
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_on_a_cpu(name: str, H: int, tell: Tell) -> None:
+    case = CASES[name]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.empty(
+        30 << 20, dtype=torch.uint8
+    )  # freed at once: from here on glibc keeps what is freed, and pages are not fresh
+    try:
+        given = layers.operands(case, TOKENS, H, "cpu", 0, torch.float32)
+        upstream = layers.upstream_of(layers.as_tuple(case.eager(*given)), torch.float32)
+        ways = {which: way(layer, given, upstream) for which, layer in (("Weft", case.weft), ("torch", case.eager))}
+        for ours, theirs in zip(ways["Weft"](), ways["torch"](), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.detach().abs().max()))
+        found = tell.measuring(in_turn, ways, Processor(), rounds=40 if H < 2048 else 15)
+    finally:
+        torch.set_num_threads(threads)
+    titled = f"{name} on a CPU, {TOKENS} x {H} float32"
+    print(f"\n{titled}: {found['Weft'].shortest / found['torch'].shortest:.3f} of torch's time")
+    for which, timed in found.items():
+        print(f"{which:8}{timed.shortest * 1e3:9.3f} ms")
+        tell(titled, which, "host_time", **timed.figures)

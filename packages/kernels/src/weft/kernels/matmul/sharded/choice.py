@@ -1,0 +1,87 @@
+"""Which products travel in steps: those measured faster so than beside a collective, by a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.reshard import layout_of
+
+TABLE = Path(__file__).parent.with_name("in_steps.json")  # benchmarks/tune_in_steps.py writes it
+Form = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+
+
+class Product(NamedTuple):
+    """Products that are computed alike: m rows of all ranks together by a weight [n, k], rounded up to powers of two.
+
+    chip: as "sm_90", or "cpu". ranks: of the axis that they travel over.
+    """
+
+    form: Form
+    chip: str
+    dtype: str
+    ranks: int
+    m: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, form: Form, chip: str, dtype: torch.dtype, ranks: int, M: int, N: int, K: int) -> Product:
+        m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
+        return cls(form, chip, str(dtype).removeprefix("torch."), ranks, m, n, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Seconds of forward and backward: in steps, and of the collective and the product one after the other.
+
+    where: the device, and the version of torch.
+    """
+
+    of: Product
+    seconds: float
+    pair_seconds: float
+    where: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"of": self.of._asdict()}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Timed:
+        return cls(**{**row, "of": Product(**row["of"])})
+
+
+def read(file: Path) -> dict[Product, Timed]:
+    return {row.of: row for row in map(Timed.from_json, json.loads(file.read_text()))}
+
+
+MEASURED = read(TABLE)
+
+
+def faster_in_steps(form: Form, a: DTensor, weight: Tensor, axis: str) -> bool:
+    """Whether the product of a [..., K] and weight [N, K] was measured to be; False of what was not.
+
+    axis: of a's mesh, over which its rows are gathered, or those of the output scattered. All its ranks are answered alike.
+    """
+    layout = layout_of(a)
+    ranks = layout.mesh.axis_size(axis)
+    parts = math.prod(layout.parts(dim) for dim in range(a.ndim - 1))
+    M = math.prod(a.shape[:-1]) // (parts // ranks if form == "all_gather_matmul" else parts)
+    row = MEASURED.get(Product.of(form, chip_of(a.device), a.dtype, ranks, M, *weight.shape))
+    return row is not None and row.seconds < row.pair_seconds
+
+
+def chip_of(device: torch.device) -> str:
+    """As a `Product` has it."""
+    if device.type != "cuda":
+        return device.type
+    from ..launch import chip_of  # imports triton, which a CPU run may not have
+
+    return chip_of(device)[0]

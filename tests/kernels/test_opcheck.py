@@ -1,0 +1,138 @@
+"""Every op that is registered with torch is what it declares: torch's own checks, on the arguments that Weft's functions give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from weft import kernels
+from weft.kernels.cross_entropy import custom_ops as of_logits
+from weft.kernels.cross_entropy.options import Options
+from weft.kernels.linear_cross_entropy import custom_ops as of_products
+from weft.mesh import Layout
+from weft.reshard import plan
+from weft.reshard.running import traced
+from weft.reshard.running.groups import device_mesh
+
+from tests.kernels.cases import TWO, normal
+from tests.support.pool import Pool
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The ops of Weft that are called, and the arguments of the last call of each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: dict[str, tuple[Any, Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "weft":
+            self.seen[func.__name__.partition(".")[0]] = func, *tree_map(_copied, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(argument: Any) -> Any:
+    return argument.detach().clone() if isinstance(argument, Tensor) else argument
+
+
+def f(*shape: int, seed: int = 0) -> Tensor:
+    return normal(*shape, seed=seed).float().requires_grad_()
+
+
+TOKENS, ENDS = torch.tensor([[1, 0, 4], [4, 2, 2]]), torch.tensor([1, 3], dtype=torch.int32)
+TARGET, ANGLES = torch.tensor([1, 0, 4]), normal(3, 2).float()
+KEY = torch.tensor(7, dtype=torch.uint64)
+ASKED = (*of_logits.Place(), *Options(reduction="none", label_smoothing=0.1).flat())
+Arguments = tuple[Any, ...]
+# The names of ops, and what calls them.
+CALLS: dict[str, Callable[[], Any]] = {
+    "rms_norm rms_norm_backward": lambda: kernels.add_rms_norm(f(3, 16), f(3, 16), f(16)),
+    "layer_norm layer_norm_backward": lambda: kernels.add_layer_norm(f(3, 16), f(3, 16), f(16), f(16)),
+    "rope": lambda: kernels.rope(f(3, 16), ANGLES.cos(), ANGLES.sin()),
+    "rms_norm_rope rms_norm_rope_backward": lambda: kernels.rms_norm_rope(f(3, 16), f(4), ANGLES.cos(), ANGLES.sin()),
+    "gate gate_backward": lambda: kernels.swiglu(f(3, 16), f(3, 16)),
+    "embedding embedding_backward": lambda: kernels.embedding(TOKENS, f(5, 16)),
+    "dropout": lambda: kernels.dropout(f(3, 16), 0.5, KEY, residual=f(3, 16)),
+    "matmul": lambda: kernels.matmul(f(3, 16), f(16, 8), bias=f(8), activation="gelu", residual=f(3, 8)),
+    "swiglu_linear": lambda: kernels.swiglu_linear(f(3, 16), f(8, 16), f(8, 16)),
+    "grouped_matmul grouped_matmul_weights": lambda: kernels.grouped_matmul(f(4, 16), f(2, 16, 8), ENDS, bias=f(2, 8)),
+    "cross_entropy cross_entropy_backward": lambda: of_logits.forward(f(3, 5), TARGET, None, None, *ASKED),
+    "linear_cross_entropy linear_cross_entropy_backward": lambda: of_products.forward(
+        f(3, 8), f(5, 8), TARGET, None, None, None, None, [True, True, False], 2, None, *ASKED
+    ),
+}
+# Those of several processes.
+MESHES = (
+    "all_gather_matmul",
+    "all_gather_matmul_backward",
+    "matmul_reduce_scatter",
+    "matmul_reduce_scatter_backward",
+    "all_gather_tokens",
+    "all_reduce_",
+    "linear_cross_entropy_compare",
+    "reduce_scatter_tokens",
+    "reshard",
+    "sum_over",
+)
+# The second takes what the first has started by its number, once: neither can be called again.
+A_PAIR = ("begin_reshard", "finish_reshard")
+
+
+def called(run: Callable[[], Any]) -> dict[str, tuple[Any, Any, Any]]:
+    """Forward, and backward of what it gives."""
+    with Calls() as calls:
+        outputs = run()
+        found = [each for each in (outputs if isinstance(outputs, tuple | list) else [outputs]) if each.requires_grad]
+        torch.autograd.backward(found, [torch.ones_like(each) for each in found])
+    return calls.seen
+
+
+@pytest.mark.parametrize("names", CALLS)
+def test_an_op_is_what_it_declares(names: str, interpreted: None) -> None:
+    seen = called(CALLS[names])
+    for name in names.split():
+        op, args, kwargs = seen[name]
+        library.opcheck(op, args, kwargs, test_utils=CHECKS)
+
+
+def check_on_a_mesh() -> None:
+    group, rank = device_mesh(TWO, "cpu").get_group("tp").group_name, torch.distributed.get_rank()
+    x, of_rows, wide = (normal(*shape).float() for shape in ((4, 8), (2, 4), (4, 4)))
+    steps = (group, [2, 2], 0)
+    own = of_logits.Place(vocab_start=4 * rank, vocab_size=8, groups=[group])
+    moved = plan(Layout(TWO, "tp: S(0)"), Layout(TWO, "tp: S(1)"), (8, 8), torch.float32)
+    compared: Arguments = (TARGET, None, None, None, 2, None, False)
+    given: dict[str, Arguments] = {
+        "all_gather_matmul": (of_rows, wide, torch.empty(4, 4), *steps),
+        "all_gather_matmul_backward": (of_rows, wide, wide, torch.empty(2, 4), torch.empty(4, 4), *steps),
+        "matmul_reduce_scatter": (wide, wide, torch.empty(2, 4), *steps),
+        "matmul_reduce_scatter_backward": (wide, wide, of_rows, torch.empty(4, 4), torch.empty(4, 4), *steps),
+        "all_gather_tokens": (x, 7, group, x),
+        "all_reduce_": (x, group),
+        "linear_cross_entropy_compare": (x[:3], x, *compared, *own, *Options().flat()),
+        "reduce_scatter_tokens": (x, 2, group),
+        "reshard": (x, traced._text(moved), rank),
+        "sum_over": (x, group),
+    }
+    assert given.keys() == {*MESHES}
+    for name, args in given.items():
+        library.opcheck(getattr(torch.ops.weft, name).default, args, test_utils=CHECKS)
+
+
+@pytest.mark.exhaustive
+def test_an_op_of_several_processes_is_what_it_declares(pool: Pool) -> None:
+    pool.run(check_on_a_mesh, ranks=2)
+
+
+def test_no_op_is_left_out() -> None:
+    registered = {
+        name.removeprefix("weft::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("weft::")
+    }
+    assert registered == {*" ".join(CALLS).split(), *MESHES, *A_PAIR}
