@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.models.initialization import initialize
 from weft.models.llama.config import LlamaConfig
@@ -67,6 +67,15 @@ def some_tokens(config, B=2, T=33):
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, gathered where it is laid out on a mesh."""
     return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Of a model on one process, by the names of its parameters; all have one."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
 
 
 def gradients_off(found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:

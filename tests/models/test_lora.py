@@ -34,7 +34,7 @@ from weft.models import (
 )
 from weft.reshard import distribute, layout_of
 
-from tests.models.cases import theirs, whole
+from tests.models.cases import gradients_off, theirs, whole
 from tests.models.stepping import observed_step
 from tests.support.sample import number_of
 
@@ -115,15 +115,13 @@ def test_paddlenlp_9412_lora_takes_its_layout_from_the_base_layer_with_the_gradi
     tokens, target = batch()
     loss = cross_entropy(dense(tokens), target)
     loss.backward()
-    adapters = {name: each for name, each in dense.named_parameters() if ".lora." in name}
+    adapters = {name: each.grad for name, each in dense.named_parameters() if ".lora." in name}
     recorder = number_of((change, plan, after)) % 4
     for rank, found in enumerate(pool.run(adapted_step, config, plan, after, recorder)):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
-        for name, gradient in found["gradients"].items():
-            if name in adapters:
-                torch.testing.assert_close(gradient, adapters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
-            else:
-                assert gradient is None, name
+        gradients = {name: each for name, each in found["gradients"].items() if each is not None}
+        assert gradients.keys() == adapters.keys()
+        assert not gradients_off(gradients, adapters)
         assert found["layouts"] == ["dp: R, tp: R", "dp: R, tp: S(0)", "dp: R, tp: S(1)", "dp: R, tp: R"]
         assert found["recorded"] == (found["issued"] if rank == recorder else None)
 
