@@ -22,7 +22,6 @@ from weft.models import (
     GPTConfig,
     Llama,
     LlamaConfig,
-    from_pretrained,
     initialize,
     load_lora,
     lora,
@@ -230,15 +229,6 @@ def test_a_parallel_models_adapters_are_saved_whole_and_read_in_parts(pool, tmp_
     expected = stirred(lora(make(), RANK, ALPHA, TARGETS))
     for (name, one), (_, two) in zip(alone.named_parameters(), expected.named_parameters(), strict=True):
         assert torch.equal(one, two), name
-
-
-def test_a_model_with_adapters_is_exported_once_they_are_folded_in(tmp_path: Path) -> None:
-    model = stirred(lora(make(), RANK, ALPHA, TARGETS))
-    with pytest.raises(ValueError, match=r"the model has adapters; merge_lora\(model\) folds them in"):
-        save_pretrained(model, tmp_path / "model")
-    save_pretrained(merge_lora(model), tmp_path / "model")
-    tokens, _ = batch()
-    assert torch.equal(from_pretrained(tmp_path / "model")(tokens), model(tokens))
 
 
 @pytest.mark.parametrize(
