@@ -6,13 +6,14 @@ A family is one more config, a plan one more row. The formulas know sizes alone:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from weft.mesh import ProcessMesh
-from weft.models import Communication, GPTConfig, LlamaConfig, QwenConfig, record
+from weft.models import Communication, GPTConfig, LlamaConfig, QwenConfig, lora, record
 from weft.models.communication import Phase
 from weft.models.families import make_model
 
@@ -30,16 +31,21 @@ FAMILIES: dict[str, Any] = {
     "Qwen 3": QwenConfig(**SIZES, num_kv_heads=4),
     "GPT-2": GPTConfig(**SIZES),
 }
+PARTS = ("block, forward", "block, backward", "ends, forward", "ends, backward", "gradients")  # of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A plan on a mesh. plan: what differs from the model's own. lower: whether layers compute in bfloat16, by autocast."""
+    """A plan on a mesh. plan: what differs from the model's own. lower: whether layers compute in bfloat16, by autocast.
+
+    adapters: the rank of those that are trained alone, beside the queries' projection and the one that ends the attention.
+    """
 
     name: str
     mesh: dict[str, int]
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     lower: bool = False
+    adapters: int = 0
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 where there is none."""
@@ -70,6 +76,8 @@ ROWS = [
     Row(name="full recompute", mesh={"tp": 2}, plan={"recompute": "full"}),
     Row(name="full recompute, sequence", mesh={"tp": 2}, plan={"sequence": True, "recompute": "full"}),
     Row(name="full recompute, context", mesh={"cp": 4}, plan={"context": "all_gather", "recompute": "full"}),
+    Row(name="adapters", mesh={"dp": 2, "tp": 2}, adapters=4),
+    Row(name="adapters, sequence", mesh={"dp": 2, "tp": 2}, plan={"sequence": True}, adapters=4),
     Row(name="bfloat16, tensor", mesh={"dp": 2, "tp": 4}, lower=True),
     Row(name="bfloat16, sequence", mesh={"tp": 2}, plan={"sequence": True, "recompute": "selective"}, lower=True),
     Row(name="bfloat16, all-gather", mesh={"cp": 4}, plan={"context": "all_gather", "recompute": "full"}, lower=True),
@@ -124,38 +132,91 @@ def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
     return Amount(kinds, nbytes)
 
 
-def least_of_gradients(config: Any, row: Row) -> Amount:
-    """Without tp: an all-reduce of all parameters over the n ranks that see other tokens, 2 (n - 1) / n of their bytes.
+def least_of_the_ends(config: Any, row: Row, phase: Phase) -> Amount:
+    """What a step needs beside its blocks' communication: the embedding, the head and the loss.
 
-    Patarasuk and Yuan 2009, theorem 1. In one bucket, as so small a model's gradients travel.
+    tp: the rows that a rank looks up are added up, once, as a block's results are; the head's dual adds up the gradients of what it is
+    given (Shoeybi et al. 2019, section 3). The loss of sharded logits needs 12 bytes a token of every rank, three numbers, and of tokens
+    that are sharded the sum of one number over the n ranks that have others, 2 (n - 1) / n of it, in whole numbers.
+    adapters: backward ends at those of the first block. It needs no gradient of what enters that block, nor of the embedding.
     """
-    ranks = row.size("dp") * row.size("cp")
-    assert row.size("tp") == 1, "else parameters differ in what they are reduced over"
-    return Amount(Counter({"all-reduce": 1}), 2 * (ranks - 1) / ranks * config.num_parameters * ITEM)
+    dp, cp, tp = (row.size(axis) for axis in ("dp", "cp", "tp"))
+    tokens = B / dp * T / cp  # of a rank
+    kinds: Counter[str] = Counter()
+    nbytes = 0.0
+    part, sequence = (tp - 1) / tp * tokens * config.hidden_size, row.plan.get("sequence")
+    if tp > 1 and phase == "forward":
+        kinds += Counter({"reduce-scatter": 1, "all-gather": 2} if sequence else {"all-reduce": 1, "all-gather": 1})
+        nbytes += part * ITEM + (part * row.item if sequence else part * ITEM) + (tp - 1) * tokens * 12
+    elif tp > 1 and not row.adapters:
+        kinds += Counter({"reduce-scatter": 1, "all-gather": 1} if sequence else {"all-reduce": 1})
+        nbytes += part * row.item + part * (ITEM if sequence else row.item)
+    if dp * cp > 1 and phase == "forward":
+        kinds["all-reduce"] += 1
+        nbytes += math.ceil(2 * (dp * cp - 1) / (dp * cp)) * ITEM
+    return Amount(kinds, nbytes)
+
+
+def least_of_gradients(config: Any, row: Row) -> Amount:
+    """An all-reduce of what is trained over the n ranks whose gradients are addends, 2 (n - 1) / n of a rank's bytes.
+
+    Patarasuk and Yuan 2009, theorem 1. Of what tp shards, and of what does the same on each of its ranks, these are the ranks that see
+    other tokens. Of what tp leaves whole and applies to shards of tokens or to heads, they are those of tp too. Each of the two in one
+    bucket, as so small a model's gradients travel.
+    """
+    data, tp = row.size("dp") * row.size("cp"), row.size("tp")
+    whole = _left_whole(config)
+    if row.adapters:
+        width = config.num_heads * config.head_dim
+        each, over_tp = row.adapters * 2 * width / tp, row.adapters * 2 * config.hidden_size
+    else:
+        over_tp = whole["heads"] + (whole["shards of tokens"] if row.plan.get("sequence") else 0)
+        left = sum(whole.values())
+        each = (config.num_parameters - left) / tp + left - over_tp
+    if tp == 1:
+        each, over_tp = each + over_tp, 0
+    summed = [(ranks, elements) for ranks, elements in ((data, each), (data * tp, over_tp)) if ranks > 1 and elements]
+    nbytes = sum(2 * (ranks - 1) / ranks * elements * ITEM for ranks, elements in summed)
+    return Amount(Counter({"all-reduce": len(summed)} if summed else {}), nbytes)
+
+
+def _left_whole(config: Any) -> dict[str, int]:
+    """Elements of the parameters that tp does not shard, by what they are applied to; of tokens, those that sequence parallelism shards.
+
+    The bias of a layer whose results are added up has the gradient of all tokens on every rank, as the layer's product needs it whole.
+    """
+    H, layers = config.hidden_size, config.num_layers
+    norms = (2 * layers + 1) * H
+    if isinstance(config, GPTConfig):  # whose norms have biases
+        return {"shards of tokens": 2 * norms + config.max_seq_len * H, "all tokens": 2 * layers * H, "heads": 0}
+    has_head_norms = isinstance(config, QwenConfig) and config.version == 3
+    return {"shards of tokens": norms, "heads": 2 * layers * config.head_dim if has_head_norms else 0}
 
 
 def recorded(config: Any, row: Row) -> Communication:
     """What rank 0 communicates in a step; see `weft.models.record`."""
     with torch.device("meta"):
         model = make_model(config)
+    if row.adapters:
+        lora(model, row.adapters, 1.0, ["*attn.[qoc]_proj"])
     plan = dataclasses.replace(model.parallel_plan(), **row.plan)  # type: ignore[operator]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=row.lower):
         return record(model, ProcessMesh.grid(**row.mesh), plan, batch=(B, T))
 
 
 def compared(name: str, row: Row) -> dict[str, tuple[Amount, Amount]]:
-    """Recorded and least, of a family under a plan: forward and backward of a block, gradients of the whole model."""
+    """Recorded and least, of a family under a plan: a block, what is beside the blocks, and the gradients of a model of one block."""
     config = FAMILIES[name]
-    one = recorded(config, row)
+    one, two = (recorded(dataclasses.replace(config, num_layers=count), row) for count in (1, 2))
     found: dict[str, tuple[Amount, Amount]] = {}
-    if row.size("tp") * row.size("cp") > 1:
-        two = recorded(dataclasses.replace(config, num_layers=2), row)
-        phases: tuple[Phase, ...] = ("forward", "backward")
-        for phase in phases:
-            less, more = (each.select(phase=phase) for each in (one, two))
-            second = Amount(more.counts - less.counts, more.nbytes - less.nbytes)  # what a second block adds
-            found[phase] = second, least_of_a_block(config, row, phase)
-    if row.size("tp") == 1:
-        gradients = one.select(phase="gradients")
-        found["gradients"] = Amount(gradients.counts, gradients.nbytes), least_of_gradients(config, row)
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for phase in phases:
+        less, more = (each.select(phase=phase) for each in (one, two))
+        second = Amount(more.counts - less.counts, more.nbytes - less.nbytes)  # what a second block adds
+        rest = Amount(less.counts - second.kinds, less.nbytes - second.nbytes)
+        found[f"block, {phase}"] = second, least_of_a_block(config, row, phase)
+        found[f"ends, {phase}"] = rest, least_of_the_ends(config, row, phase)
+    gradients = one.select(phase="gradients")
+    found["gradients"] = Amount(gradients.counts, gradients.nbytes), least_of_gradients(config, row)
+    assert found.keys() == set(PARTS), "a part more is one of the table"
     return found

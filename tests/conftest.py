@@ -11,9 +11,9 @@ from tests.architecture.collected import FOUND
 from tests.support.fixtures import pool
 from tests.support.parts import is_in, read_part
 from tests.support.sample import PORTIONS, Portion, mark_all_but_a_sample
-from tests.support.tables import combinations, lines
+from tests.support.tables import combinations, greatest, lines
 
-__all__ = ["combinations", "pool"]
+__all__ = ["combinations", "greatest", "pool"]
 
 # Times are those of a shared machine.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -90,7 +90,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many combinations the tables ran."""
+    """Says how many combinations the tables ran, and how far they were off."""
     reports = [each for outcome in ("passed", "failed") for each in terminalreporter.getreports(outcome)]
     if ran := lines(reports):
         terminalreporter.section("tables of every mesh and plan")

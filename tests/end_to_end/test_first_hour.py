@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from weft.models.communication import Communication, Entry
+from weft.models.train.report import Report
 
 from tests.architecture.rules import ROOT, code_blocks
 
@@ -56,6 +58,11 @@ def expected(command: str) -> str:
     return SAID[max((start for start in SAID if command.startswith(start)), key=len)]
 
 
+def denied(said: str) -> list[str]:
+    """The lines in which a command says that it did not do what it was to."""
+    return re.findall(r"^.*\bNOT (?:within|as predicted)\b.*$", said, re.MULTILINE)
+
+
 def saved(markdown: str, folder: Path) -> None:
     """The program that the README shows, under the name it says."""
     (program,) = re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
@@ -87,6 +94,7 @@ def test_a_new_users_first_hour(tmp_path: Path) -> None:
     for command in [*commands(README), *inline(README)]:
         said = typed(command, clone)
         assert re.search(expected(command), said), command
+        assert not denied(said), command
         if command == "./run train":
             (shown,) = [block for block in code_blocks(README) if block.startswith("llama-tiny: ")]
             assert not [line for line in exact(shown) if line not in said.splitlines()]
@@ -117,6 +125,20 @@ def test_commands_in_sentences_and_tables_are_typed_too() -> None:
     assert all(expected(command) for command in inline(README))
     assert expected("./run benchmark -k dispatch") == "dispatch: Weft's figures, and the others' over them"
     assert expected("./run train --help") != expected("./run train --plan.sequence")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_training_that_does_not_do_what_was_predicted_is_seen(dtype: str) -> None:
+    report, said = Report(speaks=True), list[str]()
+    report.line = said.append  # type: ignore[method-assign]
+    predicted = Communication((Entry(phase="forward", kind="all-reduce", axes=("tp",), nbytes=8, count=1),))
+    report.issued(predicted, predicted)
+    report.check(5.0, 5.0, 4, dtype)
+    assert len(said) == 5
+    assert denied("\n".join(said)) == []
+    report.issued(predicted, Communication())
+    report.check(5.1, 5.0, 4, dtype)
+    assert denied("\n".join(said)) == [said[6], said[9]]
 
 
 def test_the_program_is_saved_under_the_name_that_torchrun_is_given(tmp_path: Path) -> None:

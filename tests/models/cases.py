@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.models.initialization import initialize
 from weft.models.llama.config import LlamaConfig
@@ -17,6 +17,7 @@ SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.
 SMALL = LlamaConfig(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64
 )
+ALLOWED = 1e-5  # of a gradient's largest element
 ROUNDING = 1e-7  # of a model's largest gradient
 VARIANTS = {
     "grouped": {},
@@ -69,15 +70,32 @@ def whole(tensor: Tensor) -> Tensor:
     return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def gradients_off(found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
-    """Gradients that differ from the truth by more than 1e-5 of its largest element, and a rounding of the model's largest.
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Of a model on one process, by the names of its parameters; all have one."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
 
-    Some gradients are 0 but for that rounding, as of a bias of all keys, which no softmax sees.
+
+def deviation(found: Tensor, truth: Tensor, largest: float, of_model: float) -> float:
+    """How far a gradient, or a part of one, is off: the share of its largest element, which may be `ALLOWED`.
+
+    Some gradients are 0 but for rounding, as of a bias of all keys, which no softmax sees: a rounding of the model's largest is no
+    deviation. largest, of_model: the largest elements of the whole gradient, and of all.
     """
-    floor = ROUNDING * max(each.abs().max().item() for each in truth.values())
-    wrong = []
-    for name, gradient in found.items():
-        largest, worst = truth[name].abs().max().item(), (gradient - truth[name]).abs().max().item()
-        if not worst <= 1e-5 * largest + floor:
-            wrong.append(f"{name} is off by {worst:.1e}, and its largest is {largest:.1e}")
-    return wrong
+    worst = (found - truth).abs().max().item() if truth.numel() else 0.0
+    return worst / (largest + of_model * ROUNDING / ALLOWED)
+
+
+def deviations(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """`deviation` of each of the gradients found, of all of a model's."""
+    largest = {name: each.abs().max().item() for name, each in truth.items()}
+    of_model = max(largest.values())
+    return {name: deviation(each, truth[name], largest[name], of_model) for name, each in found.items()}
+
+
+def gradients_off(found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
+    """Gradients that differ from the truth by more than 1e-5 of its largest element, and a rounding of the model's largest."""
+    return [f"{name} is off by {off:.1e}" for name, off in deviations(found, truth).items() if not off <= ALLOWED]

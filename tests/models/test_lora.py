@@ -22,7 +22,6 @@ from weft.models import (
     GPTConfig,
     Llama,
     LlamaConfig,
-    from_pretrained,
     initialize,
     load_lora,
     lora,
@@ -34,7 +33,7 @@ from weft.models import (
 )
 from weft.reshard import distribute, layout_of
 
-from tests.models.cases import theirs, whole
+from tests.models.cases import gradients_off, theirs, whole
 from tests.models.stepping import observed_step
 from tests.support.sample import number_of
 
@@ -115,15 +114,13 @@ def test_paddlenlp_9412_lora_takes_its_layout_from_the_base_layer_with_the_gradi
     tokens, target = batch()
     loss = cross_entropy(dense(tokens), target)
     loss.backward()
-    adapters = {name: each for name, each in dense.named_parameters() if ".lora." in name}
+    adapters = {name: each.grad for name, each in dense.named_parameters() if ".lora." in name}
     recorder = number_of((change, plan, after)) % 4
     for rank, found in enumerate(pool.run(adapted_step, config, plan, after, recorder)):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
-        for name, gradient in found["gradients"].items():
-            if name in adapters:
-                torch.testing.assert_close(gradient, adapters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
-            else:
-                assert gradient is None, name
+        gradients = {name: each for name, each in found["gradients"].items() if each is not None}
+        assert gradients.keys() == adapters.keys()
+        assert not gradients_off(gradients, adapters)
         assert found["layouts"] == ["dp: R, tp: R", "dp: R, tp: S(0)", "dp: R, tp: S(1)", "dp: R, tp: R"]
         assert found["recorded"] == (found["issued"] if rank == recorder else None)
 
@@ -232,15 +229,6 @@ def test_a_parallel_models_adapters_are_saved_whole_and_read_in_parts(pool, tmp_
     expected = stirred(lora(make(), RANK, ALPHA, TARGETS))
     for (name, one), (_, two) in zip(alone.named_parameters(), expected.named_parameters(), strict=True):
         assert torch.equal(one, two), name
-
-
-def test_a_model_with_adapters_is_exported_once_they_are_folded_in(tmp_path: Path) -> None:
-    model = stirred(lora(make(), RANK, ALPHA, TARGETS))
-    with pytest.raises(ValueError, match=r"the model has adapters; merge_lora\(model\) folds them in"):
-        save_pretrained(model, tmp_path / "model")
-    save_pretrained(merge_lora(model), tmp_path / "model")
-    tokens, _ = batch()
-    assert torch.equal(from_pretrained(tmp_path / "model")(tokens), model(tokens))
 
 
 @pytest.mark.parametrize(

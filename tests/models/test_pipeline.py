@@ -33,7 +33,7 @@ from weft.models.parallel.parallelize import pipeline_of
 from weft.models.schedules.schedule import run_through
 from weft.models.train.optimizer import clip_gradients
 
-from tests.models.cases import gradients_off, whole
+from tests.models.cases import deviations, gradients_off, whole
 from tests.support.sample import together
 
 SIZES = {"vocab_size": 31, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "max_seq_len": 32}
@@ -133,9 +133,9 @@ Truth = tuple[float, dict[str, Tensor]]
 
 def each_case(
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], truths: list[Truth]
-) -> tuple[list[str], list[set[str]]]:
-    """What is wrong, by case; and the gradients that this rank has in each."""
-    wrong, seen = [], []
+) -> tuple[list[str], list[set[str]], list[tuple[float, float]]]:
+    """What is wrong, by case; and of each the gradients that this rank has, and how far the loss, and one of these at most, are off."""
+    wrong, seen, off = [], [], []
     for (pipeline, name), (loss, gradients) in zip(cases, truths, strict=True):
         found = one_step(axes, name, plan, pipeline)
         said = gradients_off(found["gradients"], gradients)
@@ -145,7 +145,10 @@ def each_case(
             said.append(f"it ran {found['ran']}, planned were {found['planned']}")
         wrong += [f"{pipeline}, {name}: {each}" for each in said]
         seen.append(set(found["gradients"]))
-    return wrong, seen
+        off.append(
+            (abs(found["loss"] - loss) / loss, max(deviations(found["gradients"], gradients).values(), default=0.0))
+        )
+    return wrong, seen, off
 
 
 truth_of = functools.cache(expected)
@@ -154,10 +157,15 @@ truth_of = functools.cache(expected)
 @pytest.mark.table
 @pytest.mark.parametrize(("axes", "plan", "cases"), together(MESHES, SCHEDULES, MODELS))
 def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
-    axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool, combinations: Callable[[int], None]
+    axes: dict[str, int],
+    plan: dict[str, Any],
+    cases: list[Case],
+    pool,
+    combinations: Callable[[int], None],
+    greatest: Callable[[float, float], None],
 ) -> None:
     combinations(len(cases))
-    check(axes, plan, cases, pool)
+    greatest(*check(axes, plan, cases, pool))
 
 
 @pytest.mark.exhaustive  # its sisters have fewer microbatches than stages, or fewer processes
@@ -200,13 +208,16 @@ def test_fewer_microbatches_than_stages(schedules: tuple[str, ...], pool) -> Non
     check({"pp": 4}, {}, [({"schedule": each, "microbatches": 2}, "tied") for each in schedules], pool)
 
 
-def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -> None:
+def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -> tuple[float, float]:
+    """How far a loss and a gradient are off at most."""
     truths = [truth_of(name, MICROBATCHES, layers_for(axes, pipeline)) for pipeline, name in cases]
     ranks = torch.Size(axes.values()).numel()
     found = pool.run(each_case, axes, plan, cases, truths, ranks=ranks)
-    assert not any(wrong for wrong, _ in found), "\n".join(said for wrong, _ in found for said in wrong)
+    assert not any(wrong for wrong, _, _ in found), "\n".join(said for wrong, _, _ in found for said in wrong)
     for number, (_, gradients) in enumerate(truths):
-        assert set().union(*(seen[number] for _, seen in found)) == gradients.keys()
+        assert set().union(*(seen[number] for _, seen, _ in found)) == gradients.keys()
+    losses, of_gradients = zip(*(each for _, _, off in found for each in off), strict=True)
+    return max(losses), max(of_gradients)
 
 
 @pytest.mark.parametrize("pipeline", SCHEDULES)

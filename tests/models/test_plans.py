@@ -28,7 +28,7 @@ from weft.models.layers import Embedding, Linear
 from weft.models.parallel.resolve import parts_of, parts_with, resolve
 from weft.reshard import GradientSync, distribute, layout_of, reshard
 
-from tests.models.cases import make, whole
+from tests.models.cases import gradients_of, gradients_off, make, whole
 from tests.support.collectives import Collectives
 
 CONFIG = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, max_seq_len=32)
@@ -98,24 +98,24 @@ def tokens_and_targets(classes: int = 11) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def trained(model: nn.Module, mesh: ProcessMesh, classes: int = 11) -> dict[str, Tensor]:
+def trained(model: nn.Module, mesh: ProcessMesh, classes: int = 11) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one step of a parallel model, by keyword."""
     sync = GradientSync(model)
     tokens, target = (distribute(each, Layout(mesh, {"dp": "S(0)"})) for each in tokens_and_targets(classes))
     loss = reshard(cross_entropy(model(tokens=tokens), target))
     loss.backward()
     sync.wait()
-    return {"loss": whole(loss)} | {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return loss.item(), {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-def alone(model: nn.Module, classes: int = 11) -> dict[str, Tensor]:
+def alone(model: nn.Module, classes: int = 11) -> tuple[float, dict[str, Tensor]]:
     tokens, target = tokens_and_targets(classes)
     loss = cross_entropy(model(tokens), target)
     loss.backward()
-    return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), gradients_of(model)
 
 
-def prepared(sequence: bool) -> dict[str, Tensor]:
+def prepared(sequence: bool) -> tuple[float, dict[str, Tensor]]:
     mesh = ProcessMesh.grid(dp=2, tp=2)
     model = parallelize(Twice(), mesh, plan_of(sequence))
     hidden: list[Any] = []
@@ -128,10 +128,10 @@ def prepared(sequence: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_prepared_inputs_and_outputs_beside_styles_keywords_and_a_module_used_twice(sequence: bool, pool) -> None:
-    expected = alone(Twice())
-    for found in pool.run(prepared, sequence):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    loss, gradients = alone(Twice())
+    for found_loss, found in pool.run(prepared, sequence):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert not gradients_off(found, gradients)
 
 
 class Both(nn.Module):
@@ -145,7 +145,7 @@ class Both(nn.Module):
         return add(self.left(tokens), self.right(tokens))
 
 
-def merged() -> dict[str, Tensor]:
+def merged() -> tuple[float, dict[str, Tensor]]:
     mesh = ProcessMesh.grid(dp=2, tp=2)
     model = Both()
     own = model.left.parallel_plan()
@@ -162,10 +162,10 @@ def merged() -> dict[str, Tensor]:
 
 
 def test_paddlenlp_9412_a_model_that_contains_models_has_their_plans_merged(pool) -> None:
-    expected = alone(Both(), 31)
-    for found in pool.run(merged):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    loss, gradients = alone(Both(), 31)
+    for found_loss, found in pool.run(merged):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert not gradients_off(found, gradients)
 
 
 def test_merged_plans_name_modules_by_prefixes() -> None:
@@ -332,7 +332,8 @@ def again() -> list[str]:
     assert parallelize(copied, mesh) is copied
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     first, second = trained(model, mesh, 31), trained(copied, mesh, 31)  # hooked once, and the copy by itself
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
     messages = []
     for each, on, plan in (
         (model, mesh, ParallelPlan(tensor={"lm_head": ColwiseParallel()})),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import LlamaConfig
-from weft.models.communication import Communication
+from weft.models.communication import Communication, Phase
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
-from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.report import ROUNDING, Report
 from weft.models.train.results import Results
 from weft.models.train.trainer import Trainer
@@ -34,6 +35,8 @@ CONFIG = TrainConfig(
     data=DataConfig(batch_size=4, sequence_length=16),
     dtype="bfloat16",
 )
+NORM = 4  # bytes of the gradients' norm, which is all-reduced too
+AFTER: tuple[Phase, ...] = ("backward", "gradients")  # the phases in which gradients travel
 
 
 @pytest.fixture
@@ -70,6 +73,38 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         "loss": made._taken[0].found.loss.item(),
         "said": said,
     }
+
+
+def reduced(text: str, dtype: Any, zero: Any) -> tuple[list[int], list[Tensor]]:
+    """The bytes that a rank receives of gradients, predicted and issued, and what the optimizer is given of them."""
+    uncut = OptimizerConfig(clip_norm=1e9)
+    config = replace(CONFIG, dtype="float32", reduce_dtype=dtype, plan=PlanConfig(zero=zero), optimizer=uncut)
+    run = Run(recipe="small", config=config, corpus=find_corpus(Path(text)), dp=2, tp=1, folder=Path(text).parent)
+    made, given = Trainer(run, torch.device("cpu")), []
+    made.report.line = lambda line: None  # type: ignore[method-assign]
+    made.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: given.extend(each.grad.to_local() for each in made.model.parameters())
+    )
+    made.first_step()
+    kind, issued = "reduce-scatter" if zero else "all-reduce", Communication.of(made.issued)
+    told = [
+        sum(each.select(phase=phase, kind=kind).nbytes for phase in AFTER) for each in (made.predicted, issued) if each
+    ]
+    return told, given
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_added_up_over_ranks_in_the_dtype_that_is_asked_for(
+    pool: Pool, text: str, dtype: str, zero: int
+) -> None:
+    """What travels has its bytes, as predicted; what the optimizer is given is float32, and has been rounded to it or not."""
+    parameters = sum(each.numel() for each in make_model(CONFIG.model).parameters())
+    nbytes = parameters * getattr(torch, dtype).itemsize // (2 if zero else 1)
+    for told, given in pool.run(reduced, text, dtype, zero, ranks=2):
+        assert set(told) == {nbytes + (0 if zero else NORM)}
+        assert {each.dtype for each in given} == {torch.float32}
+        assert all(torch.equal(each, each.bfloat16().float()) for each in given) == (dtype == "bfloat16")
 
 
 def alone(text: str, dtype: torch.dtype) -> float:

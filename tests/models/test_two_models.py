@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,13 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, clip_gradients, parallelize
 from weft.reshard import GradientSync, distribute, reshard
 
-from tests.models.cases import make, whole
+from tests.models.cases import gradients_off, make, whole
 
 CONFIG = LlamaConfig(
     vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=1, max_seq_len=32
 )
 ROWS = {"dp": "S(0)"}
+LOG_PROBABILITY = 8 * math.log(31)  # of a row, about: the losses are of differences of them, and round as they do
 
 
 @on_local_tensors(in_layouts=[ROWS] * 4, out_layouts={"dp": "P(sum)"})
@@ -47,7 +49,7 @@ def steps(on: tuple[ProcessMesh, ProcessMesh] | None, copied: bool) -> tuple[lis
         reference = copy.deepcopy(policy) if copied else parallelize(reference, on[1])
     reference.requires_grad_(False)
     sync = GradientSync(policy) if on is not None else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-4, fused=True)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     losses = []
     for step in range(2):
         mine, theirs = [], []
@@ -103,7 +105,6 @@ def test_paddlenlp_9412_a_policy_and_its_frozen_reference_are_laid_out_apart(pol
         if rank not in policy:
             assert found_norm == 0 and all(part.numel() == 0 for part in parts.values())
             continue
-        torch.testing.assert_close(found_norm, norm, rtol=1e-4, atol=0)
-        torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=2e-6, msg=name)
+        torch.testing.assert_close(found_norm, norm, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found, losses, rtol=0, atol=1e-6 * LOG_PROBABILITY)
+        assert not gradients_off(parts, gradients)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from weft.kernels import add, swiglu
 from weft.mesh import Layout, LayoutError, ProcessMesh, infer
 from weft.reshard import distribute, layout_of, plan, reshard, simulate, to_global
+from weft.reshard.running.dtensor import wrap
 
 from tests.support.shards import every_layout, split, whole_of
 
@@ -86,6 +87,23 @@ def reductions_of_a_partial():
 )
 def test_failure(pool, function):
     pool.run(function, ranks=4)
+
+
+def averages():
+    """Of addends that average to a known tensor: whole, scattered, of uneven parts, over one axis and over two."""
+    for rows in (1, 5):
+        whole = whole_of((rows, 3), torch.float64)
+        for src in ("dp: P(avg)", "tp: P(avg), dp: S(1)", "dp: P(avg), tp: P(avg)"):
+            layout = Layout(GRID, src)
+            x = wrap(split(whole, layout)[dist.get_rank()], layout, whole.shape)
+            for dst in ("", "dp: S(0)", "tp: S(1), dp: S(0)"):
+                mine = split(whole, Layout(GRID, dst))[dist.get_rank()]
+                assert torch.equal(reshard(x, placements=dst).to_local(), mine), (rows, src, dst)
+
+
+def test_anchor_26_an_average_is_not_silently_a_sum(pool):
+    """gloo has no average, and gave the sum where it was asked for one (pytorch 162338)."""
+    pool.run(averages, ranks=4)
 
 
 def test_pytorch_165962_replicate_to_partial_is_not_divided():

@@ -1,4 +1,4 @@
-"""How many combinations the tables of every mesh and plan ran, told at the end of a run: a test of such a table has many."""
+"""What the tables of every mesh and plan ran, told at the end of a run: how many combinations, and how far they were off at most."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import PurePath
 import pytest
 
 PROPERTY = "combinations"
+OFF = ("loss", "gradient")  # that are compared
 
 
 @pytest.fixture
@@ -17,18 +18,35 @@ def combinations(record_property: Callable[[str, object], None]) -> Callable[[in
     return lambda count: record_property(PROPERTY, count)
 
 
+@pytest.fixture
+def greatest(record_property: Callable[[str, object], None]) -> Callable[[float, float], None]:
+    """`greatest(1e-7, 2e-6)` in a test says how far a loss and a gradient were off at most, relative to what they should be."""
+
+    def say(loss: float, gradient: float) -> None:
+        for name, value in zip(OFF, (loss, gradient), strict=True):
+            record_property(name, value)
+
+    return say
+
+
 def lines(reports: Iterable[pytest.TestReport]) -> list[str]:
     """A line for each file whose tests said how many they ran."""
     counts: Counter[str] = Counter()
     failed: Counter[str] = Counter()
+    off: dict[str, dict[str, float]] = {}
     for report in reports:
+        file = PurePath(report.nodeid.partition("::")[0]).name
         for name, value in report.user_properties if report.when == "call" else ():
             if name == PROPERTY:
-                file = PurePath(report.nodeid.partition("::")[0]).name
                 counts[file] += int(str(value))
                 failed[file] += report.failed
+            elif name in OFF:
+                most = off.setdefault(file, dict.fromkeys(OFF, 0.0))
+                most[name] = max(most[name], float(str(value)))
     width = max(map(len, counts), default=0)
     return [
-        f"{file:{width}}  {count:>6,} combinations" + (f", in {failed[file]} failed tests too" if failed[file] else "")
+        f"{file:{width}}  {count:>6,} combinations"
+        + "".join(f"; a {name} off by {most:.1e} at most" for name, most in off.get(file, {}).items())
+        + (f", in {failed[file]} failed tests too" if failed[file] else "")
         for file, count in sorted(counts.items())
     ]

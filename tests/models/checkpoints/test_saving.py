@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.models import from_pretrained, load_checkpoint, read_run, save_checkpoint
+from weft.kernels import cross_entropy
+from weft.models import forward_backward, from_pretrained, load_checkpoint, read_run, save_checkpoint
 from weft.models.checkpoint.manifest import Manifest
 from weft.models.checkpoint.shards import positional_sum
 from weft.models.checkpoint.states import snapshot
@@ -40,6 +41,44 @@ def test_anchor_31_what_changes_after_the_copy_does_not_show_in_the_file(tmp_pat
     load_checkpoint(model, tmp_path / "saved", optimizer)
     loaded = held(model, optimizer)
     assert [name for name in truth if not torch.equal(truth[name], loaded[name])] == []
+
+
+UNEVEN = Case(axes={"dp": 3}, plan={"zero": 3})  # of 16 rows ranks have 6, 6 and 4
+
+
+def losses_of(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Of steps that are the same in every run."""
+    found = []
+    for step in steps:
+        tokens = torch.randint(0, 33, (6, 9), generator=torch.Generator().manual_seed(step))
+        found.append(forward_backward(model, cross_entropy, tokens[:, :-1], tokens[:, 1:]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def went_on(folder: Path) -> tuple[tuple[int, ...], list[float]]:
+    """The rows of a weight that this rank has, and the losses after the second copy, which took the memory of the first."""
+    model, optimizer = make(UNEVEN, seed=1, num_layers=1)
+    losses_of(model, optimizer, range(1))
+    copy = snapshot(model, optimizer).copied()
+    losses_of(model, optimizer, range(1, 2))
+    snapshot(model, optimizer).copied(copy).write(folder)
+    return tuple(model.layers[0].self_attn.q_proj.weight.to_local().shape), losses_of(model, optimizer, range(2, 5))
+
+
+def resumed(case: Case, folder: Path) -> list[float]:
+    model, optimizer = make(case, seed=2, num_layers=1)
+    load_checkpoint(model, folder, optimizer)
+    return losses_of(model, optimizer, range(2, 5))
+
+
+def test_anchor_31_uneven_shards_resume_to_the_losses_of_the_run_that_went_on(tmp_path: Path, pool: Pool) -> None:
+    """The same bits on the same mesh; on one process but for rounding."""
+    shapes, losses = zip(*pool.run(went_on, tmp_path / "saved", ranks=3), strict=True)
+    assert shapes == ((6, 16), (6, 16), (4, 16))
+    assert list(losses) == pool.run(resumed, UNEVEN, tmp_path / "saved", ranks=3)
+    assert resumed(Case(), tmp_path / "saved") == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def record(
     microbatches: int = 1,
     clip_norm: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Communication:
     """What `rank` communicates in a training step of `model` on `mesh` under `plan`, without data or processes.
 
@@ -61,6 +62,7 @@ def record(
     criterion: of the model's output and the targets, a scalar; the mean cross-entropy over all tokens where None.
     inputs: what else the model is called with, by name, as `dropout_key`. clip_norm: as of the step, which then asks for the norm.
     microbatches: as of `forward_backward`, whose step it is where there are several; 1 leaves it to the plan's pipeline.
+    bucket_bytes, reduce_dtype: as of GradientSync, whose `dtype` it is.
     With stages, the rank's own are run by its schedule; a send counts as 0 bytes, as they are received elsewhere.
     Cost: a step's host time on one rank; with stages that of the whole model on one microbatch besides, for what goes from stage
     to stage. It does not grow with the ranks of the mesh. A rank outside communicates nothing.
@@ -79,6 +81,7 @@ def record(
         microbatches=microbatches,
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
+        reduce_dtype=reduce_dtype,
     ).communication
 
 
@@ -104,6 +107,7 @@ def run_on_shapes(
     microbatches: int = 1,
     clip_norm: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
     """The step that `record` records, with more of what is known of it. Arguments and errors are those of `record`."""
     issued: dict[Phase, list[Collective]] = {}
@@ -117,6 +121,7 @@ def run_on_shapes(
         inputs=inputs,
         microbatches=microbatches,
         bucket_bytes=bucket_bytes,
+        reduce_dtype=reduce_dtype,
     ) as ready:
         if ready is None:
             return Step()
@@ -162,6 +167,7 @@ def on_shapes(
     inputs: Mapping[str, Any] | None,
     microbatches: int,
     bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Iterator[Ready | None]:
     """What `record` runs: inside it can be. None for a rank without a stage. Arguments and errors are those of `record`."""
     mesh = as_mesh(mesh)
@@ -190,7 +196,7 @@ def on_shapes(
         compute = weighing(compute, parts, targets)
         if pipeline is not None:
             pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
-        sync = GradientSync(parallel, bucket_bytes=bucket_bytes)
+        sync = GradientSync(parallel, bucket_bytes=bucket_bytes, dtype=reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
         finally:

@@ -23,8 +23,8 @@ from weft.reshard.running.dtensor import one_mesh, wrap
 from ..data.tokenizer import Tokenizer
 from ..families import FAMILIES, family_of, make_model
 from ..initialization import local_slices
-from ..layers import LowRank
 from ..parallel import ParallelPlan, parallelize
+from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
 from .checksums import INDEX_FILE, Sums, write_summed
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
@@ -92,6 +92,7 @@ def save_pretrained(
     """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and `from_pretrained` read.
 
     Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
+    Adapters are folded into what is written, as `merge_lora` does it; the model stays as it is. `save_lora` writes them alone.
     shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
     tokenizer: its files are put into the folder, where `weft generate` and transformers' AutoTokenizer find them.
     Communication: each parallel parameter is brought whole to every rank of its mesh, and from its stage to the others; with such parameters, one
@@ -101,10 +102,6 @@ def save_pretrained(
     """
     folder = Path(folder)
     weights = weights_of_model(model)
-    if any(isinstance(module, LowRank) for module in model.modules()):
-        raise ValueError(
-            "the model has adapters; merge_lora(model) folds them in, save_lora(model, folder) saves them alone"
-        )
     pipeline, parallel = pipeline_of(model), is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -113,7 +110,9 @@ def save_pretrained(
         error = attempt(start_folder, folder, temporary)
     raise_on_all(error, parallel)
 
-    parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
+    adapters = adapter_names(model)
+    named = model.named_parameters() if pipeline is None else pipeline.parameters.items()
+    parameters = {name: parameter for name, parameter in named if name not in adapters}
     stored: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
 
@@ -305,9 +304,12 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
-    """The parameter of that name, from whatever stage has it, on the CPU; without rows where it is not kept."""
+    """The parameter of that name, its adapter folded in, from whatever stage has it, on the CPU; without rows where it is not kept."""
     pipeline = pipeline_of(model)
-    parameter = model.get_parameter(name) if pipeline is None else pipeline.whole_parameter(model, name)
+    if pipeline is None:
+        parameter = merged_parameter(model, name)
+    else:
+        parameter = pipeline.whole_parameter(model, name, merged_parameter)
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
         return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))

@@ -75,15 +75,13 @@ def merge_lora(model: nn.Module) -> nn.Module:
     adapters = lora_of(model)
     if pipeline_of(model) is not None:
         raise ValueError(
-            "merge_lora: the model is cut into stages; save_lora(model, folder) on all ranks, and fold the adapters in where "
-            "load_lora reads them into a model without stages"
+            "merge_lora: the model is cut into stages; save_pretrained(model, folder) on all ranks writes it with its adapters "
+            "folded in, and save_lora(model, folder) the adapters alone"
         )
     with torch.no_grad():
         for name in adapters.layers:
             layer: Any = model.get_submodule(name)
-            weight, a, b = _local(layer.weight), _whole(layer.lora, "A"), _whole(layer.lora, "B")
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            weight.copy_(weight.to(wide) + _part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide))))
+            _local(layer.weight).copy_(_folded(layer))
             layer.lora.handle.remove()
             del layer.lora
     for name, parameter in model.named_parameters():
@@ -91,6 +89,27 @@ def merge_lora(model: nn.Module) -> nn.Module:
     vars(model).pop("initial_value", None)
     delattr(model, _ATTRIBUTE)
     return model
+
+
+def merged_parameter(model: nn.Module, name: str) -> Tensor:
+    """The parameter of that name; where an adapter is beside it, a copy with that folded in, as `merge_lora` would have it.
+
+    Communication: none, but for an adapter that lies on shards, which is gathered.
+    """
+    parameter = model.get_parameter(name)
+    owner, _, leaf = name.rpartition(".")
+    layer: Any = model.get_submodule(owner)
+    if leaf != "weight" or not isinstance(getattr(layer, "lora", None), LowRank):
+        return parameter
+    with torch.no_grad():
+        folded = _folded(layer)
+    return wrap(folded, layout_of(parameter), parameter.shape) if isinstance(parameter, DTensor) else folded
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """The names of the adapters' parameters, of all stages; none of a model without adapters."""
+    adapters = getattr(model, _ATTRIBUTE, None)
+    return {f"{layer}.lora.{leaf}" for layer in adapters.layers for leaf in "AB"} if adapters is not None else set()
 
 
 def lora_of(model: nn.Module) -> LoRA:
@@ -183,6 +202,13 @@ def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _folded(layer: Any) -> Tensor:
+    """This rank's part of a layer's weight, with its adapter added."""
+    weight, a, b = _local(layer.weight), _whole(layer.lora, "A"), _whole(layer.lora, "B")
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + _part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide)))).to(weight.dtype)
 
 
 def _whole(adapter: nn.Module, leaf: str) -> Tensor:

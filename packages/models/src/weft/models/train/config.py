@@ -166,7 +166,9 @@ class TrainConfig:
     seed: int = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What layers compute in, by autocast. Parameters, their gradients' sums over ranks and the loss are float32."""
+    """What layers compute in, by autocast. Parameters, their gradients and the loss are float32."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are added up in over ranks; bfloat16 moves half the bytes, and rounds each sum."""
     compile: bool = False
     """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
     profile: Annotated[Path | None, shown("FOLDER", "none")] = None

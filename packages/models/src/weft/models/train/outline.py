@@ -59,6 +59,12 @@ class Outline:
         lower = self.config.dtype != "float32"
         return torch.autocast(device_type, dtype=getattr(torch, self.config.dtype), enabled=lower)
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients are added up in over ranks."""
+        dtype: torch.dtype = getattr(torch, self.config.reduce_dtype)
+        return dtype
+
     def dropout_key(self, step: int) -> Tensor:
         """Of all microbatches of a step."""
         return torch.tensor(derive_key(self.config.seed, "dropout", step), dtype=torch.uint64)
@@ -76,6 +82,7 @@ class Outline:
                 inputs={"dropout_key": self.dropout_key(0)},
                 microbatches=self.microbatches,
                 clip_norm=self.config.optimizer.clip_norm,
+                reduce_dtype=self.reduce_dtype,
             )
 
 

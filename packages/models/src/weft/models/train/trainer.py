@@ -76,7 +76,7 @@ class Trainer:
         if run.config.compile:
             for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
-        self._sync = GradientSync(self.model)
+        self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.doing = "before the first step"
         self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer

@@ -141,14 +141,15 @@ class Pipeline:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
 
-    def whole_parameter(self, model: nn.Module, name: str) -> Tensor:
+    def whole_parameter(self, model: nn.Module, name: str, read: Callable[[nn.Module, str], Tensor]) -> Tensor:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
 
-        Communication: on the ranks of a stage that has it the reshard to Replicate; a broadcast over "pp".
+        read: gives the parameter, or a copy to take in its place, on the ranks of a stage that has it.
+        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; a broadcast over "pp".
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
         if first == self._at[PIPELINE_AXIS]:
-            parameter = model.get_parameter(name).detach()
+            parameter = read(model, name).detach()
             whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
         else:
             own = next(model.parameters())  # dtypes are those that the model has now
