@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import normal
-from tests.kernels.reads import NoReads
+from tests.kernels.reads import NoReads, no_reads
+from tests.kernels.test_without_data import CASES, found
 
 SOME = torch.tensor([True, False, True])
 COUNTS = torch.tensor([1, 0, 2])
@@ -97,3 +98,15 @@ def test_afterwards_and_in_other_threads_all_is_allowed() -> None:
         other.join()
     assert found == [[True, False, True]] == [SOME.numpy().tolist()] == [SOME.cpu().tolist()]
     assert not {"cpu", "numpy", "tolist"} & vars(Tensor).keys()
+
+
+# A CPU finds in Python where groups end, and whether forward guessed the gradient of a loss. Of the kernels, which do that on the
+# device, see matmul/test_grouped.py and test_compiled.py.
+OF_A_CPU_ALONE = {"grouped_matmul", "cross_entropy-mean"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_A_CPU_ALONE])
+def test_no_op_waits_for_a_device(name: str) -> None:
+    run, ids, operands = CASES[name]
+    with no_reads():
+        found(run, ids, list(operands))
