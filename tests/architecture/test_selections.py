@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -82,6 +83,37 @@ def test_every_step_of_a_plan_is_sampled(sampled: list[Test]) -> None:
     steps = {f"weft.reshard.{step.__name__}" for step in get_args(Step)}
     assert len(steps) >= 10
     assert steps - {name for test in sampled if "tests/reshard/" in test["name"] for name in test["uses"]} == set()
+
+
+def kernels_of(launch: str, kernel: str) -> set[str]:
+    """The names of the Triton kernels that the source of a launch.py takes from its kernel.py, also given."""
+    jitted = {
+        node.name
+        for node in ast.parse(kernel).body
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    taken = {
+        node.attr
+        for node in ast.walk(ast.parse(launch))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kernel"
+    }
+    return jitted & taken
+
+
+def test_every_kernel_is_sampled(sampled: list[Test]) -> None:
+    launches = {
+        f"{path.parent.name}.{kernel}"
+        for path in ROOT.glob("packages/kernels/src/weft/kernels/*/launch.py")
+        for kernel in kernels_of(path.read_text(), (path.parent / "kernel.py").read_text())
+    }
+    assert len(launches) > 20
+    names = [test["name"] for test in sampled if "::test_a_kernel_is_launched[" in test["name"]]
+    assert launches == {name.partition("[")[2].removesuffix("]") for name in names}
+
+
+def test_what_a_launch_takes_from_its_kernels() -> None:
+    kernel = "@triton.jit\ndef a(): b()\n@triton.jit\ndef b(): ...\n@triton.jit(x=1)\ndef c(): ...\ndef d(): ...\n"
+    assert kernels_of("kernel.a[1](); fill(kernel.c); kernel.d()", kernel) == {"a", "c"}
 
 
 def numbers_of_anchors(tests: list[Test]) -> set[str]:

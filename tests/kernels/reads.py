@@ -2,20 +2,88 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+MASKS = (torch.bool, torch.uint8)
+CHECKING = tuple(
+    f"weft.kernels.{module}.can_read"
+    for module in (
+        "embedding.function",
+        "cross_entropy.options",
+        "cross_entropy.reference",
+        "grouped_matmul.sharded",
+        "linear_cross_entropy.gradients",
+    )
+)
+
+
+@contextmanager
+def no_reads() -> Iterator[None]:
+    """`NoReads`, and without the checks of values that a CPU makes because it waits for nothing."""
+    with ExitStack() as stack:
+        for check in CHECKING:
+            stack.enter_context(patch(check, lambda tensor: False))
+        stack.enter_context(NoReads())
+        yield
+
 
 class NoReads(TorchDispatchMode):
-    """Refuses what would bring a number of a tensor to the host, where a device would be waited for."""
+    """Refuses what would bring a number of a tensor to the host, where a device would be waited for.
 
-    READING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
+    A number, a shape that follows from values, a copy to the CPU. On a CPU `x.to("cpu")` cannot be told from a move to the
+    device that the model is on: that is for tensors without data to show.
+    """
+
+    METHODS = ("__array__", "cpu", "numpy", "tolist")  # these reach no dispatch where the tensor is on the CPU
+
+    def __enter__(self) -> NoReads:
+        thread, self._patches = threading.get_ident(), ExitStack()
+        for name in self.METHODS:
+            self._patches.enter_context(patch.object(Tensor, name, _refused(name, getattr(Tensor, name), thread)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does to its local tensor comes by here
-        name = func.__name__.partition(".")[0]
-        assert name not in self.READING, f"{name} makes the host wait"
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        assert not waits(func, args, kwargs), f"{func} makes the host wait"
+        return func(*args, **kwargs)
+
+
+def _refused(name: str, method: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    """The method, for other threads than the one that must not wait, such as the one that reads the data ahead."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        assert threading.get_ident() != thread, f"Tensor.{name} makes the host wait"
+        return method(*args, **kwargs)
+
+    return refused
+
+
+def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op of torch, so called, waits for the device that its operands are on."""
+    name = func.__name__.partition(".")[0].rstrip("_")
+    if name in ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index"):
+        return any(isinstance(each, Tensor) and each.dtype in MASKS for each in args[1])
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("_to_copy", "copy"):
+        source, target = (args[0], kwargs.get("device")) if name == "_to_copy" else (args[1], args[0].device)
+        return source.device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}) or (
+        name in ("is_nonzero", "_linalg_check_errors")
+    )

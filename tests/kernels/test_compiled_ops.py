@@ -46,7 +46,7 @@ def ops_compile(names: Sequence[str], mesh: ProcessMesh | None = None) -> None:
     runs, laid = [], []
     for name in names:
         run, ids, tensors = OPS[name]
-        ids, operands = (ids, list(tensors)) if mesh is None else laid_out(mesh, ids, tensors)
+        ids, operands = (ids, list(tensors)) if mesh is None else laid_out(name, mesh)
         runs.append(partial(run, ids))
         laid.append(operands)
     compiles(lambda operands: [run(*each) for run, each in zip(runs, operands, strict=True)], laid)

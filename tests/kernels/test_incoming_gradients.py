@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from weft import kernels
 from weft.kernels.packing import pack, unpack
-from weft.mesh import Layout, ProcessMesh
-from weft.reshard import distribute, to_global
+from weft.mesh import Layout, ProcessMesh, Replicate, Shard
+from weft.reshard import Slice, distribute, layout_of, plan, to_global
 
 from tests.kernels.cases import FOUR, GRID, ints, normal
 from tests.support.collectives import Collectives
@@ -30,12 +32,28 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         None,
         (normal(6, 5, 8), normal(8, 4), normal(4), normal(6, 5, 4)),
     ),
+    "grouped_matmul": (
+        lambda ends, a, b: kernels.grouped_matmul(a, b, ends),
+        torch.tensor([2, 6], dtype=torch.int32),
+        (normal(6, 8), normal(2, 8, 4)),
+    ),
+    "all_gather_matmul": (
+        lambda _, a, b: kernels.all_gather_matmul(a, b),
+        None,
+        (normal(6, 5, 8), normal(8, 4)),
+    ),
+    "matmul_reduce_scatter": (
+        lambda _, a, b: kernels.matmul_reduce_scatter(a, b),
+        None,
+        (normal(6, 5, 8), normal(8, 4)),
+    ),
     "swiglu_linear": (
         lambda _, *tensors: kernels.swiglu_linear(*tensors),
         None,
         (normal(6, 5, 8), normal(4, 8), normal(4, 8, seed=1)),
     ),
     "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), None, (normal(6, 5, 8), normal(8))),
+    "rms_norm-alone": (lambda _, x: kernels.rms_norm(x), None, (normal(6, 5, 8),)),
     "rms_norm-heads": (lambda _, x, w: kernels.rms_norm(x, w, head_dim=4), None, (normal(6, 5, 8), normal(4))),
     "layer_norm": (lambda _, *tensors: kernels.layer_norm(*tensors), None, (normal(6, 5, 8), normal(8), normal(8))),
     "add_rms_norm": (
@@ -86,14 +104,58 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         (normal(6, 5, 8), normal(8, 8)),
     ),
 }
-ROWS = "tp: S(0)"
+TRAVELLING = ("all_gather_matmul", "matmul_reduce_scatter")  # whose backward communicates, whatever arrives
+# How the ids and the operands lie where not by their rows: on four ranks of "tp", and beside "dp" on two.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "grouped_matmul": ("", "", "tp: S(2)"),
+    "all_gather_matmul": ("", "tp: S(1)", "tp: S(1)"),
+    "matmul_reduce_scatter": ("", "tp: S(2)", "tp: S(0)"),
+}
+ROWS, HEADS, TOKENS_CUT = "dp: S(0)", "dp: S(0), tp: S(2)", "dp: S(0), tp: S(1)"
+BESIDE: dict[str, tuple[str, ...]] = {
+    "linear": ("", ROWS, "tp: S(0)"),
+    "linear-gelu": ("", ROWS, "tp: S(0)"),
+    "matmul": ("", ROWS, "tp: S(1)", "tp: S(0)", HEADS),
+    "grouped_matmul": ("", "", "tp: S(2), dp: S(0)"),
+    "all_gather_matmul": ("", TOKENS_CUT, "tp: S(1)"),
+    "matmul_reduce_scatter": ("", HEADS, "tp: S(0)"),
+    "swiglu_linear": ("", ROWS, "tp: S(0)", "tp: S(0)"),
+    "rms_norm": ("", TOKENS_CUT, ""),
+    "rms_norm-heads": ("", HEADS, ""),
+    "layer_norm": ("", TOKENS_CUT, "", ""),
+    "rms_norm_rope": ("", HEADS, ""),
+    "geglu": ("", HEADS, HEADS),
+    "rope": ("", HEADS),
+    "swiglu": ("", HEADS, HEADS),
+    "attention": ("", HEADS, HEADS, HEADS),
+    "attention-in-order": ("", TOKENS_CUT, ROWS, ROWS),
+    "dropout": ("", TOKENS_CUT),
+    "embedding": (ROWS, "tp: S(1)"),
+    "cross_entropy": (ROWS, HEADS),
+    "linear_cross_entropy": (ROWS, ROWS, "tp: S(0)"),
+}
+OF_LOCAL_TENSORS = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # they have no layouts
+WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
+OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
 
-def laid_out(mesh: ProcessMesh, ids: Tensor | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Tensor]]:
-    """Those with 6 rows sharded on them, the others whole."""
-    rows = Layout(mesh, ROWS)
-    laid = [distribute(tensor, rows if tensor.shape[:1] == (6,) else Layout(mesh)) for tensor in tensors]
-    return None if ids is None else distribute(ids, rows), laid
+def test_all_ops_are_here() -> None:
+    ops = {name.partition("-")[0] for name in OPS} - {"pack", "unpack"}
+    assert ops == set(kernels.__all__) - OF_LOCAL_TENSORS - WITHOUT_GRADIENTS - OF_USERS
+
+
+def laid_out(name: str, mesh: ProcessMesh) -> tuple[Tensor | None, list[Tensor]]:
+    """The ids and operands of an op: as the tables say, or those with 6 rows sharded on them, and the others whole."""
+    _, ids, tensors = OPS[name]
+    beside = len(mesh.shape) > 1
+    layouts = (BESIDE if beside else LAYOUTS).get(name)
+    rows = "dp: S(0), tp: S(0)" if beside else "tp: S(0)"
+    given = [ids, *tensors]
+    texts = layouts or [rows if each is not None and each.shape[:1] == (6,) else "" for each in given]
+    laid = [
+        None if each is None else distribute(each, Layout(mesh, text)) for each, text in zip(given, texts, strict=True)
+    ]
+    return laid[0], [each for each in laid[1:] if each is not None]
 
 
 def mean_of_the_output(name: str) -> None:
@@ -101,11 +163,15 @@ def mean_of_the_output(name: str) -> None:
     run, ids, tensors = OPS[name]
     plain = [tensor.clone().requires_grad_() for tensor in tensors]
     run(ids, *plain).mean().backward()
-    ids, laid = laid_out(FOUR, ids, tensors)
-    mean = run(ids, *(tensor.requires_grad_() for tensor in laid)).mean()
+    ids, laid = laid_out(name, FOUR)
+    output = run(ids, *(tensor.requires_grad_() for tensor in laid))
+    mean, exact = output.mean(), torch.ones_like(output)
+    with Collectives() as from_exact:
+        torch.autograd.grad(output, laid, exact, retain_graph=True)
     with Collectives() as seen:
         mean.backward()
-    assert seen.kinds == []
+    assert seen.kinds == from_exact.kinds
+    assert seen.kinds == [] or name in TRAVELLING
     for one, other in zip(laid, plain, strict=True):
         torch.testing.assert_close(to_global(one.grad), other.grad)
 
@@ -113,6 +179,75 @@ def mean_of_the_output(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_the_mean_of_a_sharded_output_has_a_backward(pool: Pool, name: str) -> None:
     pool.run(mean_of_the_output, name, ranks=4)
+
+
+def coarser(output: DTensor) -> Iterator[Layout]:
+    """The layouts that say more than the output's, and from which it follows by leaving something out."""
+    own = layout_of(output)
+    choices = [
+        (placement, Replicate()) if isinstance(placement, Shard) else (Replicate(),) for placement in own.placements
+    ]
+    for placements in product(*choices):
+        layout = own.replace(**dict(zip(own.mesh.axis_names, placements, strict=True)))
+        wanted = own.replace(**{axis: "R" for axis in own.mesh.axis_names if not isinstance(own[axis], Shard)})
+        steps = plan(layout, wanted, tuple(output.shape), output.dtype).steps
+        if all(isinstance(step, Slice) for step in steps):
+            yield layout
+
+
+def check_every_layout(name: str) -> int:
+    """The number of layouts of the incoming gradient. The first is that of the output."""
+    run, ids, tensors = OPS[name]
+    plain = [tensor.clone().requires_grad_() for tensor in tensors]
+    expected = run(ids, *plain)
+    upstream = normal(*expected.shape, seed=7)
+    expected.backward(upstream)
+    ids, laid = laid_out(name, GRID)
+    output = run(ids, *(tensor.requires_grad_() for tensor in laid))
+    assert isinstance(output, DTensor)
+    layouts, kinds = list(coarser(output)), []
+    for layout in layouts:
+        grad = distribute(upstream, layout)
+        with Collectives() as seen:
+            gradients = torch.autograd.grad(output, laid, grad, retain_graph=True)
+        kinds.append(seen.kinds)
+        for one, other in zip(gradients, plain, strict=True):
+            torch.testing.assert_close(to_global(one), other.grad, msg=lambda told, at=layout: f"({at}): {told}")
+    assert kinds == [kinds[0]] * len(kinds)
+    return len(layouts)
+
+
+def every_op() -> dict[str, int]:
+    return {name: check_every_layout(name) for name in OPS}
+
+
+def test_a_backward_takes_every_layout_that_says_enough(pool: Pool) -> None:
+    """Of what is cut over both axes of a mesh: whole on either, whole on both."""
+    for counts in pool.run(every_op, ranks=4):
+        assert counts.keys() == OPS.keys()
+        assert {name: counts[name] for name in ("linear", "gelu", "grouped_matmul")} == {
+            "linear": 4,
+            "gelu": 3,  # of rows that are cut over "dp" and then "tp", a part over "tp" alone is another
+            "grouped_matmul": 2,
+        }
+        assert min(counts.values()) > 1
+
+
+def of_two_outputs() -> None:
+    """One output's gradient is whole, the other's lies as the output."""
+    x, residual, weight = normal(6, 5, 8), normal(6, 5, 8, seed=1), normal(8)
+    rows = Layout(GRID, "dp: S(0), tp: S(1)")
+    found = []
+    for operands in ((x, residual, weight), (distribute(x, rows), distribute(residual, rows), weight)):
+        leaves = [each.clone().requires_grad_() for each in operands[:2]]
+        total, norm = kernels.add_rms_norm(*leaves, operands[2])
+        (total.mean() + kernels.swiglu(norm, norm).mean()).backward()
+        found.append([to_global(leaf.grad) if isinstance(leaf.grad, DTensor) else leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*found)
+
+
+def test_the_gradients_of_two_outputs_may_lie_otherwise(pool: Pool) -> None:
+    pool.run(of_two_outputs, ranks=4)
 
 
 def sliced_by_two_axes() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft import kernels
@@ -73,11 +74,40 @@ OPS = {
 CONSTANT = {"add", "dropout"}  # their gradients: the second derivative by their operands is zero, as torch has it
 WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
-BY_GROUP = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # of the same op
+
+
+def of_group_logits(**options):
+    def run(x, target):
+        start = 4 * dist.get_rank()
+        return kernels.vocab_parallel_cross_entropy(
+            x, target, group=dist.group.WORLD, vocab_start=start, vocab_size=8, **options
+        )
+
+    return run, (normal(3, 4), ints(8, 3))
+
+
+def of_group_products(**options):
+    def run(x, weight, bias, target):
+        start = 4 * dist.get_rank()
+        return kernels.vocab_parallel_linear_cross_entropy(
+            x, weight, target, linear_bias=bias, group=dist.group.WORLD, vocab_start=start, vocab_size=8, **options
+        )
+
+    tokens = 6 if options.get("sequence_parallel") else 3
+    return run, (normal(3, 4), normal(4, 4), normal(4), ints(8, tokens))
+
+
+# Of local tensors, on each of two ranks.
+BY_GROUP = {
+    **{f"vocab_parallel_cross_entropy-{each}": of_group_logits(reduction=each) for each in ("none", "mean")},
+    **{f"vocab_parallel_linear_cross_entropy-{each}": of_group_products(reduction=each) for each in ("none", "mean")},
+    "vocab_parallel_linear_cross_entropy-sequence": of_group_products(sequence_parallel=True),
+}
 
 
 def test_all_ops_are_here() -> None:
-    assert {name.partition("-")[0] for name in OPS} == set(kernels.__all__) - WITHOUT_GRADIENTS - BY_GROUP - OF_USERS
+    names = {name.partition("-")[0] for name in (*OPS, *BY_GROUP)}
+    assert names == set(kernels.__all__) - WITHOUT_GRADIENTS - OF_USERS
 
 
 def penalty_by_grad(loss: Tensor, leaves: list[Tensor]) -> None:
@@ -113,7 +143,7 @@ def leaves_of(tensors: tuple[Tensor, ...], layout: Layout | None) -> list[Tensor
 
 
 def check_refused(name: str, layout: Layout | None) -> None:
-    run, tensors = OPS[name]
+    run, tensors = (OPS | BY_GROUP)[name]
     if name in CONSTANT:
         leaves = leaves_of(tensors, layout)
         gradients = torch.autograd.grad(run(*leaves).sum(), leaves, create_graph=True)
@@ -128,7 +158,7 @@ def check_refused(name: str, layout: Layout | None) -> None:
 
 def check_upstream_refused(name: str, layout: Layout | None) -> None:
     """With respect to the gradient that arrives, in which every backward is linear."""
-    run, tensors = OPS[name]
+    run, tensors = (OPS | BY_GROUP)[name]
     operands = leaves_of(tensors, layout)
     output = run(*operands)
     upstream = torch.ones_like(output, requires_grad=True)
@@ -152,6 +182,44 @@ def on_ranks() -> None:
 
 def test_of_dtensors(pool: Pool):
     pool.run(on_ranks, ranks=2)
+
+
+def of_groups() -> None:
+    for name in BY_GROUP:
+        check_refused(name, None)
+        check_upstream_refused(name, None)
+
+
+def test_of_process_groups(pool: Pool):
+    pool.run(of_groups, ranks=2)
+
+
+LOSSES = [name for name in OPS if "cross_entropy" in name]
+
+
+def check_refused_where_compiled(name: str, layout: Layout | None = None) -> None:
+    """By torch, in words of its own. Of a penalty by inputs that it is told of it takes the gradients for constants."""
+    run, tensors = OPS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for way in (everything, of_one_leaf):
+        operands = leaves_of(tensors, layout)
+        leaves = [each for each in operands if each.requires_grad]
+        with pytest.raises(
+            RuntimeError, match=r"not currently support double backward|not have been used in the graph"
+        ):
+            way(compiled(*operands).sum(), leaves)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_of_compiled_losses(name):
+    check_refused_where_compiled(name)
+
+
+@pytest.mark.exhaustive  # its sister is that of plain tensors
+@pytest.mark.parametrize("name", LOSSES)
+def test_of_compiled_losses_of_dtensors(pool: Pool, name: str):
+    pool.run(check_refused_where_compiled, name, Layout(TWO), ranks=2)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from weft import kernels
 from weft.kernels import cross_entropy
-from weft.models import Communication, Llama, LlamaConfig, initialize
+from weft.mesh import ProcessMesh
+from weft.models import Communication, Llama, LlamaConfig, initialize, parallelize, record
+from weft.models.communication import Phase
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
+from weft.models.microbatches import divide
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.optimizer import clip_gradients, make_optimizer
+from weft.models.train.step import find_gradients
 from weft.models.train.trainer import Trainer, TrainingError
+from weft.reshard import GradientSync
+from weft.reshard.running.issued import Collective
+from weft.reshard.running.recording import recording
 
-from tests.kernels.reads import NoReads
+from tests.kernels.reads import no_reads
 from tests.support.pool import Pool
 
 MODEL = LlamaConfig(
@@ -31,10 +37,7 @@ MODEL = LlamaConfig(
 CONFIG = TrainConfig(
     model=MODEL, steps=8, check=False, data=DataConfig(batch_size=4, sequence_length=8), mesh=MeshConfig(dp=2, tp=2)
 )
-CHECKING = [
-    f"weft.kernels.{module}.can_read"
-    for module in ("embedding.function", "cross_entropy.options", "cross_entropy.reference")
-]
+ONE_LAYER = replace(MODEL, num_layers=1)
 
 
 SAMPLE = [  # in which each option of the others is
@@ -78,10 +81,7 @@ def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str
     held_out = made.held_out_loss()
     made.first_step()
     assert made.predicted == (Communication.of(made.issued) if dist.get_rank() == 0 else None)
-    with ExitStack() as stack:
-        for check in CHECKING:
-            stack.enter_context(patch(check, lambda tensor: False))
-        stack.enter_context(NoReads())
+    with no_reads():
         for step in range(1, 3):
             made.step(step)
     return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read(None)])
@@ -135,6 +135,58 @@ def broken_at_step_three(text: str) -> str:
 def test_the_first_step_that_is_not_finite_is_named_when_the_losses_are_read(pool: Pool, text: str) -> None:
     for message in pool.run(broken_at_step_three, text, ranks=2):
         assert "the loss is nan at step 3, on ranks 0, 1" in message
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], microbatches: int) -> None:
+    """As the last of four ranks: forward, backward, the gradients' collectives, clipping and the optimizer, twice."""
+    mesh, plan = ProcessMesh.grid(dp=2, tp=2), replace(Llama(ONE_LAYER).parallel_plan(), sequence=True, zero=zero)
+    steps: list[Communication] = []
+    with recording(mesh, 3) as recorded, FakeTensorMode():
+        model = parallelize(Llama(ONE_LAYER), mesh, plan)
+        initialize(model, seed=0)
+        sync, optimizer = GradientSync(model), make_optimizer(model, OptimizerConfig())
+        tokens = torch.zeros(4, 8, dtype=torch.long)
+        batch = divide(model, tokens, tokens, microbatches, {"dropout_key": 3})
+        criterion = partial(cross_entropy, denominator=float(tokens.numel()))
+        recorded.take_each()
+        for _ in range(2):
+            issued: dict[Phase, list[Collective]] = {}
+
+            def ended(phase: Phase, issued: dict[Phase, list[Collective]] = issued) -> None:
+                issued.setdefault(phase, []).extend(recorded.take_each())
+
+            found = find_gradients(model, criterion, batch, sync, clip_norm=1.0, ended=ended)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(Communication.of(issued))
+        assert found.grad_norm is not None
+        assert found.loss.shape == found.grad_norm.shape == ()
+        with pytest.raises(DataDependentOutputException):
+            found.loss.item()
+        sync.close()
+    inputs = {"dropout_key": 3}
+    expected = record(
+        Llama(ONE_LAYER), mesh, plan, batch=(4, 8), rank=3, inputs=inputs, microbatches=microbatches, clip_norm=1.0
+    )
+    assert steps == [expected] * 2
+    assert expected.select(phase="gradients")
+
+
+def test_what_was_kept_for_tensors_without_data_is_not_given_to_others() -> None:
+    """Tables of angles, and guesses of a loss's gradient: on a mesh without data, and then with data."""
+    mesh, tokens = ProcessMesh.grid(tp=2), torch.zeros(2, 8, dtype=torch.long)
+    config = replace(ONE_LAYER, rope_theta=12345.0)  # whose tables no other test keeps
+    with recording(mesh, 0), FakeTensorMode():
+        model = parallelize(Llama(config), mesh)
+        without = torch.zeros(2, 8, dtype=torch.long)
+        part = divide(model, without, without, 1, {"dropout_key": 3})[0]
+        cross_entropy(model(*part.args, **part.kwargs), part.targets).backward()
+    model = Llama(config)
+    initialize(model, seed=0)
+    cross_entropy(model(tokens, dropout_key=3), tokens).backward()
+    assert model.lm_head.weight.grad.isfinite().all()
 
 
 def test_a_step_runs_on_tensors_without_data() -> None:

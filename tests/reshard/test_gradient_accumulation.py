@@ -6,10 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import GradientSync, layout_of, to_global
+from weft.reshard import GradientSync, clip_grad_norm_, layout_of, to_global
 from weft.reshard.running.dtensor import wrap
 
 from tests.reshard.test_gradients import (
@@ -213,6 +214,67 @@ def forgotten():
 )
 def test_paddle_59057_none_is_missed_and_none_is_reduced_twice(pool, function, arguments, ranks):
     pool.run(function, *arguments, ranks=ranks)
+
+
+PART = ProcessMesh([[2, 1]], ["cp", "dp"])  # of four ranks
+WAYS = {
+    "two-passes": lambda sync, seed: nullcontext(),
+    "all-paused": lambda sync, seed: sync.paused(),
+    "first-paused": lambda sync, seed: nullcontext() if seed else sync.paused(),
+    "second-paused": lambda sync, seed: sync.paused() if seed else nullcontext(),
+}
+
+
+def partly_outside(way, wait_between, layouts, options):
+    """On ranks 0 and 3, which have no part in it, nothing is sent, and the gradients are there, and empty."""
+    model = Model(Layout(PART), 2)
+    sync = GradientSync(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [parameter.detach().clone() for parameter in model.weights]
+    seeds = range(0, 10 * len(layouts), 10)
+    with Sent() as seen:
+        for seed, x in zip(seeds, layouts, strict=True):
+            with WAYS[way](sync, seed):
+                backward(model(inputs(Layout(PART, x), seed)), seed)
+            if wait_between:
+                sync.wait()
+        sync.wait()
+    inside = dist.get_rank() in PART
+    assert bool(seen.sent) == inside
+    for i, parameter in enumerate(model.weights):
+        assert layout_of(parameter.grad) == Layout(PART, "dp: S(0)" if "shard_over" in options else "")
+        if inside:
+            total = sum(expected(seed, i) for seed in seeds)
+            assert torch.equal(to_global(parameter.grad), total), (way, i)
+        else:
+            assert parameter.grad.shape == parameter.shape
+            assert parameter.grad.to_local().numel() == 0
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    for parameter, old in zip(model.weights, before, strict=True):
+        assert torch.equal(parameter.to_local(), old.to_local()) == (not inside)
+    optimizer.zero_grad(set_to_none=False)
+    backward(model(inputs(Layout(PART, layouts[0]), 0)), 0)
+    sync.wait()
+    parameter = model.weights[0]
+    if inside:
+        truth = whole_of(0) * whole_of(1)
+        assert torch.equal(to_global(parameter.grad), truth.sum((0, 1)))
+    else:
+        assert parameter.grad.to_local().numel() == 0
+
+
+def each_way_partly_outside():
+    same, others = ["dp: S(0)"] * 2, ["dp: S(0)", "dp: S(1)", ""]
+    for way in WAYS:
+        for wait_between in (False, True):
+            for layouts in (same, others):
+                for options in ({}, {"bucket_bytes": 1}, {"shard_over": "dp"}):
+                    partly_outside(way, wait_between, layouts, options)
+
+
+def test_ranks_outside_of_the_mesh_accumulate_nothing(pool):
+    pool.run(each_way_partly_outside, ranks=4)
 
 
 def test_one_process_without_dtensors_has_nothing_to_shard():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -35,7 +35,7 @@ def can_read(tensor: Tensor) -> bool:
 
 def has_data(tensor: Tensor) -> bool:
     """Whether there are values, and not a shape alone: what is kept from call to call has some, and goes with such alone."""
-    return not isinstance(tensor, FakeTensor)
+    return not is_fake(tensor)
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:

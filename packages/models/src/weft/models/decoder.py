@@ -164,7 +164,7 @@ class Decoder(CausalModel[AnyRotaryConfig]):
     def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the tokens' angles, [T, D // 2] or [B, T, D // 2] each. first: the position of the first one."""
         rotary = self.config.rotary
-        kept = has_data(tokens) and not torch.compiler.is_compiling()
+        kept = not torch.compiler.is_compiling() and has_data(tokens)
         if positions is not None:
             if rotary.depends_on_length:
                 frequencies = compute_rotary_frequencies(rotary, tokens.device, length_of(positions))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +72,9 @@ class Recorded:
         return taken
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
-        made = _Mesh(device_type, _ranks_of(mesh), mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=self.rank)
+        with unset_fake_temporarily():  # which ranks there are is known, also among tensors without data
+            ranks = _ranks_of(mesh)
+            made = _Mesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=self.rank)
         parts = [mesh.submesh(self.rank, axis) for axis in mesh.axis_names]
         names: list[Any] = [self.group_of(part).group_name for part in parts if part is not None]
         made._dim_group_names = names  # for DTensor's own ops

@@ -16,6 +16,7 @@ from weft.reshard.running.collectives import Pending, Running, start_all_gather
 from weft.reshard.running.groups import group_named, name_of, of_this_world
 from weft.reshard.running.waits import wait_for
 
+from ...backend import has_data
 from . import agreement
 from .agreement import Classes
 
@@ -107,10 +108,12 @@ def attempted(
 
 
 def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
-    """Checks what was gathered: on a CPU each time, on a GPU once for each key.
+    """Checks what was gathered: on a CPU each time, on a GPU once for each key, and never what has no data.
 
     On a GPU the host must wait for the device to check. So there is no check while a CUDA graph is captured.
     """
+    if gathered.is_meta or not has_data(gathered):
+        return
     if agreement.on_gpu(gathered) and (key in of_this_world() or torch.cuda.is_current_stream_capturing()):
         return
     check()

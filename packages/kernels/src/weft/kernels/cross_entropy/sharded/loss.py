@@ -58,6 +58,32 @@ def cross_entropy(
     weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
     return_lse: bool = False,
+    return_z_loss: Literal[True],
+    return_token_accuracy: bool = False,
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    class_dim: int = -1,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: Literal[True],
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    class_dim: int = -1,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     **options: Unpack[AskedOfLoss],
@@ -173,6 +199,36 @@ def vocab_parallel_cross_entropy(
     return_token_accuracy: Literal[False] = False,
     **options: Unpack[AskedOfLoss],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: Literal[True],
+    return_token_accuracy: bool = False,
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: Literal[True],
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
 @overload
 def vocab_parallel_cross_entropy(
     logits: Tensor,

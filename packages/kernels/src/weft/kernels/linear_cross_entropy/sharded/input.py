@@ -12,6 +12,9 @@ from weft.reshard.running.collectives import Pending, reduce_scatter, start_all_
 from weft.reshard.running.groups import group_named
 from weft.reshard.running.waits import wait_for
 
+from ...op import Tensors
+from ...sharded.derivatives import refusing
+
 
 class Shared(torch.autograd.Function):
     """Replicate -> Replicate: nothing to do. Its dual adds up the gradients of all ranks: one all-reduce."""
@@ -44,9 +47,13 @@ class Gathered(torch.autograd.Function):
         return run(input, tokens, group, after)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        run = _traced_reduce_scatter if torch.compiler.is_compiling() else _reduce_scatter
-        return run(grad, ctx.rows, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> Tensors:
+        if torch.compiler.is_compiling():
+            return _traced_reduce_scatter(grad, ctx.rows, ctx.group), None, None, None
+        with torch.no_grad():
+            part = _reduce_scatter(grad, ctx.rows, ctx.group)
+        found = refusing((part,), grad) if torch.is_grad_enabled() else (part,)
+        return *found, None, None, None
 
 
 def _all_reduce(whole: Tensor, group: str) -> None:

@@ -70,6 +70,38 @@ def linear_cross_entropy(
     weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
     return_lse: bool = False,
+    return_z_loss: Literal[True],
+    return_token_accuracy: bool = False,
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: Literal[True],
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     **options: Unpack[AskedOfLoss],
@@ -185,6 +217,46 @@ def vocab_parallel_linear_cross_entropy(
     return_token_accuracy: Literal[False] = False,
     **options: Unpack[AskedOfLoss],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: Literal[True],
+    return_token_accuracy: bool = False,
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
+@overload
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    linear_bias: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+    weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: Literal[True],
+    **options: Unpack[AskedOfLoss],
+) -> tuple[Tensor, ...]: ...
 @overload
 def vocab_parallel_linear_cross_entropy(
     input: Tensor,

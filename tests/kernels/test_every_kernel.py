@@ -1,0 +1,95 @@
+"""Each Triton kernel once: it is launched, and what its op gives is as good as plain torch. See each op's own tests for more."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from weft import kernels
+
+from tests.kernels.cases import ints, normal
+from tests.kernels.matmul.cases import assert_as_good_as_eager
+from tests.kernels.test_without_data import CASES, found
+
+LOGITS = (normal(4, 8),)
+CLASSES = ints(8, 4)
+OWN: dict[str, Any] = {
+    "loss-of-each": (lambda ids, x: kernels.cross_entropy(x, ids, reduction="none"), CLASSES, LOGITS),
+    "mean-loss": (lambda ids, x: kernels.cross_entropy(x, ids), CLASSES, LOGITS),
+    "mean-loss-in-chunks": (
+        lambda ids, x, weight: kernels.linear_cross_entropy(x, weight, ids, chunk_tokens=2),
+        CLASSES,
+        (normal(4, 8), normal(8, 8)),
+    ),
+    "product-in-splits": (
+        lambda _, a, b: kernels.matmul(a, b, activation="silu"),
+        None,
+        (normal(4, 80), normal(80, 8)),
+    ),
+}
+# By kernel: its folder and name, and what launches it.
+LAUNCHED_BY = {
+    "cross_entropy.statistics": "loss-of-each",
+    "cross_entropy.losses": "loss-of-each",
+    "cross_entropy.gradient": "loss-of-each",
+    "cross_entropy.statistics_and_gradient": "mean-loss",
+    "cross_entropy.gradient_unless_guessed": "mean-loss",
+    "dropout.masked": "dropout",
+    "embedding.forward": "embedding",
+    "embedding.backward": "embedding",
+    "grouped_matmul.rows_by_group": "grouped_matmul",
+    "grouped_matmul.weights_by_group": "grouped_matmul",
+    "layer_norm.forward": "layer_norm",
+    "layer_norm.backward": "layer_norm",
+    "linear_cross_entropy.scale": "mean-loss-in-chunks",
+    "linear_cross_entropy.accumulate": "mean-loss-in-chunks",
+    "matmul.product": "linear-gelu",
+    "matmul.combine": "product-in-splits",
+    "random.uniform": "uniform",
+    "random.normal": "normal",
+    "rms_norm.forward": "rms_norm",
+    "rms_norm.backward": "rms_norm",
+    "rope.turn": "rope",
+    "rope.normalize_and_turn": "rms_norm_rope",
+    "rope.normalize_and_turn_backward": "rms_norm_rope",
+    "swiglu.forward": "swiglu",
+    "swiglu.backward": "swiglu",
+}
+
+
+class Launches:
+    """Stands for a kernel and launches it; counts how often."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.count += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("name", LAUNCHED_BY)
+def test_a_kernel_is_launched(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.matmul import launch
+
+    folder, kernel = name.split(".")
+    module, case = importlib.import_module(f"weft.kernels.{folder}.kernel"), LAUNCHED_BY[name]
+    run, ids, tensors = (CASES | OWN)[case]
+    counted = Launches(getattr(module, kernel))
+    monkeypatch.setattr(module, kernel, counted)
+    if case == "product-in-splits":
+        choose = launch._chosen
+        monkeypatch.setattr(launch, "_chosen", lambda *asked: replace(choose(*asked), splits=2, tile_k=32))
+    results: list[list[Tensor]] = [found(run, ids, [each.to(torch.bfloat16) for each in tensors])]
+    assert counted.count > 0
+    monkeypatch.delenv("TRITON_INTERPRET")
+    results += [
+        found(run, ids, [each.to(torch.bfloat16).to(dtype) for each in tensors])
+        for dtype in (torch.bfloat16, torch.float64)
+    ]
+    for made, eager, truth in zip(*results, strict=True):
+        assert_as_good_as_eager(made.detach(), eager.detach(), truth.detach())
