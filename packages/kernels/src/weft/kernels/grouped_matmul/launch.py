@@ -6,8 +6,8 @@ import triton
 from torch import Tensor
 
 from ..backend import device_of
-from ..matmul.configurations import Class, Configuration, by_measurement, by_rule, grouped
-from ..matmul.launch import INTERPRETED_PROGRAMS, chip_of, has_descriptor, precision, scratch
+from ..matmul.configurations import Configuration
+from ..matmul.launch import chip_of, chosen_for, class_of, has_descriptor, precision, scratch
 from . import kernel
 
 
@@ -27,8 +27,8 @@ def forward(
     if out.numel() == 0 or count == 0:
         return
     aligned = a.stride(-1) == 1 and has_descriptor(a) and has_descriptor(b)
-    chosen, processors = _chosen(a, aligned, N // count, M, K)
-    chosen = configuration or chosen
+    of = class_of(a, b[0], "grouped", count)
+    chosen = configuration or chosen_for(of, a, aligned, (N // count, M, K))
     tiles = (-(-N // chosen.tile_m) + count) * -(
         -M // chosen.tile_n
     )  # at the most: each group may end in a part of a tile
@@ -36,7 +36,7 @@ def forward(
     with device_of(a):
         if by_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
-        kernel.rows_by_group[(min(tiles, processors),)](
+        kernel.rows_by_group[(min(tiles, chip_of(a.device)[1]),)](
             a, b, bias, offsets, out, z,
             N, K, M, first, count,
             *a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride()), *out.stride(),
@@ -60,7 +60,8 @@ def weights(
     if out.numel() == 0:
         return
     aligned = all(each.stride(-1) == 1 and has_descriptor(each) for each in (a, grad))
-    chosen = configuration or _chosen(a, aligned, K, M, len(a) // count)[0]
+    of = class_of(a.mT, grad, "grouped_weights", count)
+    chosen = configuration or chosen_for(of, a, aligned, (K, M, len(a) // count))
     tiles = -(-K // chosen.tile_m) * -(-M // chosen.tile_n)
     by_descriptors = chosen.descriptors and aligned
     with device_of(a):
@@ -73,11 +74,3 @@ def weights(
             TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
-
-
-def _chosen(a: Tensor, aligned: bool, M: int, N: int, K: int) -> tuple[Configuration, int]:
-    """That of one group's product, of rows that are as many as of another; and how many programs run at once."""
-    chip, processors = chip_of(a.device) if a.is_cuda else ("interpreted", INTERPRETED_PROGRAMS)
-    measured = by_measurement(Class.of(chip, a.dtype, "fused", M, N, K)) if aligned else None
-    found = measured or by_rule(chip, a.itemsize, aligned, M, N, K, processors)
-    return grouped(found), processors
