@@ -7,7 +7,7 @@ from typing import Any
 
 from ..aot import Variant
 from ..matmul.configurations import BY_POINTERS, EIGHT_BITS, LARGE, MIDDLE, ON_AMD, Configuration, grouped
-from ..matmul.variants import EIGHT, eight_on
+from ..matmul.variants import BYTES, EIGHT, eight_on
 from . import kernel
 
 ALIGNED = "i32:16"
@@ -57,6 +57,7 @@ def _variant(
             {each: constexprs[each] for each in of.arg_names if each in constexprs},
             chosen.warps,
             chosen.stages,
+            chosen.flop_per_byte(BYTES[factors]),
         )
 
     elsewhere = {"sm_80": launched(BY_POINTERS, "sm_80"), "gfx": launched(ON_AMD, "gfx")}

@@ -13,6 +13,7 @@ from .launch import COMBINED
 ALIGNED = "i32:16"
 SPECIALIZED = replace(MIDDLE, stages=3, parts=1, specialized=True)
 EIGHT = "fp8e4nv"
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, EIGHT: 1}
 
 
 def eight_on(target: str) -> str:
@@ -73,6 +74,7 @@ def _product(
             },
             configuration.warps,
             configuration.stages,
+            configuration.flop_per_byte(BYTES[of], 2 if "gated" in asked else 1),
         )  # fmt: skip
 
     others = {target: launched(other, target) for target, other in (elsewhere or {}).items()}
