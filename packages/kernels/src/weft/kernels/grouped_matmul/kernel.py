@@ -51,8 +51,9 @@ def rows_by_group(
                     total = multiplied(left, right, total, PRECISION)
             else:
                 rows, cols, inner = row + tl.arange(0, TILE_N), col + tl.arange(0, TILE_M), tl.arange(0, TILE_K)
-                a_tile = a_ptr + rows[:, None] * stride_an + inner * stride_ak
-                b_tile = b_ptr + tl.cast(g, tl.int64) * stride_bg + inner[:, None] * stride_bk + cols * stride_bm
+                far = inner.to(tl.int64)
+                a_tile = a_ptr + rows[:, None] * stride_an + far * stride_ak
+                b_tile = b_ptr + tl.cast(g, tl.int64) * stride_bg + far[:, None] * stride_bk + cols * stride_bm
                 in_rows, in_cols = (rows < stop)[:, None], cols < M
                 for k in range(0, K, TILE_K):
                     in_k = k + inner < K
