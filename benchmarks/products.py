@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import matmul, swiglu_linear
+from weft.kernels.matmul import reference
 from weft.kernels.matmul.configurations import Configuration
 
 from benchmarks.failures import Failures
@@ -28,7 +30,7 @@ SHAPES = {
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 TORCH = "torch"  # the GEMM, and the epilogue compiled
 KERNEL = "Weft, the kernel"
-ROWS, ALLOWED = 16, 2.0**-7  # of the rows that are checked, of the largest element: an ulp of bf16
+ROWS = 16  # that are checked
 Way = Callable[[], Tensor]
 
 
@@ -37,101 +39,150 @@ class Inaccurate(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
-    """x [M, K], the weight [N, K], another one and a bias [N], so that outputs are about randn."""
+class Format:
+    """How factors are multiplied. allowed: error of a way, of the largest element."""
 
-    x: Tensor
-    weight: Tensor
+    dtype: torch.dtype
+    out: torch.dtype
+    allowed: float
+    tf32: bool = False
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Inside, float32 is multiplied so."""
+        settings = torch.backends.cuda.matmul
+        before = settings.fp32_precision
+        settings.fp32_precision = "tf32" if self.tf32 else "ieee"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
+
+
+FORMATS = {
+    "bf16": Format(torch.bfloat16, torch.bfloat16, 2.0**-7),  # an ulp
+    "fp16": Format(torch.float16, torch.float16, 2.0**-10),
+    "fp32": Format(torch.float32, torch.float32, 2.0**-14),  # sums of up to 2**15, each rounded to 24 bits
+    "tf32": Format(torch.float32, torch.float32, 2.0**-9, tf32=True),  # factors are cut to 11 bits
+    "fp8": Format(torch.float8_e4m3fn, torch.bfloat16, 2.0**-7),
+}
+BF16 = FORMATS["bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """a [M, K], b and up [K, N] and a bias [N]; scales of a's rows and b's columns for 8 bits. Outputs are about randn."""
+
+    a: Tensor
+    b: Tensor
     up: Tensor
     bias: Tensor
+    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     @classmethod
-    def of(cls, M: int, N: int, K: int, device: str) -> Factors:
+    def of(cls, M: int, N: int, K: int, device: str, format: Format = BF16, transposed: str = "b") -> Factors:
+        """transposed: as of `Class`."""
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, device=device, generator=generator) * scale).bfloat16()
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, generator=generator)
 
-        return cls(normal(M, K), normal(N, K, scale=K**-0.5), normal(N, K, scale=K**-0.5), normal(N))
+        def factor(name: str, rows: int, cols: int, scale: float = 1.0) -> Tensor:
+            drawn = normal(cols, rows).mT if name in transposed else normal(rows, cols)
+            return (drawn * scale).to(format.dtype)
+
+        eight = format.dtype.itemsize == 1  # small numbers would have few bits
+        of_b = 1.0 if eight else K**-0.5
+        scales = (normal(M).abs(), torch.full((N,), K**-0.5, device=device)) if eight else (None, None)
+        factors = factor("a", M, K), factor("b", K, N, of_b), factor("b", K, N, of_b)
+        return cls(*factors, normal(N).to(format.out), scales)
+
+    def wide(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """a, of which the first ROWS rows, b, up and the bias in float64, with the scales."""
+        a, b, up, bias = (each.double() for each in (self.a[:ROWS], self.b, self.up, self.bias))
+        of_a, of_b = self.scales
+        return a if of_a is None else a * of_a[:ROWS, None], b if of_b is None else b * of_b, up, bias
 
 
 def by_kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, configuration: Configuration | None
+    given: Factors, bias: Tensor | None, activation: str | None, configuration: Configuration | None
 ) -> Tensor:
-    """By the Triton kernel, whatever is measured; without a configuration by that which the rule has."""
+    """By the Triton kernel, whatever is measured; without a configuration by that which the table or the rule has."""
     from weft.kernels.matmul import launch
 
-    out = x.new_empty(len(x), len(weight))
-    launch.product(x, weight.mT, bias, None, None, None, out, None, activation, configuration=configuration)
+    a, b = given.a, given.b
+    out = given.bias.new_empty(len(a), b.shape[1])
+    launch.product(a, b, bias, None, *given.scales, out, None, activation, configuration=configuration)
     return out
 
 
 def plain(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """x @ weight.T. configuration: of the kernel alone."""
-    x, weight = given.x, given.weight
+    """a @ b. configuration: of the kernel alone."""
+    a, b = given.a, given.b
     tuned = torch.compile(torch.mm, mode="max-autotune-no-cudagraphs", dynamic=False)
     return {
-        "Weft": lambda: matmul(x, weight.mT),
-        KERNEL: lambda: by_kernel(x, weight, None, None, configuration),
-        TORCH: lambda: torch.mm(x, weight.mT),
-        "torch.compile, max-autotune": lambda: tuned(x, weight.mT),
+        "Weft": lambda: matmul(a, b),
+        KERNEL: lambda: by_kernel(given, None, None, configuration),
+        TORCH: lambda: torch.mm(a, b),
+        "torch.compile, max-autotune": lambda: tuned(a, b),
     }
 
 
 def with_gelu(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """gelu(x @ weight.T + bias)."""
-    x, weight, bias = given.x, given.weight, given.bias
+    """gelu(a @ b + bias). Of 8 bits torch's is the torch path of the op: there is no other that runs in the kernel's place."""
+    a, b, bias, (of_a, of_b) = given.a, given.b, given.bias, given.scales
+    ways: dict[str, Way] = {
+        "Weft": lambda: matmul(a, b, bias=bias, activation="gelu", a_scale=of_a, b_scale=of_b),
+        KERNEL: lambda: by_kernel(given, bias, "gelu", configuration),
+    }
+    if of_a is not None:
+        torchs = {"activation": "gelu", "out_dtype": bias.dtype}
+        return ways | {TORCH: lambda: reference.product(a, b, bias, None, of_a, of_b, **torchs)[0]}
     compiled = torch.compile(_gelu, dynamic=False)
     tuned = torch.compile(_gelu, mode="max-autotune-no-cudagraphs", dynamic=False)
-    return {
-        "Weft": lambda: matmul(x, weight.mT, bias=bias, activation="gelu"),
-        KERNEL: lambda: by_kernel(x, weight, bias, "gelu", configuration),
-        TORCH: lambda: compiled(x, weight, bias),
-        "torch.compile, max-autotune": lambda: tuned(x, weight, bias),
+    return ways | {
+        TORCH: lambda: compiled(a, b, bias),
+        "torch.compile, max-autotune": lambda: tuned(a, b, bias),
     }
 
 
-def gated_by_kernel(x: Tensor, weight: Tensor, up: Tensor, configuration: Configuration | None) -> Tensor:
+def gated_by_kernel(given: Factors, configuration: Configuration | None) -> Tensor:
     """As `by_kernel`, of two products and their gate."""
     from weft.kernels.matmul import launch
 
-    out = x.new_empty(len(x), len(weight))
-    launch.gated(x, weight.mT, up.mT, out, None, None, configuration)
+    out = given.bias.new_empty(len(given.a), given.b.shape[1])
+    launch.gated(given.a, given.b, given.up, out, None, None, configuration)
     return out
 
 
 def gated(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """silu(x @ weight.T) * (x @ up.T)."""
-    x, weight, up = given.x, given.weight, given.up
+    """silu(a @ b) * (a @ up)."""
+    a, b, up = given.a, given.b, given.up
     compiled = torch.compile(_swiglu, dynamic=False)
     ways: dict[str, Way] = {
-        "Weft": lambda: swiglu_linear(x, weight, up),
-        KERNEL: lambda: gated_by_kernel(x, weight, up, configuration),
-        TORCH: lambda: compiled(x, weight, up),
+        "Weft": lambda: swiglu_linear(a, b.mT, up.mT),
+        KERNEL: lambda: gated_by_kernel(given, configuration),
+        TORCH: lambda: compiled(a, b, up),
     }
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found, unused-ignore]
 
-        ways["Liger"] = lambda: LigerSiLUMulFunction.apply(x @ weight.mT, x @ up.mT)
+        ways["Liger"] = lambda: LigerSiLUMulFunction.apply(a @ b, a @ up)
     return ways
 
 
-def _gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x @ weight.mT + bias)
+def _gelu(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(a @ b + bias)
 
 
-def _swiglu(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
-    return F.silu(x @ weight.mT) * (x @ up.mT)
-
-
-def _plain(x: Tensor, weight: Tensor) -> Tensor:
-    return x @ weight.mT
+def _swiglu(a: Tensor, b: Tensor, up: Tensor) -> Tensor:
+    return F.silu(a @ b) * (a @ up)
 
 
 def truths(given: Factors) -> dict[str, Tensor]:
     """Of each kind the first ROWS rows in float64."""
-    x, weight, up, bias = (each.double() for each in (given.x[:ROWS], given.weight, given.up, given.bias))
-    return {"plain": _plain(x, weight), "gelu": _gelu(x, weight, bias), "swiglu": _swiglu(x, weight, up)}
+    a, b, up, bias = given.wide()
+    return {"plain": a @ b, "gelu": _gelu(a, b, bias), "swiglu": _swiglu(a, b, up)}
 
 
 KINDS: Mapping[str, Callable[..., dict[str, Way]]] = {"plain": plain, "gelu": with_gelu, "swiglu": gated}
@@ -178,8 +229,8 @@ def compared(kind: str, M: int, N: int, K: int, device: str, clock: Clock, round
     return Compared(kind, (M, N, K), timed, failed)
 
 
-def check(name: str, found: Tensor, truth: Tensor) -> None:
+def check(name: str, found: Tensor, truth: Tensor, allowed: float = BF16.allowed) -> None:
     """Raises Inaccurate."""
-    error, largest = float((found[:ROWS].double() - truth).abs().max()), float(truth.abs().max())
-    if not error <= ALLOWED * largest:
+    error, largest = float((found[: len(truth)].double() - truth).abs().max()), float(truth.abs().max())
+    if not error <= allowed * largest:
         raise Inaccurate(f"{name} errs by {error:.3g}, of {largest:.3g} at the most")

@@ -1,15 +1,15 @@
-"""The benchmark of products and its tuning, on a CPU: small sizes, the host's clock, the kernels interpreted."""
+"""The benchmark of products and its tuning, on a CPU; tests/kernels/matmul/test_tuning.py has what takes kernels."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from weft.kernels.matmul.configurations import Class
 
 from benchmarks import products, tune_matmul
-from benchmarks.products import TORCH, compared
+from benchmarks.products import FORMATS, TORCH, compared
 from benchmarks.timing import Host
 
 
@@ -19,17 +19,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
-@pytest.mark.parametrize("kind", ["swiglu"])
-def test_each_way_is_checked_and_timed(eager: None, kind: str) -> None:
-    found = compared(kind, 32, 48, 16, "cpu", Host(), rounds=3)
-    assert {"Weft", TORCH} <= {*found.timed} and not found.failed
-    assert found.flop == 2 * 2 * 32 * 48 * 16
-    assert f"{kind}, 32 x 48 x 16 bf16" in str(found)
-
-
 def test_a_way_that_is_wrong_is_not_timed(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     given = products.Factors.of(32, 48, 16, "cpu")
-    ways = {"Weft": lambda: given.x @ given.weight.mT, TORCH: lambda: given.x @ given.up.mT}
+    ways = {"Weft": lambda: given.a @ given.b, TORCH: lambda: given.a @ given.up}
     monkeypatch.setitem(products.KINDS, "plain", lambda given: ways)
     found = compared("plain", 32, 48, 16, "cpu", Host(), rounds=3)
     assert {*found.timed} == {"Weft"}
@@ -43,9 +35,22 @@ def test_tuning_needs_a_gpu(tmp_path: Path) -> None:
         tune_matmul.tune(tmp_path / "table.json")
 
 
-def test_candidates_fit_an_h100() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_candidates_fit_an_h100(name: str) -> None:
     """In shared memory, with 1 KiB for barriers and descriptors."""
-    for each in tune_matmul.CANDIDATES:
-        held = each.stages * (each.tile_m + each.tile_n) * each.tile_k * 2
+    format = FORMATS[name]
+    for each in tune_matmul.candidates(Class.of("sm_90", name, "plain", "b", 64, 64, 64), format):
+        held = each.stages * (each.tile_m + each.tile_n) * each.tile_k * format.dtype.itemsize
         assert held <= 226 * 1024, each
-        assert replace(each) == each
+
+
+def test_every_kind_and_pass_is_tuned_of_every_format() -> None:
+    """As little as there is of each: one layer, one expert's matrix."""
+    found = {
+        name: {make().of[2:4] for make in tune_matmul.cases(format, "cpu", [64], [(32, 16)], [(4, 32, 16)])}
+        for name, format in FORMATS.items()
+    }
+    groups = {("grouped", ""), ("grouped", "b")}
+    wide = {("plain", "b"), ("plain", ""), ("plain", "a"), ("fused", ""), ("gated", "b"), ("grouped_weights", "a")}
+    assert found.pop("fp8") == {("fused", "b")} | groups
+    assert found == dict.fromkeys(found, {("fused", "b")} | groups | wide)

@@ -1,12 +1,9 @@
-"""How a product is cut: what is read, counted; the order of the tiles; configurations, and the table of measurements."""
+"""How a product is cut: what is read, counted; the order of the tiles; configurations."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +17,8 @@ from weft.kernels.matmul.configurations import (
     NOT_ALIGNED,
     ON_AMD,
     SINGLE,
-    Class,
     Configuration,
-    Kind,
-    Measured,
-    by_measurement,
     by_rule,
-    kernel_runs,
-    read,
-    write,
 )
 from weft.kernels.traffic import counted_traffic
 
@@ -152,30 +142,3 @@ def test_warps_are_specialized_with_four_of_them_alone() -> None:
         replace(LARGE, specialized=True)
     with pytest.raises(ValueError, match="tile_m is 48; give a power of two"):
         replace(LARGE, tile_m=48)
-
-
-def test_the_faster_of_two_is_taken(tmp_path: Path) -> None:
-    of = Class.of("sm_90", torch.bfloat16, "plain", 8192, 4096, 4000)
-    assert of == Class("sm_90", "bfloat16", "plain", 8192, 4096, 4096)
-    row = Measured(of=of, configuration=MIDDLE, seconds=1.0, torch_seconds=2.0, where="a test")
-    slower = replace(row, of=of._replace(m=1024), torch_seconds=0.5)
-    write({each.of: each for each in (row, slower)}, tmp_path / "table.json")
-    table = read(tmp_path / "table.json")
-    assert table == {row.of: row, slower.of: slower}
-    assert by_measurement(of, table) == MIDDLE
-    assert by_measurement(slower.of, table) is None  # torch's GEMM runs
-    assert by_measurement(of._replace(k=512), table) is None  # not measured
-    assert kernel_runs(of, table) and not kernel_runs(slower.of, table)
-    fused = slower.of._replace(kind="fused")
-    assert not kernel_runs(fused, {fused: replace(slower, of=fused)})
-
-
-@pytest.mark.parametrize(("kind", "runs"), [("plain", False), ("fused", True), ("gated", False)])
-def test_what_was_not_measured_is_the_kernels_where_a_pass_is_saved(kind: Kind, runs: bool) -> None:
-    assert kernel_runs(Class.of("sm_90", torch.bfloat16, kind, 8192, 4096, 4096), {}) == runs
-
-
-def test_the_table_is_one_measurement_a_line() -> None:
-    rows: list[Any] = json.loads(configurations.TABLE.read_text())
-    assert [row["of"] for row in rows] == sorted((row["of"] for row in rows), key=lambda of: list(of.values()))
-    assert all(row["where"] for row in rows)

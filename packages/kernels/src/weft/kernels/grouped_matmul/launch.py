@@ -6,8 +6,8 @@ import triton
 from torch import Tensor
 
 from ..backend import device_of
-from ..matmul.configurations import Class, Configuration, by_measurement, by_rule, grouped
-from ..matmul.launch import INTERPRETED_PROGRAMS, chip_of, has_descriptor, precision, scratch
+from ..matmul.configurations import Configuration
+from ..matmul.launch import chip_of, chosen_for, class_of, has_descriptor, precision, scratch
 from . import kernel
 
 
@@ -16,9 +16,14 @@ def forward(
     b: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
     out: Tensor,
     z: Tensor | None,
     activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
     first: int = 0,
     configuration: Configuration | None = None,
 ) -> None:
@@ -27,19 +32,25 @@ def forward(
     if out.numel() == 0 or count == 0:
         return
     aligned = a.stride(-1) == 1 and has_descriptor(a) and has_descriptor(b)
-    chosen, processors = _chosen(a, aligned, N // count, M, K)
-    chosen = configuration or chosen
+    of = class_of(a, b[0], "grouped", count)
+    chosen = configuration or chosen_for(of, a, aligned, (N // count, M, K))
     tiles = (-(-N // chosen.tile_m) + count) * -(
         -M // chosen.tile_n
     )  # at the most: each group may end in a part of a tile
     by_descriptors = chosen.descriptors and aligned
+    if b_scale is not None:
+        b_scale = (b_scale[:, None] if b_scale.ndim == 1 else b_scale).expand(count, M)
+    residual = None if residual is None else residual.expand(N, M)
+    a_scale = None if a_scale is None else a_scale.expand(N)
     with device_of(a):
         if by_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
-        kernel.rows_by_group[(min(tiles, processors),)](
-            a, b, bias, offsets, out, z,
+        kernel.rows_by_group[(min(tiles, chip_of(a.device)[1]),)](
+            a, b, bias, residual, a_scale, b_scale, offsets, out, z,
             N, K, M, first, count,
-            *a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride()), *out.stride(),
+            *a.stride(), *b.stride(), *_strides(bias, 2), *_strides(residual, 2),
+            *_strides(a_scale, 1), *_strides(b_scale, 2), *out.stride(),
+            None if alpha == 1 else alpha, None if beta == 1 else beta,
             DESCRIPTORS=by_descriptors, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a), ACTIVATION=activation,
             TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
@@ -51,6 +62,7 @@ def weights(
     grad: Tensor,
     offsets: Tensor,
     out: Tensor,
+    alpha: float = 1.0,
     first: int = 0,
     accumulate: bool = False,
     configuration: Configuration | None = None,
@@ -60,7 +72,8 @@ def weights(
     if out.numel() == 0:
         return
     aligned = all(each.stride(-1) == 1 and has_descriptor(each) for each in (a, grad))
-    chosen = configuration or _chosen(a, aligned, K, M, len(a) // count)[0]
+    of = class_of(a.mT, grad, "grouped_weights", count)
+    chosen = configuration or chosen_for(of, a, aligned, (K, M, len(a) // count))
     tiles = -(-K // chosen.tile_m) * -(-M // chosen.tile_n)
     by_descriptors = chosen.descriptors and aligned
     with device_of(a):
@@ -69,15 +82,12 @@ def weights(
         kernel.weights_by_group[(tiles, count)](
             a, grad, offsets, out,
             K, M, first, *a.stride(), *grad.stride(), *out.stride(),
+            None if alpha == 1 else alpha,
             DESCRIPTORS=by_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,
             TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 
 
-def _chosen(a: Tensor, aligned: bool, M: int, N: int, K: int) -> tuple[Configuration, int]:
-    """That of one group's product, of rows that are as many as of another; and how many programs run at once."""
-    chip, processors = chip_of(a.device) if a.is_cuda else ("interpreted", INTERPRETED_PROGRAMS)
-    measured = by_measurement(Class.of(chip, a.dtype, "fused", M, N, K)) if aligned else None
-    found = measured or by_rule(chip, a.itemsize, aligned, M, N, K, processors)
-    return grouped(found), processors
+def _strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    return (0,) * dims if x is None else x.stride()

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-import torch
+from torch import Tensor
 
 TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_matmul.py writes it
 
@@ -45,28 +45,48 @@ class Configuration:
         if self.specialized and not (self.warps == 4 and self.parts == 1 and self.descriptors):
             raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
 
+    def flop_per_byte(self, itemsize: int, products: int = 1) -> float:
+        """Of a step of the inner loop: over the bytes of a's tile and of the products' tiles of b."""
+        flop = 2 * self.tile_m * self.tile_n * self.tile_k * products
+        return round(flop / ((self.tile_m + self.tile_n * products) * self.tile_k * itemsize), 1)
 
-Kind = Literal["plain", "fused", "gated"]
+
+Kind = Literal["plain", "fused", "gated", "grouped", "grouped_weights"]
 
 
 class Class(NamedTuple):
-    """Products that are computed alike. m, n, k: the sizes, rounded up to powers of two. chip: as "sm_90".
+    """Products that are computed alike. chip: as "sm_90". dtype: of the factors, "tf32" where float32 is multiplied so.
 
     kind: "plain" where no more than a bias follows, "fused" where an epilogue does that torch's GEMM does not have, "gated" where two
-    products of one input make a gate.
+    products of one input make a gate; "grouped" of groups of rows, with or without an epilogue, and "grouped_weights" of sums over them.
+    transposed: the factors [M, K] and [K, N] whose columns are contiguous: "", "a", "b" or "ab".
+    m, n, k: the sizes, of groups those of one of them; with how many groups there are, rounded up to powers of two.
     """
 
     chip: str
     dtype: str
     kind: Kind
+    transposed: str
     m: int
     n: int
     k: int
+    groups: int = 1
 
     @classmethod
-    def of(cls, chip: str, dtype: torch.dtype, kind: Kind, M: int, N: int, K: int) -> Class:
-        m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
-        return cls(chip, str(dtype).removeprefix("torch."), kind, m, n, k)
+    def of(cls, chip: str, dtype: str, kind: Kind, transposed: str, M: int, N: int, K: int, groups: int = 1) -> Class:
+        m, n, k, groups = (1 << max(0, size - 1).bit_length() for size in (M, N, K, groups))
+        return cls(chip, dtype, kind, transposed, m, n, k, groups)
+
+
+def kind_of(a: Tensor, activation: str | None, alpha: float, *others: Tensor | None) -> Kind:
+    """Of a product that is followed by these. others: residual, scales, and what the activation is applied to."""
+    follows = activation is not None or alpha != 1 or any(each is not None for each in others)
+    return "fused" if follows or a.dtype.itemsize == 1 else "plain"
+
+
+def transposed(a: Tensor, b: Tensor) -> str:
+    """See `Class`."""
+    return "".join(name for name, factor in zip("ab", (a, b), strict=True) if factor.stride(-1) != 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +137,19 @@ MEASURED = read(TABLE)
 
 
 def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> Configuration | None:
-    """The configuration that was measured faster than torch's GEMM and the epilogue; None where none was."""
+    """The fastest configuration that was measured of the class; None where none was."""
     row = measured.get(of)
-    return row.configuration if row is not None and row.seconds < row.torch_seconds else None
+    return None if row is None else row.configuration
 
 
 def kernel_runs(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> bool:
-    """Whether the kernel computes such products, and not torch's GEMM: the faster one, by measurement.
+    """Whether the kernel computes such products, and not torch's GEMM with what follows: the faster one, by measurement.
 
     Of what was not measured the kernel computes "fused" alone: what follows is then no pass of its own. A gate saves less beside
     two products, two passes over its output of six, than the better GEMM may.
     """
-    return by_measurement(of, measured) is not None if of in measured else of.kind == "fused"
+    row = measured.get(of)
+    return of.kind == "fused" if row is None else row.seconds < row.torch_seconds
 
 
 # Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
@@ -181,6 +202,16 @@ def grouped(configuration: Configuration) -> Configuration:
     """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
     whole = _replaced(configuration, splits=1, specialized=False)
     return _replaced(whole, warps=8) if whole == MIDDLE else whole
+
+
+def fitted(kind: Kind, configuration: Configuration) -> Configuration:
+    """What a kernel of this kind makes of a configuration for one product."""
+    match kind:
+        case "gated":
+            return halved(configuration)
+        case "grouped" | "grouped_weights":
+            return grouped(configuration)
+    return configuration
 
 
 def _tiles(configuration: Configuration, M: int, N: int) -> int:

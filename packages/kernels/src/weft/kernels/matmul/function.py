@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..launched import launched
 from ..op import Tensors
 from ..swiglu import function as gates
 from . import reference
-from .configurations import MEASURED, Class, Kind, kernel_runs
+from .configurations import MEASURED, Kind, kernel_runs, kind_of
 from .reference import derivative, rows_of, shaped
 
 GATES = {
@@ -187,9 +186,7 @@ def product(
     keep_z: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """See `reference.product`. By the kernel or by torch's GEMM: see `by_kernel`."""
-    given = any(each is not None for each in (activation, residual, a_scale, b_scale))
-    fused = given or alpha != 1 or a.dtype.itemsize == 1
-    if use_triton(a) and by_kernel(a, b, "fused" if fused else "plain"):
+    if use_triton(a) and by_kernel(a, b, kind_of(a, activation, alpha, residual, a_scale, b_scale)):
         out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
         z = torch.empty_like(out) if keep_z else None
         _launch(a, b, bias, residual, a_scale, b_scale, out, z, activation, None, alpha, beta, False)
@@ -254,8 +251,6 @@ def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
         return kind != "plain"
     if not MEASURED:
         return kind == "fused"
-    from .launch import chip_of
+    from .launch import class_of
 
-    chip, _ = chip_of(a.device)
-    rows = a.shape[-2] if b.ndim > 2 else math.prod(a.shape[:-1])
-    return kernel_runs(Class.of(chip, a.dtype, kind, rows, b.shape[-1], a.shape[-1]))
+    return kernel_runs(class_of(a, b, kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..backend import device_of
 from . import kernel
-from .configurations import Class, Configuration, Kind, by_measurement, by_rule, halved
+from .configurations import Class, Configuration, Kind, by_measurement, by_rule, fitted, kind_of, transposed
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 COMBINED = 32, 128  # of a tile that the splits' products are added up in
@@ -45,9 +46,8 @@ def product(
     if out.numel() == 0:
         return
     aligned = has_descriptor(a) and has_descriptor(b)
-    follows = any(each is not None for each in (residual, a_scale, b_scale, z, activation)) or alpha != 1
-    kind: Kind = "fused" if follows else "plain"
-    chosen = configuration or _chosen(a, b, aligned, kind)
+    kind = kind_of(a, activation, alpha, residual, a_scale, b_scale, z)
+    chosen = configuration or chosen_for(class_of(a, b, kind), a, aligned, (M, N, K))
     splits = max(1, min(chosen.splits, -(-K // chosen.tile_k)))
     split_size = -(-K // splits)
     split_size = K if splits == 1 else -(-split_size // chosen.tile_k) * chosen.tile_k
@@ -107,7 +107,7 @@ def gated(
     if out.numel() == 0:
         return
     aligned = all(map(has_descriptor, (x, gate, up)))
-    chosen = configuration or _chosen(x, gate, aligned, "gated")
+    chosen = configuration or chosen_for(class_of(x, gate, "gated"), x, aligned, (M, N, K))
     by_descriptors = chosen.descriptors and aligned
     tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
     with device_of(x):
@@ -125,19 +125,33 @@ def gated(
         )  # fmt: skip
 
 
-def _chosen(a: Tensor, b: Tensor, aligned: bool, kind: Kind) -> Configuration:
-    (M, K), N = a.shape[-2:], b.shape[-1]
-    chip, processors = chip_of(a.device) if a.is_cuda else ("interpreted", INTERPRETED_PROGRAMS)
-    measured = by_measurement(Class.of(chip, a.dtype, kind, M, N, K)) if aligned else None
-    if measured is not None:
-        return measured
-    found = by_rule(chip, a.itemsize, aligned, M, N, K, processors)
-    return halved(found) if kind == "gated" else found
+def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> Class:
+    """Of a [..., M, K] and b [..., K, N]; leading dims that b has not are rows. Of groups with as many rows, or inner ones, each."""
+    M, N, K = a.shape[-2] if b.ndim == a.ndim else math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    if kind == "grouped":
+        M //= groups
+    if kind == "grouped_weights":
+        K //= groups
+    return Class.of(chip_of(a.device)[0], dtype_of(a, b), kind, transposed(a, b), M, N, K, groups)
+
+
+def dtype_of(a: Tensor, b: Tensor) -> str:
+    """As `Class` has it: two where those of 8 bits differ."""
+    names = (str(each.dtype).removeprefix("torch.") for each in (a, b))
+    return "tf32" if precision(a) == "tf32" else "-".join(dict.fromkeys(names))
+
+
+def chosen_for(of: Class, a: Tensor, aligned: bool, sizes: tuple[int, int, int]) -> Configuration:
+    """What was measured of the class, of aligned memory; else what the rule has. sizes: M, N and K."""
+    measured = by_measurement(of) if aligned else None
+    return measured or fitted(of.kind, by_rule(of.chip, a.itemsize, aligned, *sizes, chip_of(a.device)[1]))
 
 
 @lru_cache
 def chip_of(device: torch.device) -> tuple[str, int]:
-    """The chip as Triton's targets are named, and its multiprocessors."""
+    """The chip as Triton's targets are named, and its multiprocessors; "interpreted", with a few programs, of a CPU."""
+    if device.type != "cuda":
+        return "interpreted", INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
     return name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
@@ -168,8 +182,7 @@ def _step(scale: Tensor | None) -> int:
 
 def _programs(a: Tensor, others: int) -> int:
     """How many go through the tiles of one product, beside as many of the others."""
-    processors = chip_of(a.device)[1] if a.is_cuda else INTERPRETED_PROGRAMS
-    return max(1, -(-processors // others))
+    return max(1, -(-chip_of(a.device)[1] // others))
 
 
 def precision(a: Tensor) -> str:

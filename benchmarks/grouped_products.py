@@ -1,0 +1,99 @@
+"""The ways to products of groups of rows that are timed in turn: the kernels, and torch's GEMM of one group after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from weft.kernels.matmul import reference
+from weft.kernels.matmul.configurations import Configuration
+
+from benchmarks.products import BF16, KERNEL, ROWS, TORCH, Format, Way
+
+# Groups, columns of an expert's output and of its input: up or gate, and down.
+EXPERTS = {
+    "Mixtral 8x7B up": (8, 14336, 4096),
+    "Mixtral 8x7B down": (8, 4096, 14336),
+    "Qwen3 30B A3B up": (128, 768, 2048),
+    "Qwen3 30B A3B down": (128, 2048, 768),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """a [M, K], b [G, K, N] and grad [M, N], and where the groups end, on the device and on the host; they are equally long."""
+
+    a: Tensor
+    b: Tensor
+    grad: Tensor
+    offsets: Tensor
+    ends: tuple[int, ...]
+    out: torch.dtype
+
+    @classmethod
+    def of(
+        cls, groups: int, M: int, N: int, K: int, device: str, format: Format = BF16, transposed: str = ""
+    ) -> Groups:
+        """M: in all. transposed: "b" where b's columns are contiguous."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, device=device, generator=generator) * scale).to(format.dtype)
+
+        b = normal(groups, N, K, scale=K**-0.5).mT if "b" in transposed else normal(groups, K, N, scale=K**-0.5)
+        ends = tuple(M // groups * (g + 1) for g in range(groups))
+        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+        return cls(normal(M, K), b, normal(M, N), offsets, ends, format.out)
+
+    def rows(self) -> list[slice]:
+        return [slice(start, stop) for start, stop in pairwise((0, *self.ends))]
+
+
+def of_rows(given: Groups, configuration: Configuration | None = None) -> dict[str, Way]:
+    """a[rows] @ b[g] of each group. configuration: of the kernel alone."""
+    a, b = given.a, given.b
+    out = torch.empty(len(a), b.shape[-1], dtype=given.out, device=a.device)
+
+    def by_kernel() -> Tensor:
+        from weft.kernels.grouped_matmul import launch
+
+        launch.forward(a, b, given.offsets, None, None, None, None, out, None, configuration=configuration)
+        return out
+
+    def one_by_one() -> Tensor:
+        for rows, each in zip(given.rows(), b, strict=True):
+            out[rows] = reference.product(a[rows], each, out_dtype=given.out)[0]
+        return out
+
+    return {KERNEL: by_kernel, TORCH: one_by_one}
+
+
+def of_weights(given: Groups, configuration: Configuration | None = None) -> dict[str, Way]:
+    """a[rows].T @ grad[rows] of each group, one below the other."""
+    a, grad = given.a, given.grad
+    out = torch.empty(given.b.shape, dtype=given.out, device=a.device)
+
+    def by_kernel() -> Tensor:
+        from weft.kernels.grouped_matmul import launch
+
+        launch.weights(a, grad, given.offsets, out, configuration=configuration)
+        return out.flatten(0, 1)
+
+    def one_by_one() -> Tensor:
+        for rows, each in zip(given.rows(), out, strict=True):
+            torch.mm(a[rows].mT, grad[rows], out=each)
+        return out.flatten(0, 1)
+
+    return {KERNEL: by_kernel, TORCH: one_by_one}
+
+
+def truth_of_rows(given: Groups) -> Tensor:
+    """The first ROWS rows in float64, which are of the first group."""
+    return given.a[: min(ROWS, given.ends[0])].double() @ given.b[0].double()
+
+
+def truth_of_weights(given: Groups) -> Tensor:
+    first = given.rows()[0]
+    return given.a[first, :ROWS].double().mT @ given.grad[first].double()
