@@ -34,7 +34,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float
     few = not torch.compiler.is_compiling() and math.prod(x.shape[:-1]) <= ROWS_AT_ONCE
     dx, *totals = _gradients(upstream, wide, mean, rstd, scale, shift, (needed[0], *(few and each for each in sums)))
     if not few and any(sums):
-        rows = [_rows(each) for each in (upstream, wide, mean, rstd)]
+        rows = _rows(upstream), _rows(wide), _rows(mean), _rows(rstd)
         totals = _fused_sums(*rows) if torch.compiler.is_compiling() else _sums(*rows, scale, shift, sums)
     return None if dx is None else dx.to(x.dtype), *(
         total.to(each.dtype) if total is not None and each is not None and need else None
@@ -54,14 +54,14 @@ def _sums(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
     """The gradients of weight and bias, where rows are so many that the last digits of a running sum are lost."""
-    pieces = zip(*(each.split(ROWS_AT_ONCE) for each in (grad, x, mean, rstd)), strict=True)
-    parts = [_gradients(*piece, weight, bias, (False, *wanted))[1:] for piece in pieces]
+    pieces = zip(*(torch.split(each, ROWS_AT_ONCE) for each in (grad, x, mean, rstd)), strict=True)
+    parts = [_gradients(g, part, m, r, weight, bias, (False, *wanted))[1:] for g, part, m, r in pieces]
     return [
         torch.stack(each).sum(0) if want else None for each, want in zip(zip(*parts, strict=True), wanted, strict=True)
     ]
 
 
-def _fused_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
+def _fused_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor | None]:
     """As `_sums`, for a compiler: it makes one pass of these, and the number of rows may be a symbol."""
     return [((x - mean) * rstd * grad).sum(0), grad.sum(0)]
 

@@ -19,9 +19,8 @@ from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 
 from . import in_steps
-from .in_steps import TOKENS_DIM
 from .plan import ParallelPlan
-from .styles import TENSOR_AXIS, ColwiseParallel, PositionParallel, RowwiseParallel, Style, VocabParallel
+from .styles import TENSOR_AXIS, TOKENS_DIM, ColwiseParallel, PositionParallel, RowwiseParallel, Style, VocabParallel
 
 Called = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments that a module is called with
 

@@ -22,9 +22,8 @@ from weft.reshard.running.groups import this_rank
 from ..degrees import check_head_degrees
 from ..layers import DotProductAttention, Dropout, KeysAndValues
 from .batch import OrderedPositions
-from .boundaries import TOKENS_DIM
 from .plan import ParallelPlan
-from .styles import CONTEXT_AXIS, TENSOR_AXIS
+from .styles import CONTEXT_AXIS, TENSOR_AXIS, TOKENS_DIM
 
 HEADS_DIM = 2
 ATTENTION_ARGUMENTS = ("query", "key", "value", "dropout_key", "documents", "cache")

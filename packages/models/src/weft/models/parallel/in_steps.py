@@ -19,9 +19,7 @@ from weft.reshard import layout_of
 
 from ..layers import Linear
 from .plan import ParallelPlan
-from .styles import TENSOR_AXIS
-
-TOKENS_DIM = 1  # activations are [B, T, ...]
+from .styles import TENSOR_AXIS, TOKENS_DIM
 
 
 def may_travel(layer: nn.Module, plan: ParallelPlan) -> bool:

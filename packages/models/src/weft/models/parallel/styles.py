@@ -9,6 +9,7 @@ from typing import Any
 from weft.mesh import Placement, as_placement
 
 DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "dp", "cp", "tp", "pp"
+TOKENS_DIM = 1  # activations are [B, T, ...]
 
 
 @dataclass(frozen=True, slots=True)
