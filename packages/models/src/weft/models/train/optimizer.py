@@ -35,7 +35,7 @@ class _RpropOnShards(torch.optim.Rprop):
     """It updates what each process holds as a plain tensor: it writes where a mask says, which torch has not for `DTensor`s."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
         return is_complex
