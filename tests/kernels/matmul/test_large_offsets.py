@@ -145,7 +145,9 @@ def test_sums_over_groups(what: str, way: str) -> None:
     if what == "rows-of-the-output":
         a = a[:, :3]
     out = torch.empty(3, a.shape[1], M, dtype=torch.bfloat16)
-    found = {"groups-of-the-output": lambda: apart(out, 0), "rows-of-the-output": lambda: apart(out, 1)}.get(what, lambda: out)()
+    found = {"groups-of-the-output": lambda: apart(out, 0), "rows-of-the-output": lambda: apart(out, 1)}.get(
+        what, lambda: out
+    )()
     given = apart(a, 0) if what == "rows-of-a" else a, apart(grad, 0) if what == "rows-of-the-gradient" else grad
     launch.weights(*given, ends(SIZES), found, configuration=WAYS[way])
     parts = [each.split(SIZES) for each in (a, grad)]

@@ -59,7 +59,10 @@ def added_by_group(case: str) -> tuple[str, Tensor]:
     of_input, of_grad, of_sum = GROUPED[case]
     total = distribute(torch.ones(len(SIZES), K, M), Layout(TWO, of_sum))
     for grad, x in microbatches(torch.bfloat16):
-        factors = distribute(x.mT.contiguous(), Layout(TWO, of_input)), distribute(grad.mT.contiguous(), Layout(TWO, of_grad))
+        factors = (
+            distribute(x.mT.contiguous(), Layout(TWO, of_input)),
+            distribute(grad.mT.contiguous(), Layout(TWO, of_grad)),
+        )
         assert grouped_matmul(*factors, ends(SIZES), accumulate_into=total) is total
     return str(layout_of(total)), to_global(total)
 

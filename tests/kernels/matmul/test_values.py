@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -60,8 +60,8 @@ def lies(x: Tensor) -> tuple[int, tuple[int, ...]]:
 class Multiplied(TorchDispatchMode):
     """What products are given, by torch or by the kernel, and by what a tensor is copied."""
 
-    PRODUCTS = {"mm": 0, "addmm": 1, "matmul": 0}  # where the factors are; the last is the kernel's launch
-    COPIES = ("clone", "copy_", "_to_copy", "contiguous", "cat", "new_empty_strided")
+    PRODUCTS: ClassVar = {"mm": 0, "addmm": 1, "matmul": 0}  # where the factors are; the last is the kernel's launch
+    COPIES: ClassVar = ("clone", "copy_", "_to_copy", "contiguous", "cat", "new_empty_strided")
 
     def __init__(self) -> None:
         super().__init__()
