@@ -61,7 +61,7 @@ class Multiplied(TorchDispatchMode):
     """What products are given, by torch or by the kernel, and by what a tensor is copied."""
 
     PRODUCTS: ClassVar = {"mm": 0, "addmm": 1, "matmul": 0}  # where the factors are; the last is the kernel's launch
-    COPIES = ("clone", "copy_", "_to_copy", "contiguous", "cat", "new_empty_strided")
+    COPIES: ClassVar = ("clone", "copy_", "_to_copy", "contiguous", "cat", "new_empty_strided")
 
     def __init__(self) -> None:
         super().__init__()
