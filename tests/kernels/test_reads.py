@@ -100,9 +100,8 @@ def test_afterwards_and_in_other_threads_all_is_allowed() -> None:
     assert not {"cpu", "numpy", "tolist"} & vars(Tensor).keys()
 
 
-# A CPU finds in Python where groups end, and whether forward guessed the gradient of a loss. Of the kernels, which do that on the
-# device, see matmul/test_grouped.py and test_compiled.py.
-OF_A_CPU_ALONE = {"grouped_matmul", "cross_entropy-mean"}
+# A CPU finds in Python where groups end. Of the kernels, which do that on the device, see matmul/test_grouped.py.
+OF_A_CPU_ALONE = {"grouped_matmul"}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OF_A_CPU_ALONE])

@@ -15,6 +15,7 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
 
 from ..families import make_model
+from ..microbatches import microbatch_key
 from ..parallel import ParallelPlan
 from ..parallel.parallelize import own_plan
 from ..recording import Criterion, Step, run_on_shapes
@@ -65,9 +66,12 @@ class Outline:
         dtype: torch.dtype = getattr(torch, self.config.reduce_dtype)
         return dtype
 
-    def dropout_key(self, step: int) -> Tensor:
-        """Of all microbatches of a step."""
-        return torch.tensor(derive_key(self.config.seed, "dropout", step), dtype=torch.uint64)
+    def dropout_key(self, step: int, number: int | None = None) -> Tensor:
+        """Of all microbatches of a step; of one alone where its number is given."""
+        key: int | Tensor = derive_key(self.config.seed, "dropout", step)
+        if number is not None:
+            key = microbatch_key(key, number, self.microbatches)
+        return torch.tensor(key, dtype=torch.uint64)
 
     def first_step(self, rank: int, device_type: str) -> Step:
         """What `rank` does in step 1. Communication: none, and no process group is needed."""

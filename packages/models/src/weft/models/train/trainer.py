@@ -25,7 +25,7 @@ from ..data.batches import Batches, Rows
 from ..data.prefetch import Prefetch
 from ..generation import generate
 from ..initialization import initialize
-from ..microbatches import divide, microbatch_key
+from ..microbatches import divide
 from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
@@ -227,7 +227,7 @@ class Trainer:
         with traced("data"):
             batches = self._rows(step)
         for number, batch in enumerate(batches):
-            key = microbatch_key(self._outline.dropout_key(step), number, self._outline.microbatches)
+            key = self._outline.dropout_key(step, number)
             parts.append(self._microbatch(batch, (rows // self._outline.microbatches, T), dropout_key=key))
         return parts
 
