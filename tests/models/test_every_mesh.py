@@ -266,7 +266,7 @@ def table() -> Iterator[Any]:
 
 @pytest.mark.table
 @pytest.mark.parametrize(("sizes", "cases"), list(table()))
-def test_paddlenlp_9412_training_as_on_one_process_with_recomputation_too(
+def test_paddlenlp_9412_loss_and_gradients_of_one_process_with_recomputation_and_weights_after_steps(
     sizes: Sizes,
     cases: list[Case],
     pool: Any,
