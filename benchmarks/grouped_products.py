@@ -59,7 +59,7 @@ def of_rows(given: Groups, configuration: Configuration | None = None) -> dict[s
     def by_kernel() -> Tensor:
         from weft.kernels.grouped_matmul import launch
 
-        launch.forward(a, b, given.offsets, None, out, None, configuration=configuration)
+        launch.forward(a, b, given.offsets, None, None, None, None, out, None, configuration=configuration)
         return out
 
     def one_by_one() -> Tensor:

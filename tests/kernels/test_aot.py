@@ -19,6 +19,8 @@ from weft.kernels.aot import (
     as_json,
     as_table,
     compile_variant,
+    inner_loops,
+    instructions,
     loops,
     save,
     tensor_core,
@@ -38,12 +40,14 @@ SHARED_KIB = {  # that a program can have
     "gfx942": 64,  # AMD Instinct MI300 (CDNA3) ISA: local data share of a work-group
 }  # fmt: skip
 MORE_REGISTERS = 8  # than kept: a warp is given registers by 8 a thread; CUDA Occupancy Calculator
+NO_MORE = ("shared_bytes", "warps", "inner_instructions")
+ALIKE = ("flop_per_byte", "accesses", "loop_accesses", "tensor_core", "inner_tensor_core")
 # One tile of product/bf16 by a warp of four, or by all four: its [128, 64] @ [64, 64] over the instruction's M * N * K.
 PRODUCT = {
-    "sm_80": ("mma.sync", 128 * 64 * 64 // (16 * 8 * 16) // 4),
-    "sm_90": ("wgmma.mma_async", 128 * 64 * 64 // (64 * 64 * 16)),
-    "sm_100": ("tcgen05.mma", 128 * 64 * 64 // (128 * 64 * 16)),
-    "gfx942": ("v_mfma", 128 * 64 * 64 // (32 * 32 * 8) // 4),
+    "sm_80": ("mma.sync bf16", 128 * 64 * 64 // (16 * 8 * 16) // 4),
+    "sm_90": ("wgmma.mma_async bf16", 128 * 64 * 64 // (64 * 64 * 16)),
+    "sm_100": ("tcgen05.mma f16", 128 * 64 * 64 // (128 * 64 * 16)),
+    "gfx942": ("v_mfma bf16", 128 * 64 * 64 // (32 * 32 * 8) // 4),
 }
 
 Reports = dict[tuple[str, str], dict[str, Any]]
@@ -81,9 +85,9 @@ def differences(kept: Reports, fresh: Reports) -> list[str]:
     found += [f"{variant} for {target} is kept, but is gone" for variant, target in sorted(kept.keys() - fresh.keys())]
     for variant, target in sorted(kept.keys() & fresh.keys()):
         was, is_ = kept[variant, target], fresh[variant, target]
-        allowed = {"registers": was["registers"] + MORE_REGISTERS, "shared_bytes": was["shared_bytes"]}
+        allowed = {"registers": was["registers"] + MORE_REGISTERS} | {name: was[name] for name in NO_MORE}
         dearer = [name for name, most in allowed.items() if is_[name] > most]
-        others = [name for name in ("accesses", "loop_accesses", "tensor_core") if is_[name] != was[name]]
+        others = [name for name in ALIKE if is_[name] != was[name]]
         found += [f"{variant} for {target}: {name} {is_[name]}, kept {was[name]}" for name in dearer + others]
     return found
 
@@ -119,7 +123,10 @@ def test_nothing_costs_more_than_kept(target):
     assert not found, "\n".join([*found, f"if that is meant, keep it: {RENEW}"])
 
 
-COST = {"registers": 40, "shared_bytes": 32, "accesses": {"load 128": 2}, "loop_accesses": {}, "tensor_core": {}}
+COST = {
+    "registers": 40, "shared_bytes": 32, "warps": 4, "flop_per_byte": None, "accesses": {"load 128": 2}, "loop_accesses": {},
+    "tensor_core": {}, "inner_tensor_core": {}, "inner_instructions": 70,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -140,6 +147,9 @@ COST = {"registers": 40, "shared_bytes": 32, "accesses": {"load 128": 2}, "loop_
         pytest.param(
             {"tensor_core": {"mma.sync": 1}}, ["a for sm_90: tensor_core {'mma.sync': 1}, kept {}"], id="tensor-core"
         ),
+        pytest.param({"warps": 8}, ["a for sm_90: warps 8, kept 4"], id="warps"),
+        pytest.param({"inner_instructions": 71}, ["a for sm_90: inner_instructions 71, kept 70"], id="inner-loop"),
+        pytest.param({"inner_instructions": 69}, [], id="shorter-inner-loop"),
     ],
 )
 def test_what_costs_more_is_found(change, found):
@@ -268,6 +278,47 @@ AMD = """
 """
 
 
+NESTED = """
+$L__BB0_2:                              // =>This Loop Header: Depth=1
+                                        //     Child Loop BB0_12 Depth 2
+	st.global.b32 [%rd4], %r5;
+$L__BB0_12:                             // %.lr.ph
+                                        //   Parent Loop BB0_2 Depth=1
+                                        // =>  This Inner Loop Header: Depth=2
+	.loc	1 67 34                         // kernel.py:67:34
+	wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1}, %rd1;
+	// begin inline asm
+{
+	.reg .pred complete;
+	waitLoop:
+	mbarrier.try_wait.parity.shared::cta.b64 complete, [%r1], %r2;
+	@!complete bra.uni waitLoop;
+}
+// %bb.13:                              //   in Loop: Header=BB0_12 Depth=2
+	wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1}, %rd2;
+	@%p1 bra 	$L__BB0_12;
+// %bb.14:                              //   in Loop: Header=BB0_2 Depth=1
+	wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1}, %rd3;
+	st.global.v4.b32 [%rd4], {%r5};
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "within", "counted"),
+    [
+        pytest.param(NESTED, {"wgmma.mma_async bf16": 2}, 5, id="nested"),
+        pytest.param(PTX, {}, 2, id="ptx"),
+        pytest.param(AMD, {}, 2, id="amd"),
+        pytest.param("// %bb.0:\n	ret;\n", {}, 0, id="none"),
+    ],
+)
+def test_the_instructions_of_inner_loops_are_told_apart(code, within, counted):
+    """A header of 1 is no header of 12, and what an outer loop does beside the inner one is not counted."""
+    assert tensor_core(inner_loops(code)) == within
+    assert instructions(inner_loops(code)) == counted
+    assert instructions(code) > counted
+
+
 @pytest.mark.parametrize("code", [pytest.param(PTX, id="ptx"), pytest.param(AMD, id="amd")])
 def test_the_accesses_of_loops_are_told_apart(code):
     assert accesses(loops(code)) == {"load 128": 1}
@@ -277,19 +328,32 @@ def test_the_accesses_of_loops_are_told_apart(code):
 @pytest.mark.parametrize(
     ("code", "counted"),
     [
-        pytest.param("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1}, …;", {"mma.sync": 1}, id="mma"),
+        pytest.param("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1}, …;", {"mma.sync bf16": 1}, id="mma"),
         pytest.param(
             "wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, …;\n"
             "wgmma.commit_group.sync.aligned;",
-            {"wgmma.mma_async": 1},
+            {"wgmma.mma_async bf16": 1},
             id="wgmma",
         ),
         pytest.param(
+            "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%r1}, …;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 …;",
+            {"wgmma.mma_async e4m3": 1, "wgmma.mma_async tf32": 1},
+            id="wgmma-dtypes",
+        ),
+        pytest.param(
+            "cp.async.bulk.tensor.2d.shared [%r1];\nsetmaxnreg.dec 24;",
+            {"cp.async.bulk.tensor": 1, "setmaxnreg": 1},
+            id="tma",
+        ),
+        pytest.param(
             "@%p1 tcgen05.mma.cta_group::1.kind::f16 [%r1], …;\ntcgen05.commit.cta_group::1.b64 [%r2];",
-            {"tcgen05.mma": 1},
+            {"tcgen05.mma f16": 1},
             id="tcgen05",
         ),
-        pytest.param("v_mfma_f32_32x32x8_bf16 v[2:17], …\n" * 2, {"v_mfma": 2}, id="mfma"),
+        pytest.param("v_mfma_f32_32x32x8_bf16 v[2:17], …\n" * 2, {"v_mfma bf16": 2}, id="mfma"),
+        pytest.param("v_mfma_f32_32x32x8bf16_1k v[2:17], …", {"v_mfma bf16": 1}, id="mfma-glued"),
+        pytest.param("v_mfma_f32_32x32x16_fp8_fp8 v[2:17], …", {"v_mfma fp8": 1}, id="mfma-fp8"),
+        pytest.param("v_mfma_f32_32x32x4_xf32 v[2:17], …", {"v_mfma xf32": 1}, id="mfma-tf32"),
         pytest.param("fma.rn.f32 %f1, %f2, %f3, %f4;\nv_fma_f32 v0, v1, v2, v3", {}, id="none"),
     ],
 )
@@ -308,16 +372,22 @@ def test_a_product_of_matrices_is_made_by_tensor_cores(target):
 
 
 REPORTS = [
-    Report("room.kernel/bf16", "sm_90", 40, 0, 32, {"load 64": 1, "load 128": 2}, {"load 128": 2}, {"mma.sync": 4}),
-    Report("room.kernel/bf16", "gfx942", 35, 0, 0, {"load 128": 1}, {}, {}),
-]
+    Report(
+        "room.kernel/bf16", "sm_90", 40, 0, 32, 4, 64.0, {"load 64": 1, "load 128": 2}, {"load 128": 2},
+        {"mma.sync bf16": 8}, {"mma.sync bf16": 4}, 70,
+    ),
+    Report("room.kernel/bf16", "gfx942", 35, 0, 0, 4, None, {"load 128": 1}, {}, {}, {}, 0),
+]  # fmt: skip
 
 
 def test_the_table_names_a_variant_once():
     _, variant, nvidia, amd = as_table(REPORTS).splitlines()
     assert variant == "room.kernel/bf16"
-    assert " ".join(nvidia.split()) == "sm_90 40 0 32 load 64: 1, load 128: 2 load 128: 2 mma.sync: 4"
-    assert " ".join(amd.split()) == "gfx942 35 0 0 load 128: 1"
+    assert (
+        " ".join(nvidia.split())
+        == "sm_90 40 0 32 4 12, 75.0% 64.0 70 mma.sync bf16: 4 load 64: 1, load 128: 2 load 128: 2"
+    )
+    assert " ".join(amd.split()) == "gfx942 35 0 0 4 - - 0 load 128: 1"
 
 
 def test_a_report_is_kept_as_one_line(tmp_path):

@@ -129,6 +129,11 @@ CASES = {
         lambda a, b, bias: by_group(a, b, ENDS, bias).relu(),
         (normal(5, 6), normal(3, 6, 7), normal(3, 7)),
     ),
+    "grouped_matmul-residual": Case(
+        lambda a, b, residual: kernels.grouped_matmul(a, b, ENDS, residual=residual, alpha=0.5, beta=2.0),
+        lambda a, b, residual: by_group(a, b, ENDS) / 2 + 2 * residual * (torch.arange(5) < ENDS[-1])[:, None],
+        (normal(5, 6), normal(3, 6, 7), normal(5, 7)),
+    ),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
     "embedding-padding": Case(
         partial(kernels.embedding, padding_idx=-2),
@@ -287,6 +292,7 @@ TAKEN = {
     "swiglu_linear": 3,  # (R S0, R, R), (R, S0, S0)
     "grouped_matmul": 6,  # (R P, R), (R, S0), (R, S2), (R, P), (S1, S1)
     "grouped_matmul-relu": 3,  # (R, R), (R, S0), (R, S2), each with the bias that fits
+    "grouped_matmul-residual": 6,  # those of grouped_matmul, each with the residual that fits
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1

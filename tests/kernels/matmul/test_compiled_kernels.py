@@ -2,29 +2,98 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.test_aot import EACH_TARGET, FIRST, reports_for
 
 MULTIPLIES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+# As each target's instructions name the dtypes: of a chip without e4m3 8 bits are widened; tcgen05 has one kind for 16 bits.
+DTYPES = {
+    "sm_80": {"bf16": "bf16", "fp16": "f16", "tf32": "tf32", "fp8": "f16"},
+    "sm_90": {"bf16": "bf16", "fp16": "f16", "tf32": "tf32", "fp8": "e4m3"},
+    "sm_100": {"bf16": "f16", "fp16": "f16", "tf32": "tf32", "fp8": "f8f6f4"},
+    "gfx942": {"bf16": "bf16", "fp16": "f16", "tf32": "xf32", "fp8": "fp8", "fp32": "f32"},
+}
 BY_DESCRIPTORS = (
     "bf16-bias-gelu-residual",
     "bf16-slope-of-gelu",
     "bf16-transposed-sum",
     "bf16-specialized",
+    "fp16-relu",
     "fp8-scales",
     "bf16-swiglu",
 )
 
 
+def multiplications(report: dict[str, Any]) -> dict[str, int]:
+    """Of the inner loop, by instruction and dtype."""
+    others = ("cp.async.bulk.tensor", "setmaxnreg")
+    return {kind: count for kind, count in report["inner_tensor_core"].items() if kind not in others}
+
+
 @EACH_TARGET
-def test_products_are_made_by_tensor_cores(target: str) -> None:
+def test_products_are_made_by_tensor_cores_of_their_dtype(target: str) -> None:
     """float32 is multiplied as such, without them on NVIDIA's, unless tf32 is asked for."""
     reports = {name: report for (name, _), report in reports_for(target).items() if "matmul" in name}
-    assert len(reports) == 12
+    assert len(reports) == 15
     for name, report in reports.items():
-        multiplies = "combine" not in name and ("/fp32" not in name or target.startswith("gfx"))
-        assert (MULTIPLIES[target] in report["tensor_core"]) == multiplies, name
+        of = DTYPES[target].get(re.split("[/-]", name)[1]) if "combine" not in name else None
+        assert multiplications(report).keys() == ({f"{MULTIPLIES[target]} {of}"} if of else set()), name
+
+
+@EACH_TARGET
+def test_float32_is_cut_to_tf32_by_choice_alone(target: str) -> None:
+    """In no part of the code, not in the inner loop alone."""
+    single, cut = (reports_for(target)[f"matmul.product/{name}", target]["tensor_core"] for name in ("fp32", "tf32"))
+    assert not any("tf32" in kind or "xf32" in kind for kind in single)
+    assert any("tf32" in kind or "xf32" in kind for kind in cut)
+
+
+@pytest.fixture
+def settings() -> Iterator[Any]:
+    """torch's of products on a GPU, which are set back."""
+    found = torch.backends.cuda.matmul
+    word, of_gpu = torch.get_float32_matmul_precision(), found.fp32_precision
+    yield found
+    torch.set_float32_matmul_precision(word)
+    found.fp32_precision = of_gpu
+
+
+@pytest.mark.parametrize(
+    ("set_by", "given", "taken"),
+    [
+        pytest.param(None, None, "ieee", id="default"),
+        pytest.param("precision", "highest", "ieee", id="highest"),
+        pytest.param("precision", "high", "tf32", id="high"),
+        pytest.param("backend", "ieee", "ieee", id="backend-ieee"),
+        pytest.param("backend", "tf32", "tf32", id="backend-tf32"),
+    ],
+)
+def test_a_launch_cuts_to_tf32_where_torch_is_told_so(
+    set_by: str | None, given: str, taken: str, settings: Any
+) -> None:
+    """What is given here is the PRECISION that the two variants are compiled with."""
+    from weft.kernels.matmul import variants
+    from weft.kernels.matmul.launch import precision
+
+    if set_by == "precision":
+        torch.set_float32_matmul_precision(given)
+    if set_by == "backend":
+        settings.fp32_precision = given
+    with FakeTensorMode():
+        found = {
+            dtype: precision(torch.empty(4, 4, dtype=dtype, device="cuda")) for dtype in (torch.float32, torch.half)
+        }
+    assert found == {torch.float32: taken, torch.half: "ieee"}
+    assert precision(torch.empty(4, 4)) == "ieee"  # there is none on a CPU
+    compiled = {each.name: each.constexprs["PRECISION"] for each in variants.VARIANTS if "PRECISION" in each.constexprs}
+    assert compiled.pop("matmul.product/tf32") == "tf32" and set(compiled.values()) == {"ieee"}
 
 
 @pytest.mark.parametrize("name", BY_DESCRIPTORS)
@@ -34,7 +103,15 @@ def test_aligned_factors_are_loaded_by_tma(name: str) -> None:
     assert report["shared_bytes"] > 100 * 1024  # stages of tiles
 
 
-@pytest.mark.parametrize("name", ["rows_by_group/bf16", "rows_by_group/bf16-bias-silu", "weights_by_group/bf16-sum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows_by_group/bf16",
+        "rows_by_group/bf16-bias-silu-residual",
+        "rows_by_group/fp8-scales",
+        "weights_by_group/bf16-sum",
+    ],
+)
 def test_products_of_groups_are_loaded_by_tma_and_stored_in_words(name: str) -> None:
     report = reports_for(FIRST)[f"grouped_matmul.{name}", FIRST]
     assert report["tensor_core"]["cp.async.bulk.tensor"] >= 3

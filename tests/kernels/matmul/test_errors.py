@@ -69,6 +69,7 @@ def of_addends() -> list[str]:
         lambda: linear(a, distribute(B.mT.contiguous(), Layout(TWO, "tp: S(1)")), activation="silu"),
         lambda: matmul(a, b, residual=residual),
         lambda: matmul(a, distribute(B, Layout(TWO))),
+        lambda: linear(distribute(A, Layout(TWO)), distribute(B.mT.contiguous(), Layout(TWO, "tp: S(1)"))),
         lambda: matmul(a, b, accumulate_into=distribute(torch.zeros(4, 8), Layout(TWO))),
     ):
         with pytest.raises(LayoutError) as caught:
@@ -77,10 +78,22 @@ def of_addends() -> list[str]:
     return messages
 
 
+# Axis, both layouts, which dim of which operand is cut, and what to make of the other.
+LEFT = (
+    "einsum 'az,zy->ay': on axis 'tp' operands are S(1), R: it shards dim 1 of operand 0 ('az'), but not dim 0 of operand 1 ('zy'); "
+    "reshard operand 1 ('zy') to (tp: S(0))"
+)
+RIGHT = (
+    "einsum 'az,yz->ay': on axis 'tp' operands are R, S(1): it shards dim 1 of operand 1 ('yz'), but not dim 1 of operand 0 ('az'); "
+    "reshard operand 0 ('az') to (tp: S(1))"
+)
+
+
 def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:
-    for gelu, silu, residual, one_side, total in pool.run(of_addends, ranks=2):
+    for gelu, silu, residual, left, right, total in pool.run(of_addends, ranks=2):
         assert "matmul: gelu of an output that is (tp: P(sum))" in gelu and "reshard the output to (tp: R)" in gelu
         assert "linear: silu of an output that is (tp: P(sum))" in silu
         assert "reshard the residual to (tp: R)" in residual
-        assert "reshard" in one_side
+        assert left == LEFT
+        assert right == RIGHT
         assert "reshard the sum to accumulate into to (tp: P(sum))" in total

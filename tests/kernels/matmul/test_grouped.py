@@ -121,7 +121,7 @@ def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
     a, b, bias = (normal(*shape, dtype=torch.bfloat16) for shape in ((40, K), (4, K, M), (4, M)))
     out, z = torch.zeros(40, M, dtype=torch.bfloat16), torch.zeros(40, M, dtype=torch.bfloat16)
     with counted_traffic() as traffic:
-        launch.forward(a, b, ends(sizes), bias, out, z, "silu", configuration=WAYS[way])
+        launch.forward(a, b, ends(sizes), bias, None, None, None, out, z, "silu", configuration=WAYS[way])
     truth = of_experts(a.double(), b.double(), bias.double(), sizes, "silu")
     assert_as_good_as_eager(out, of_experts(a, b, bias, sizes, "silu"), truth)
     assert_as_good_as_eager(
@@ -152,19 +152,19 @@ def test_transposed_matrices_are_not_copied(device: str) -> None:
 
 def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the kernels find the groups themselves."""
-    from weft.kernels.grouped_matmul import kernel, sharded
+    from weft.kernels.grouped_matmul import checks, kernel
 
     class Launched:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *arguments, **constexprs: None
 
-    monkeypatch.setattr(sharded, "can_read", lambda tensor: False)
+    monkeypatch.setattr(checks, "can_read", lambda tensor: False)
     monkeypatch.setattr(kernel, "rows_by_group", Launched())
     monkeypatch.setattr(kernel, "weights_by_group", Launched())
-    a, b = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((9, 4), (3, 4, 5)))
+    a, b, residual = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((9, 4), (3, 4, 5), (9, 5)))
     offsets = ends([2, 0, 6])
     with NoReads():
-        grouped_matmul(a, b, offsets).sum().backward()
+        grouped_matmul(a, b, offsets, residual=residual).sum().backward()
 
 
 @pytest.mark.exhaustive  # its sisters are the losses' custom ops
@@ -193,7 +193,7 @@ def test_what_does_not_go_together_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         grouped_matmul(normal(*a), normal(*b), torch.tensor(offsets, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"torch.int64 and torch.float64; cast them"):
+    with pytest.raises(ValueError, match=r"offsets in torch.int32, got torch.int64; cast them"):
         grouped_matmul(normal(9, 4), normal(1, 4, 5), torch.tensor([9]))
 
 

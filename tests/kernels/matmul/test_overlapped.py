@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -39,37 +40,45 @@ SCATTERED = {
 def told(run: Callable[..., Tensor], a: Tensor, b: Tensor, upstream: Layout | None) -> list[tuple[str, Tensor]]:
     a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
     output = run(a, b)
-    grad = distribute(normal(*output.shape, seed=7).to(output.dtype), upstream or layout_of(output))
+    grad = distribute(normal(*output.shape, seed=7).to(output.device, output.dtype), upstream or layout_of(output))
     output.backward(grad)
     return [(str(layout_of(each)), to_global(each.detach())) for each in (output, a.grad, b.grad)]
 
 
-def operands(mesh: ProcessMesh, of_a: str, of_b: str, dtype: torch.dtype) -> tuple[DTensor, DTensor]:
+def operands(
+    mesh: ProcessMesh, of_a: str, of_b: str, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[DTensor, DTensor]:
     return (
-        distribute(normal(3, 5, 8).to(dtype), Layout(mesh, of_a)),
-        distribute(normal(8, 12).to(dtype), Layout(mesh, of_b)),
+        distribute(normal(3, 5, 8).to(device, dtype), Layout(mesh, of_a)),
+        distribute(normal(8, 12).to(device, dtype), Layout(mesh, of_b)),
     )
 
 
 def gathered(case: str, dtype: torch.dtype) -> None:
-    a, b = operands(*GATHERED[case], dtype)
+    is_the_gather_and_the_product(*operands(*GATHERED[case], dtype))
+
+
+def is_the_gather_and_the_product(a: DTensor, b: DTensor) -> None:
     found = told(all_gather_matmul, a, b, None)
 
     def pair(a: Tensor, b: Tensor) -> Tensor:
         return matmul(reshard(a, placements=layout_of(a).replace(tp="R")), b)
 
-    same(found, told(pair, a, b, None), dtype)
+    same(found, told(pair, a, b, None), a.dtype)
 
 
 def scattered(case: str, dtype: torch.dtype) -> None:
-    a, b = operands(*SCATTERED[case], dtype)
+    is_the_product_and_the_reduction(*operands(*SCATTERED[case], dtype))
+
+
+def is_the_product_and_the_reduction(a: DTensor, b: DTensor) -> None:
     found = told(matmul_reduce_scatter, a, b, None)
     wanted = Layout(layout_of(a).mesh, found[0][0])
 
     def pair(a: Tensor, b: Tensor) -> Tensor:
         return reshard(matmul(a, b), placements=wanted)
 
-    same(found, told(pair, a, b, None), dtype)
+    same(found, told(pair, a, b, None), a.dtype)
 
 
 def same(found: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -194,3 +203,34 @@ def compiled() -> None:
 @pytest.mark.exhaustive  # its sisters are the losses' custom ops
 def test_each_is_one_node_of_a_compiled_graph(pool: Pool) -> None:
     pool.run(compiled, ranks=2)
+
+
+def on_rank(rank: int, ranks: int, device: str, store: str) -> None:
+    """Both ops over all ranks, each with a GPU of its own where `device` is "cuda"."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        mesh = ProcessMesh.grid(tp=ranks)
+        for dtype in (torch.float64, torch.bfloat16):
+            is_the_gather_and_the_product(*operands(mesh, "tp: S(1)", "tp: S(1)", dtype, device))
+            is_the_product_and_the_reduction(*operands(mesh, "tp: S(2)", "tp: S(0)", dtype, device))
+    finally:
+        dist.destroy_process_group()
+
+
+GPUS = torch.cuda.device_count()
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"takes two GPUs or more, one for each rank; there are {GPUS}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks"),
+    [pytest.param("cuda", GPUS, marks=ON_GPUS), pytest.param("cpu", 2, marks=pytest.mark.exhaustive)],
+    ids=["nccl", "gloo"],
+)
+def test_on_every_gpu(device: str, ranks: int, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(on_rank, (ranks, device, str(tmp_path / "store")), nprocs=ranks)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import linear, matmul
 
 from .cases import ACTIVATIONS, assert_as_good_as_eager, expected, normal
@@ -33,8 +36,46 @@ def test_no_factor_is_copied_to_be_transposed(a_transposed: bool, b_transposed: 
     a = normal(K, M, dtype=torch.bfloat16).mT if a_transposed else normal(M, K, dtype=torch.bfloat16)
     b = normal(N, K, dtype=torch.bfloat16).mT if b_transposed else normal(K, N, dtype=torch.bfloat16)
     a, b = a.to(device), b.to(device)
-    found = matmul(a, b, activation="relu")
+    grad = normal(M, N, dtype=torch.bfloat16).to(device)
+    a.requires_grad_(), b.requires_grad_()
+    with Multiplied() as multiplied:
+        found = matmul(a, b, activation="relu")
+        torch.autograd.grad(found, (a, b), grad)
+    found, a, b = found.detach(), a.detach(), b.detach()
     assert_as_good_as_eager(found, expected(a, b, None, "relu"), expected(a.double(), b.double(), None, "relu"))
+    dz = multiplied.factors[1][0]  # in memory of its own, which forward made
+    assert multiplied.factors == [
+        (lies(a), lies(b)),
+        (dz, lies(b.mT)),
+        (lies(a.mT), dz),
+    ]
+    assert not multiplied.copies
+
+
+def lies(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Where, and with which strides."""
+    return x.data_ptr(), x.stride()
+
+
+class Multiplied(TorchDispatchMode):
+    """What products are given, by torch or by the kernel, and by what a tensor is copied."""
+
+    PRODUCTS: ClassVar = {"mm": 0, "addmm": 1, "matmul": 0}  # where the factors are; the last is the kernel's launch
+    COPIES: ClassVar = ("clone", "copy_", "_to_copy", "contiguous", "cat", "new_empty_strided")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[tuple[Any, Any]] = []
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in self.PRODUCTS:
+            a, b = args[self.PRODUCTS[name] :][:2]
+            self.factors.append((lies(a), lies(b)))
+        if name in self.COPIES:
+            self.copies.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def strided(kind: str, device: str) -> tuple[Tensor, Tensor]:

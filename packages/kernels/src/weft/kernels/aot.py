@@ -1,4 +1,4 @@
-"""Compiles the kernels without a GPU and reports what they cost: registers, spills, shared memory, access widths.
+"""Compiles the kernels without a GPU and reports what they cost: registers, spills, shared memory, access widths, inner loops.
 
     python -m weft.kernels.aot                                # a table; all targets
     python -m weft.kernels.aot --target sm_90 --json
@@ -24,6 +24,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from .occupancy import occupancy, programs_at_once
+
 ROOMS = (
     "weft.kernels.cross_entropy.launch",
     "weft.kernels.linear_cross_entropy.launch",
@@ -46,6 +48,7 @@ class Variant:
 
     arguments: name -> a Triton type ("*bf16", "i32"), with ":16" where the value is a multiple of 16, or a number
         that the launch compiles in, such as a stride of "1", or "None" for an argument that is not given.
+    flop_per_byte: of what a product's inner loop brings to shared memory; None for what multiplies no matrices.
     elsewhere: what the launch takes instead on some targets: "sm_80", or "gfx" for all of AMD's.
     """
 
@@ -55,6 +58,7 @@ class Variant:
     constexprs: Mapping[str, int | str | None]
     warps: int
     stages: int = 3
+    flop_per_byte: float | None = None
     elsewhere: Mapping[str, Variant] = field(default_factory=dict)
 
     def on(self, target: str) -> Variant:
@@ -66,11 +70,14 @@ class Variant:
 class Report:
     """What a compiled kernel costs.
 
-    registers: for each thread.  spill_bytes: local memory for each thread.  shared_bytes: for each program.
+    registers: for each thread.  spill_bytes: local memory for each thread.  shared_bytes, warps: for each program.
+    flop_per_byte: as of `Variant`.
     accesses: how many global loads and stores of each width the code has: {"load 128": 2}, in bits.
     loop_accesses: those of them inside of loops.
-    tensor_core: how many tensor-core instructions of each kind the code has, and how many that bring tiles to them and hand
-        registers from warp to warp: {"wgmma.mma_async": 4, "cp.async.bulk.tensor": 6, "setmaxnreg": 8}.
+    tensor_core: how many tensor-core instructions of each kind and dtype the code has, and how many that bring tiles to them and
+        hand registers from warp to warp: {"wgmma.mma_async bf16": 4, "cp.async.bulk.tensor": 6, "setmaxnreg": 8}.
+    inner_tensor_core: those of them in the loops that have none inside.
+    inner_instructions: all instructions in these loops, of PTX or of AMD's.
     """
 
     variant: str
@@ -78,9 +85,23 @@ class Report:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    warps: int
+    flop_per_byte: float | None
     accesses: Mapping[str, int]
     loop_accesses: Mapping[str, int]
     tensor_core: Mapping[str, int]
+    inner_tensor_core: Mapping[str, int]
+    inner_instructions: int
+
+    @property
+    def programs(self) -> int | None:
+        """At once on a multiprocessor; None of a target whose limits are not known."""
+        return programs_at_once(self.target, self.warps, self.registers, self.shared_bytes)
+
+    @property
+    def occupancy(self) -> float | None:
+        """The share of a multiprocessor's warps that are at work."""
+        return occupancy(self.target, self.warps, self.registers, self.shared_bytes)
 
 
 def variants() -> Iterator[Variant]:
@@ -131,14 +152,19 @@ def compile_variant(variant: Variant, target: str) -> Report:
     asm = compiled.asm
     usage = _usage_of_cubin(asm["cubin"]) if "cubin" in asm else _usage_of_amdgcn(asm["amdgcn"])
     code = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
+    inner = inner_loops(code)
     return Report(
         variant.name,
         target,
         *usage,
         shared_bytes=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,  # with those that specialization adds
+        flop_per_byte=variant.flop_per_byte,
         accesses=accesses(code),
         loop_accesses=accesses(loops(code)),
         tensor_core=tensor_core(code),
+        inner_tensor_core=tensor_core(inner),
+        inner_instructions=instructions(inner),
     )
 
 
@@ -157,14 +183,40 @@ def accesses(code: str) -> dict[str, int]:
 
 def loops(code: str) -> str:
     """The part of PTX or of AMD assembly that is inside of loops: the blocks that LLVM's comments say are."""
-    blocks = re.split(r"^(?=\$L__BB\d|\.LBB\d|(?://|;) %bb\.)", code, flags=re.MULTILINE)
-    return "".join(block for block in blocks if re.search(r"(//|;) .*(\bin Loop:|Loop Header:)", block))
+    return "".join(block for block in _blocks(code) if re.search(r"(//|;) .*(\bin Loop:|Loop Header:)", block))
+
+
+def inner_loops(code: str) -> str:
+    """Of the part that is inside of loops that of loops which have none inside."""
+    blocks = _blocks(code)
+    headers = [re.match(r"[$.]L(?:__)?(BB\w+)", block) for block in blocks if "This Inner Loop Header:" in block]
+    inside = {f"in Loop: Header={header[1]} " for header in headers if header}
+    return "".join(
+        block for block in blocks if "This Inner Loop Header:" in block or any(each in block for each in inside)
+    )
+
+
+def _blocks(code: str) -> list[str]:
+    return re.split(r"^(?=\$L__BB\d|\.LBB\d|(?://|;) %bb\.)", code, flags=re.MULTILINE)
+
+
+def instructions(code: str) -> int:
+    """How many PTX or AMD assembly has; directives, labels and comments are none."""
+    return len(re.findall(r"^\s+[@a-z].*(?<!:)$", code, flags=re.MULTILINE))
+
+
+# Before the dtype of the factors: of PTX behind that of the sums, or of tcgen05 by its kind; of AMD's with it, or glued to sizes.
+_MULTIPLIES = (
+    r"\b(wgmma\.mma_async|mma\.sync)\.\S*?\.f32\.(\w+)\.",
+    r"\b(tcgen05\.mma)\.\S*?kind::(\w+)",
+    r"\b(v_mfma)_f32_\d+x\d+x\d+_?([a-z]+\d+)",
+)
 
 
 def tensor_core(code: str) -> dict[str, int]:
-    """The matrix instructions in PTX or in AMD assembly, and those of tiles and warps for them, counted by their kind."""
-    names = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|cp\.async\.bulk\.tensor|setmaxnreg"
-    kinds = Counter(re.findall(rf"\b({names})[._]", code))
+    """The matrix instructions in PTX or in AMD assembly by their kind and dtype, and those of tiles and warps for them."""
+    kinds = Counter(" ".join(each) for pattern in _MULTIPLIES for each in re.findall(pattern, code))
+    kinds.update(re.findall(r"\b(cp\.async\.bulk\.tensor|setmaxnreg)\.", code))
     return dict(sorted(kinds.items()))
 
 
@@ -174,15 +226,20 @@ def as_json(reports: Iterable[Report]) -> str:
 
 
 def as_table(reports: Iterable[Report]) -> str:
-    """Lines for people: each variant, and under it its targets."""
-    line = "  {:8}{:>9}{:>9}{:>8}  {:50}  {:26}  {}"
-    lines = [line.format("", "registers", "spilled", "shared", "accesses, in bits", "of them in loops", "tensor cores")]
+    """Lines for people: each variant, and under it its targets. Occupancy is the programs at once, and their share of all warps."""
+    line = "  {:8}{:>9}{:>9}{:>8}{:>7}{:>13}{:>11}{:>12}  {:60}  {:50}  {}"
+    names = ("", "registers", "spilled", "shared", "warps", "occupancy", "flop/byte", "inner loop")
+    lines = [line.format(*names, "of it tensor cores", "accesses, in bits", "of them in loops")]
     for variant, of_targets in groupby(reports, key=lambda report: report.variant):
         lines.append(variant)
         for report in of_targets:
-            costs = (report.registers, report.spill_bytes, report.shared_bytes)
-            counts = map(_counted, (report.accesses, report.loop_accesses, report.tensor_core))
-            lines.append(line.format(report.target, *costs, *counts).rstrip())
+            costs = (report.registers, report.spill_bytes, report.shared_bytes, report.warps)
+            follow = (
+                "-" if report.occupancy is None else f"{report.programs}, {report.occupancy:.1%}",
+                report.flop_per_byte or "-",
+            )
+            counts = map(_counted, (report.inner_tensor_core, report.accesses, report.loop_accesses))
+            lines.append(line.format(report.target, *costs, *follow, report.inner_instructions, *counts).rstrip())
     return "\n".join(lines) + "\n"
 
 

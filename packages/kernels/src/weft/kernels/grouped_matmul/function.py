@@ -20,83 +20,108 @@ def forward(
     b: Tensor,
     offsets: Tensor,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
     *,
     activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
     out_dtype: torch.dtype | None = None,
     first: int = 0,
-    add_bias: bool = True,
+    adds: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`. Backward needs the factors and, with an activation, z; of relu the output says enough.
+    """See `reference.forward`. Backward needs the factors and, with an activation, z; of relu without a residual the output.
 
-    first: of the groups that b has. add_bias: as of `linear`. keep: whether there is a backward.
+    first: of the groups that b has. adds: whether this rank adds bias and residual, as of `linear`. keep: whether there is a backward.
     """
-    bias = bias if add_bias else None
+    added = (bias, residual) if adds else (None, None)
     out = torch.zeros((a.shape[0], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
-    z = torch.empty_like(out) if keep and activation not in (None, "relu") else None
-    _by_rows(a, b, offsets, bias, out, z, activation, first)
-    return out, (a, b, offsets) if activation is None else (a, b, offsets, out if z is None else z)
+    by_output = activation == "relu" and residual is None
+    z = torch.empty_like(out) if keep and activation is not None and not by_output else None
+    _by_rows(a, b, offsets, *added, a_scale, b_scale, out, z, activation, alpha, beta, first)
+    # Of the residual backward needs the shape alone: one number that says it.
+    told = None if residual is None else residual.new_empty(()).expand(residual.shape)
+    return out, (a, b, offsets, out if by_output else z, told)
 
 
-def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
-    """dz = grad * act'(z), as the products take it."""
-    a, _, _, *z = saved
-    assert a is not None, "forward saves it"
-    return (derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad).to(a.dtype)
+def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensors:
+    """dz = grad * act'(z), as the products take it, and dresidual = beta * grad of the rows that are in groups."""
+    a, _, offsets, z, residual = saved
+    assert a is not None and offsets is not None, "forward saves them"
+    dresidual = None
+    if needed[4] and residual is not None:
+        dresidual = _of_groups(grad, offsets).mul_(options.get("beta", 1.0))
+        dresidual = dresidual.sum_to_size(residual.shape).to(residual.dtype)
+    dz = grad if z is None else derivative(grad, z, options.get("activation"))
+    return dz if a.dtype.itemsize == 1 else dz.to(a.dtype), dresidual
+
+
+def _of_groups(grad: Tensor, offsets: Tensor) -> Tensor:
+    """grad, with zeros in the rows behind the last group; the host waits for no offset."""
+    if len(offsets) == 0:
+        return torch.zeros_like(grad)
+    behind = torch.arange(len(grad), device=grad.device) >= offsets[-1]
+    return grad.masked_fill(behind[:, None], 0)
 
 
 def backward(
     saved: Tensors,
-    dz: Tensor,
+    grads: Tensors,
     needed: Sequence[bool],
     *,
     activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
     out_dtype: torch.dtype | None = None,
     first: int = 0,
-    add_bias: bool = True,
+    adds: bool = True,
 ) -> Tensors:
-    """By groups da = dz @ b.T, db = a.T @ dz of the rows of each, and dbias their sum."""
+    """By groups da = alpha dz @ b.T, db = alpha a.T @ dz of the rows of each, and dbias the sum of dz; scales have no gradient."""
     a, b, offsets = saved[:3]
-    assert a is not None and b is not None and offsets is not None, "forward saves them"
+    dz, dresidual = grads
+    assert a is not None and b is not None and offsets is not None and dz is not None, "forward saves them"
     da = db = dbias = None
     if needed[0]:
         da = torch.zeros(a.shape, dtype=a.dtype, device=a.device)
-        _by_rows(dz, b.mT, offsets, None, da, None, None, first)
+        _by_rows(dz, b.mT, offsets, None, None, None, None, da, None, None, alpha, 1.0, first)
     if needed[1]:
         db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-        _by_groups(a, dz, offsets, db, first, False)
-    if len(needed) > 3 and needed[3]:
-        dbias = torch.empty((len(b), 1, b.shape[-1]), dtype=b.dtype, device=b.device)
-        _by_groups(dz.new_ones(len(dz), 1), dz, offsets, dbias, first, False)
+        _by_groups(a, dz, offsets, db, alpha, first, False)
+    if needed[3]:
+        dbias = torch.empty((len(b), 1, b.shape[-1]), dtype=dz.dtype, device=b.device)
+        _by_groups(dz.new_ones(len(dz), 1), dz, offsets, dbias, 1.0, first, False)
         dbias = dbias.squeeze(1)
-    return (da, db, None, dbias)[: len(needed)]
+    return da, db, None, dbias, dresidual, None, None
 
 
 def accumulate(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
     """into [G, K, M], to which a[:, rows] @ b[rows] was added of each group's rows; a: [K, N], b: [N, M]."""
-    _by_groups(a.mT, b, offsets, into, first, True)
+    _by_groups(a.mT, b, offsets, into, 1.0, first, True)
     return into, ()
 
 
 @launched(
-    "grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor(a!) out, Tensor(b!)? z, str? activation, int first)"
+    "grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, "
+    "Tensor(a!) out, Tensor(b!)? z, str? activation, float alpha, float beta, int first)"
 )
-def _by_rows(
-    a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, out: Tensor, z: Tensor | None, activation: str | None, first: int
-) -> None:  # fmt: skip
+def _by_rows(a: Tensor, *others: Any) -> None:
     if use_triton(a):
         from . import launch  # imports triton, which a CPU run may not have
 
-        launch.forward(a, b, offsets, bias, out, z, activation, first)
+        launch.forward(a, *others)
     else:
-        reference.forward(a, b, offsets, bias, out, z, activation, first)
+        reference.forward(a, *others)
 
 
-@launched("grouped_matmul_weights(Tensor a, Tensor grad, Tensor offsets, Tensor(a!) out, int first, bool accumulate)")
-def _by_groups(a: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, first: int, accumulate: bool) -> None:
+@launched(
+    "grouped_matmul_weights(Tensor a, Tensor grad, Tensor offsets, Tensor(a!) out, float alpha, int first, bool accumulate)"
+)
+def _by_groups(a: Tensor, *others: Any) -> None:
     if use_triton(a):
         from . import launch
 
-        launch.weights(a, grad, offsets, out, first, accumulate)
+        launch.weights(a, *others)
     else:
-        reference.weights(a, grad, offsets, out, first, accumulate)
+        reference.weights(a, *others)

@@ -4,20 +4,24 @@ import triton
 import triton.language as tl
 
 from ..matmul.epilogue import finish, tile_of
+from ..matmul.kernel import multiplied
 
 
 @triton.jit
 def rows_by_group(
-    a_ptr, b_ptr, bias_ptr, offsets_ptr, out_ptr, z_ptr,
+    a_ptr, b_ptr, bias_ptr, residual_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, out_ptr, z_ptr,
     N, K, M, FIRST, COUNT,
-    stride_an, stride_ak, stride_bg, stride_bk, stride_bm, stride_biasg, stride_biasm, stride_on, stride_om,
+    stride_an, stride_ak, stride_bg, stride_bk, stride_bm, stride_biasg, stride_biasm, stride_rn, stride_rm,
+    stride_sn, stride_sg, stride_sm, stride_on, stride_om,
+    alpha, beta,
     DESCRIPTORS: tl.constexpr, B_BY_ROWS: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of group FIRST + g, of COUNT; other rows are not touched.
 
     DESCRIPTORS: a and b lie in 16-byte rows: a along K, and b along M where B_BY_ROWS, else along K. A tile of a has rows of the next
-    group behind its own, which are not stored. z lies as out; see `finish`.
+    group behind its own, which are not stored. z lies as out; see `finish`. Scales: stride_sn of a's rows, stride_sg and stride_sm
+    of b's groups and columns.
     """
     if DESCRIPTORS:
         a = tl.make_tensor_descriptor(a_ptr, [N, K], [stride_an, 1], [TILE_N, TILE_K])
@@ -44,27 +48,30 @@ def rows_by_group(
                         right = b.load([g, k, col.to(tl.int32)]).reshape(TILE_K, TILE_M)
                     else:
                         right = b.load([g, col.to(tl.int32), k]).reshape(TILE_M, TILE_K).T
-                    total = tl.dot(left, right, total, input_precision=PRECISION)
+                    total = multiplied(left, right, total, PRECISION)
             else:
                 rows, cols, inner = row + tl.arange(0, TILE_N), col + tl.arange(0, TILE_M), tl.arange(0, TILE_K)
-                a_tile = a_ptr + rows[:, None] * stride_an + inner * stride_ak
-                b_tile = b_ptr + tl.cast(g, tl.int64) * stride_bg + inner[:, None] * stride_bk + cols * stride_bm
+                far = inner.to(tl.int64)
+                a_tile = a_ptr + rows[:, None] * stride_an + far * stride_ak
+                b_tile = b_ptr + tl.cast(g, tl.int64) * stride_bg + far[:, None] * stride_bk + cols * stride_bm
                 in_rows, in_cols = (rows < stop)[:, None], cols < M
                 for k in range(0, K, TILE_K):
                     in_k = k + inner < K
                     left = tl.load(a_tile, mask=in_rows & in_k, other=0.0)
                     right = tl.load(b_tile, mask=in_k[:, None] & in_cols, other=0.0)
-                    total = tl.dot(left, right, total, input_precision=PRECISION)
+                    total = multiplied(left, right, total, PRECISION)
                     a_tile += tl.cast(TILE_K, tl.int64) * stride_ak
                     b_tile += tl.cast(TILE_K, tl.int64) * stride_bk
-            bias_of_group = bias_ptr
+            bias_of_group, b_scale_of_group = bias_ptr, b_scale_ptr
             if bias_ptr is not None:
                 bias_of_group = bias_ptr + tl.cast(g, tl.int64) * stride_biasg
+            if b_scale_ptr is not None:
+                b_scale_of_group = b_scale_ptr + tl.cast(g, tl.int64) * stride_sg
             finish(
                 total, row, col,
-                bias_of_group, None, None, None, out_ptr, z_ptr,
-                stop, M, stride_biasm, 0, 0, 0, 0, stride_on, stride_om,
-                None, None,
+                bias_of_group, residual_ptr, a_scale_ptr, b_scale_of_group, out_ptr, z_ptr,
+                stop, M, stride_biasm, stride_rn, stride_rm, stride_sn, stride_sm, stride_on, stride_om,
+                alpha, beta,
                 ACTIVATION, None, False, TILE_N, TILE_M, PARTS,
             )  # fmt: skip
             tile += tl.num_programs(0)
@@ -76,10 +83,11 @@ def rows_by_group(
 def weights_by_group(
     a_ptr, grad_ptr, offsets_ptr, out_ptr,
     K, M, FIRST, stride_an, stride_ak, stride_gn, stride_gm, stride_og, stride_ok, stride_om,
+    alpha,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr, ACCUMULATE: tl.constexpr,
     TILE_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out[g] [K, M] = a[rows].T @ grad[rows] for the rows of group FIRST + g, or is added to. Grid: tiles of [K, M], groups.
+    """out[g] [K, M] = alpha * a[rows].T @ grad[rows] for the rows of group FIRST + g, or is added to. Grid: tiles of [K, M], groups.
 
     DESCRIPTORS: rows of a and of grad lie in 16-byte rows. Those of a group are a tensor of their own, behind which zeros are read.
     """
@@ -113,6 +121,6 @@ def weights_by_group(
         total, down, across,
         None, None, None, None, out_ptr + tl.cast(g, tl.int64) * stride_og, None,
         K, M, 0, 0, 0, 0, 0, stride_ok, stride_om,
-        None, None,
+        alpha, None,
         None, None, ACCUMULATE, TILE_K, TILE_M, PARTS,
     )  # fmt: skip

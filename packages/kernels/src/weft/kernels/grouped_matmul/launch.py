@@ -16,9 +16,14 @@ def forward(
     b: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
     out: Tensor,
     z: Tensor | None,
     activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
     first: int = 0,
     configuration: Configuration | None = None,
 ) -> None:
@@ -33,13 +38,19 @@ def forward(
         -M // chosen.tile_n
     )  # at the most: each group may end in a part of a tile
     by_descriptors = chosen.descriptors and aligned
+    if b_scale is not None:
+        b_scale = (b_scale[:, None] if b_scale.ndim == 1 else b_scale).expand(count, M)
+    residual = None if residual is None else residual.expand(N, M)
+    a_scale = None if a_scale is None else a_scale.expand(N)
     with device_of(a):
         if by_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
         kernel.rows_by_group[(min(tiles, chip_of(a.device)[1]),)](
-            a, b, bias, offsets, out, z,
+            a, b, bias, residual, a_scale, b_scale, offsets, out, z,
             N, K, M, first, count,
-            *a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride()), *out.stride(),
+            *a.stride(), *b.stride(), *_strides(bias, 2), *_strides(residual, 2),
+            *_strides(a_scale, 1), *_strides(b_scale, 2), *out.stride(),
+            None if alpha == 1 else alpha, None if beta == 1 else beta,
             DESCRIPTORS=by_descriptors, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a), ACTIVATION=activation,
             TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
@@ -51,6 +62,7 @@ def weights(
     grad: Tensor,
     offsets: Tensor,
     out: Tensor,
+    alpha: float = 1.0,
     first: int = 0,
     accumulate: bool = False,
     configuration: Configuration | None = None,
@@ -70,7 +82,12 @@ def weights(
         kernel.weights_by_group[(tiles, count)](
             a, grad, offsets, out,
             K, M, first, *a.stride(), *grad.stride(), *out.stride(),
+            None if alpha == 1 else alpha,
             DESCRIPTORS=by_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,
             TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
+
+
+def _strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    return (0,) * dims if x is None else x.stride()

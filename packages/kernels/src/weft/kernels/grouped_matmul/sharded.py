@@ -9,12 +9,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Shard, infer
 
-from ..backend import can_read
-from ..matmul.checks import WIDE, check_activation_name, check_dtypes
-from ..matmul.sharded.layouts import adds, check_activation, check_operand, kept, summed_axes
+from ..matmul.sharded.layouts import (
+    adds,
+    check_activation,
+    check_operand,
+    check_residual_layout,
+    kept,
+    summed_axes,
+    whole,
+)
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
 from . import function
+from .checks import check_accumulation, check_grouped
 
 
 @autocasts("grouped_matmul")
@@ -25,92 +32,62 @@ def grouped_matmul(
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
+    residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rows sorted by group, each group times a matrix of its own: `act(a[start:stop] @ b[g] + bias[g])`, as experts are computed.
+    """Rows sorted by group, each group times a matrix of its own, as experts are computed.
+
+    Of the rows of group g it is `act(alpha * a[start:stop] @ b[g] + bias[g]) + beta * residual[start:stop]`.
 
     a: [N, K]. b: [G, K, M]. offsets: [G] int32, where each group ends, as of torch.nn.functional.grouped_mm; a group may be empty.
-    They lie where a lies, and no host waits for them. Returns [N, M], in out_dtype or a's dtype, zeros in rows behind the last group.
-    bias: [G, M]. activation: as of `linear`; on a GPU both are computed before the product is stored.
+    They lie where a lies, and no host waits for them. Returns [N, M], in out_dtype or a's dtype, bfloat16 for 8-bit factors; zeros in
+    rows behind the last group, where nothing is added either.
+    bias: [G, M]. activation: as of `linear`. residual: any shape that broadcasts to the output. On a GPU all is computed before the
+    product is stored. a_scale, b_scale: float32, what 8-bit factors are multiplied by: one number, or one a row of a, and one a group or
+    [G, M] of b. Such factors have no gradient.
     accumulate_into: [G, K, M], float32 for 16-bit factors, to which `a[:, start:stop] @ b[start:stop]` of each group is added in place,
     for a [K, N] and b [N, M], and which is returned: the gradients of experts over microbatches. Nothing follows, no gradient is recorded.
-    Saved for backward: a, b and, with an activation, what it is applied to; of relu the output instead.
+    Saved for backward: a, b and, with an activation, what it is applied to; of relu without a residual the output instead.
     Layouts: rows are whole, and so are the offsets. Matrices sharded on M shard the output; those and a sharded on K leave it
-    Partial(sum); and so do matrices sharded on G, each rank with groups of its own (expert parallel). The bias lies as the matrices
-    do. There is no activation of sums over K. accumulate_into: all of a and b that it takes. Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes and options that do not go together, and on a CPU for
+    Partial(sum); and so do matrices sharded on G, each rank with groups of its own (expert parallel). The bias and b's scales lie as the
+    matrices do, the residual as the output; where that is Partial(sum) it is whole, and added once. There is no activation of sums over K. accumulate_into: all of a and b that it takes. Communication: none.
+    Raises LayoutError for any other layouts; ValueError for shapes, dtypes, devices and options that do not go together, and on a CPU for
     offsets that fall, or end behind the rows.
     """
     if accumulate_into is not None:
-        return _accumulated(a, b, offsets, accumulate_into, bias, activation, out_dtype)
-    shapes = tuple(tuple(each.shape) for each in (a, b, offsets))
-    if len(shapes[0]) != 2 or len(shapes[1]) != 3 or shapes[0][1] != shapes[1][1] or shapes[2] != shapes[1][:1]:
-        raise ValueError(
-            f"grouped_matmul takes a [N, K], b [G, K, M] and offsets [G], got {shapes[0]}, {shapes[1]} and {shapes[2]}"
-        )
-    if bias is not None and tuple(bias.shape) != (shapes[1][0], shapes[1][2]):
-        raise ValueError(
-            f"grouped_matmul takes a bias of shape {(shapes[1][0], shapes[1][2])}, a row for each group, got {tuple(bias.shape)}"
-        )
-    check_activation_name("grouped_matmul", activation)
-    if out_dtype is not None and out_dtype not in WIDE:
-        raise ValueError(f"grouped_matmul: out_dtype is {out_dtype}; give one of {', '.join(map(str, WIDE))}")
-    _check(a, b, offsets, shapes[0][0])
-    return apply(GROUPED_MATMUL, a, b, offsets, bias, activation=activation, out_dtype=out_dtype)
-
-
-def _accumulated(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *others: object) -> Tensor:
-    """others: what may not be given beside it."""
-    shapes = tuple(tuple(each.shape) for each in (a, b, into, offsets))
-    wanted = torch.promote_types(a.dtype, torch.float32) if a.dtype in WIDE else torch.float32
-    if (
-        [*map(len, shapes)] != [2, 2, 3, 1]
-        or shapes[0][1] != shapes[1][0]
-        or shapes[2] != (*shapes[3], shapes[0][0], shapes[1][1])
-        or into.dtype not in (wanted, a.dtype)
-    ):
-        raise ValueError(
-            f"grouped_matmul: beside accumulate_into [G, K, M], of {wanted} for factors of {a.dtype}, there are a [K, N], b [N, M] and "
-            f"offsets [G]; got {into.dtype} of shape {shapes[2]}, {shapes[0]}, {shapes[1]} and {shapes[3]}"
-        )
-    if any(each is not None for each in others):
-        raise ValueError(
-            "grouped_matmul: beside accumulate_into there is no bias, activation or out_dtype; apply them to the sum when it is complete"
-        )
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
-        raise ValueError("grouped_matmul: accumulate_into records no gradient; call it under torch.no_grad()")
-    _check(a, b, offsets, shapes[1][0])
-    with torch.no_grad():
-        apply(ACCUMULATE, a, b, offsets, into)
-    return into
-
-
-def _check(a: Tensor, b: Tensor, offsets: Tensor, rows: int) -> None:
-    """Raises ValueError for dtypes, and for offsets where their values can be read."""
-    check_dtypes("grouped_matmul", a, b)
-    if offsets.dtype != torch.int32 or a.dtype.itemsize == 1:
-        raise ValueError(
-            f"grouped_matmul takes offsets in torch.int32 and factors of 16 bits at least, got {offsets.dtype} and {a.dtype}; "
-            f"cast them with .to()"
-        )
-    if type(offsets) is Tensor and can_read(offsets):
-        ends = [0, *offsets.tolist()]
-        if ends != sorted(ends) or ends[-1] > rows:
-            raise ValueError(
-                f"grouped_matmul: the groups end at {ends[1:]}, of {rows} rows; give offsets that rise, to at most {rows}: "
-                f"the cumulative sum of the groups' sizes"
-            )
+        others = (bias, activation, residual, out_dtype, alpha, beta, a_scale, b_scale)
+        check_accumulation(a, b, offsets, accumulate_into, *others)
+        with torch.no_grad():
+            apply(ACCUMULATE, a, b, offsets, accumulate_into)
+        return accumulate_into
+    check_grouped(a, b, offsets, bias, activation, residual, out_dtype, a_scale, b_scale)
+    if a.dtype.itemsize == 1:
+        out_dtype = out_dtype or torch.bfloat16
+    return apply(
+        GROUPED_MATMUL, a, b, offsets, bias, residual, a_scale, b_scale,
+        activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    a, b, offsets, bias = layouts
-    a_shape, b_shape, *_ = shapes
+    a, b, offsets, bias, residual, a_scale, b_scale = layouts
+    a_shape, b_shape, _, _, residual_shape, a_scale_shape, b_scale_shape = shapes
     assert a is not None and b is not None and offsets is not None and a_shape and b_shape, "all are given"
     _check_whole("the rows of a are", a, 0, offsets)
     output = infer.einsum("nk,gkm->nm", a, b)
     groups = kept(b, "gkm", "g")
     check_operand("grouped_matmul", "bias", bias, kept(b, "gkm", "gm"), output)
+    check_operand("grouped_matmul", "a_scale", a_scale, kept(a, "nk", "n" if a_scale_shape else ""), output)
+    check_operand("grouped_matmul", "b_scale", b_scale, kept(b, "gkm", "gm"[: len(b_scale_shape or ())]), output)
+    complete, shape = whole(output), (a_shape[0], b_shape[2])
+    if residual is not None:
+        assert residual_shape is not None, "it has a layout"
+        check_residual_layout("grouped_matmul", residual, residual_shape, complete, shape, output)
     # A row is complete on the rank that has its group, and zeros on others: what follows a product follows it there.
     of_own = output.replace(**{axis: "R" for axis in summed_axes(output) if b[axis] == Shard(0)})
     activation = options["activation"]
@@ -124,12 +101,15 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             infer.einsum("nm,nk,g->gkm", grad, a, groups),
             None,
             None if bias is None else infer.einsum("nm,g->gm", grad, groups),
+            None if residual is None else infer.gradient(complete, grad, residual, (complete, residual)),
+            None,
+            None,
         )
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"first": b.local_slices(b_shape, rank)[0].start, "add_bias": adds(of_own, rank)}
+        return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds(of_own, rank)}
 
-    return Sharding(output, (a_shape[0], b_shape[2]), gradients, local)
+    return Sharding(output, shape, gradients, local)
 
 
 def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
@@ -138,11 +118,11 @@ def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
     if offsets != wanted:
         raise LayoutError(f"grouped_matmul: the offsets are ({offsets}); reshard them to ({wanted})", (wanted,))
     if cut := rows.shard_order.get(dim):
-        whole = rows.replace(**dict.fromkeys(cut, "R"))
+        wanted = rows.replace(**dict.fromkeys(cut, "R"))
         raise LayoutError(
             f"grouped_matmul: {what} cut over {', '.join(map(repr, cut))}, and the offsets count all rows; reshard "
-            f"{what.split()[-2]} to ({whole})",
-            (whole,),
+            f"{what.split()[-2]} to ({wanted})",
+            (wanted,),
         )
 
 

@@ -44,16 +44,28 @@ def check_matmul(
     out = (*of_a[:-1], of_b[-1])
     if bias is not None and tuple(bias.shape) != out[-1:]:
         raise ValueError(f"matmul takes a bias of shape {out[-1:]}, got {tuple(bias.shape)}; expand or transpose it")
+    check_residual("matmul", residual, out)
+    check_out_dtype("matmul", out_dtype)
+    check_devices("matmul", a, b, bias, residual, a_scale, b_scale)
+    one = len(of_b) == 2
+    check_scale("matmul", "a_scale", a_scale, a, ((), out[:-1]) if one else ((),), "row of a")
+    check_scale("matmul", "b_scale", b_scale, b, ((), out[-1:]) if one else ((),), "column of b")
+
+
+def check_residual(op: str, residual: Tensor | None, out: tuple[int, ...]) -> None:
     if residual is not None and not _broadcasts(tuple(residual.shape), out):
-        raise ValueError(f"matmul: a residual of shape {tuple(residual.shape)} does not broadcast to the output, {out}")
+        raise ValueError(f"{op}: a residual of shape {tuple(residual.shape)} does not broadcast to the output, {out}")
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
     if out_dtype is not None and out_dtype not in WIDE:
-        raise ValueError(f"matmul: out_dtype is {out_dtype}; give one of {', '.join(map(str, WIDE))}")
-    devices = {str(each.device) for each in (a, b, bias, residual, a_scale, b_scale) if each is not None}
+        raise ValueError(f"{op}: out_dtype is {out_dtype}; give one of {', '.join(map(str, WIDE))}")
+
+
+def check_devices(op: str, *operands: Tensor | None) -> None:
+    devices = {str(each.device) for each in operands if each is not None}
     if len(devices) > 1:
-        raise ValueError(f"matmul: its operands lie on {' and '.join(sorted(devices))}; move them to one device")
-    rows = out[:-1] if len(of_b) == 2 else None
-    _check_scale("a_scale", a_scale, a, rows, "row of a")
-    _check_scale("b_scale", b_scale, b, out[-1:] if len(of_b) == 2 else None, "column of b")
+        raise ValueError(f"{op}: its operands lie on {' and '.join(sorted(devices))}; move them to one device")
 
 
 def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
@@ -66,13 +78,15 @@ def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
         )
 
 
-def _check_scale(name: str, scale: Tensor | None, factor: Tensor, each: tuple[int, ...] | None, what: str) -> None:
+def check_scale(
+    op: str, name: str, scale: Tensor | None, factor: Tensor, shapes: tuple[tuple[int, ...], ...], what: str
+) -> None:
+    """shapes: which it may have. what: that has a number each, where it has several."""
     if scale is None:
         return
-    shapes = ((),) if each is None else ((), each)
     if tuple(scale.shape) not in shapes or scale.dtype != torch.float32 or factor.dtype not in EIGHT_BITS:
         raise ValueError(
-            f"matmul: {name} is {scale.dtype} of shape {tuple(scale.shape)}, of a factor of {factor.dtype}; for an 8-bit factor "
+            f"{op}: {name} is {scale.dtype} of shape {tuple(scale.shape)}, of a factor of {factor.dtype}; for an 8-bit factor "
             f"give float32 of shape {' or '.join(map(str, shapes))}: one number, or one for each {what}"
         )
 

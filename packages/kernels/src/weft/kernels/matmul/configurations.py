@@ -45,6 +45,11 @@ class Configuration:
         if self.specialized and not (self.warps == 4 and self.parts == 1 and self.descriptors):
             raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
 
+    def flop_per_byte(self, itemsize: int, products: int = 1) -> float:
+        """Of a step of the inner loop: over the bytes of a's tile and of the products' tiles of b."""
+        flop = 2 * self.tile_m * self.tile_n * self.tile_k * products
+        return round(flop / ((self.tile_m + self.tile_n * products) * self.tile_k * itemsize), 1)
+
 
 Kind = Literal["plain", "fused", "gated", "grouped", "grouped_weights"]
 

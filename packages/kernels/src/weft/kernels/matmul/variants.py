@@ -12,7 +12,13 @@ from .launch import COMBINED
 
 ALIGNED = "i32:16"
 SPECIALIZED = replace(MIDDLE, stages=3, parts=1, specialized=True)
-EIGHT, EIGHT_BITS_OF = "fp8e4nv", {"sm_80": "fp8e5", "gfx": "fp8e4b8"}  # what each chip has
+EIGHT = "fp8e4nv"
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, EIGHT: 1}
+
+
+def eight_on(target: str) -> str:
+    """The 8 bits that a chip has, by the beginning of its name."""
+    return {"sm_80": "fp8e5", "gfx": "fp8e4b8"}.get(target, EIGHT)
 
 
 def _arguments(
@@ -57,7 +63,7 @@ def _product(
         return Variant(
             f"matmul.product/{name}",
             kernel.product,
-            _arguments(EIGHT_BITS_OF.get(target, of) if of == EIGHT else of, to, asked, aligned, at, bt),
+            _arguments(eight_on(target) if of == EIGHT else of, to, asked, aligned, at, bt),
             {
                 "DESCRIPTORS": int(configuration.descriptors), "A_BY_ROWS": int(not at), "B_BY_ROWS": int(not bt),
                 "PRECISION": precision, "ACTIVATION": None if "slope" in asked else activation,
@@ -68,6 +74,7 @@ def _product(
             },
             configuration.warps,
             configuration.stages,
+            configuration.flop_per_byte(BYTES[of], 2 if "gated" in asked else 1),
         )  # fmt: skip
 
     others = {target: launched(other, target) for target, other in (elsewhere or {}).items()}
@@ -96,7 +103,9 @@ VARIANTS = (
     # A tcgen05 loop has registers to spare, and gains nothing from it.
     _product("bf16-specialized", SPECIALIZED, "bias", activation="silu", elsewhere=OLDER | {"sm_100": MIDDLE}),
     _product("bf16-not-aligned", NOT_ALIGNED, "bias", activation="silu", aligned=False),
+    _product("fp16-relu", LARGE, of="fp16", to="fp16", activation="relu", elsewhere=OLDER),
     _product("fp32", SINGLE, of="fp32", to="fp32"),
+    _product("tf32", SINGLE, of="fp32", to="fp32", precision="tf32"),
     _product("fp8-scales", EIGHT_BITS, "scales", of=EIGHT, elsewhere=OLDER),
     _product("bf16-swiglu", halved(LARGE), "gated", "z", elsewhere={of: halved(each) for of, each in OLDER.items()}),
     COMBINE,

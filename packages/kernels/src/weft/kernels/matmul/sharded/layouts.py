@@ -33,6 +33,16 @@ def check_operand(op: str, name: str, layout: Layout | None, wanted: Layout, out
         )
 
 
+def check_residual_layout(
+    op: str, residual: Layout, shape: tuple[int, ...], complete: Layout, of_output: tuple[int, ...], output: Layout
+) -> None:
+    """Raises LayoutError where a residual does not lie as the output when all is added up: `complete`, of the shape of_output."""
+    if shape == of_output:
+        check_operand(op, "residual", residual, complete, output)
+    else:
+        infer.elementwise(op, True, complete, residual, shapes=(of_output, shape))
+
+
 def check_activation(op: str, activation: str | None, output: Layout) -> None:
     """Raises LayoutError for an activation of addends."""
     if activation is not None and summed_axes(output):

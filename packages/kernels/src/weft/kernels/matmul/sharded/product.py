@@ -14,7 +14,7 @@ from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts
 from .. import function
 from ..checks import check_accumulation, check_matmul
-from .layouts import adds, check_activation, check_operand, kept, whole
+from .layouts import adds, check_activation, check_operand, check_residual_layout, kept, whole
 
 
 @autocasts("matmul")
@@ -95,11 +95,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     complete = whole(output)
     if residual is not None:
         assert residual_shape is not None, "it has a layout"
-        broadcast = (terms.shape, residual_shape)
-        if residual_shape == terms.shape:
-            check_operand("matmul", "residual", residual, complete, output)
-        else:
-            infer.elementwise("matmul", True, complete, residual, shapes=broadcast)
+        check_residual_layout("matmul", residual, residual_shape, complete, terms.shape, output)
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         if options["activation"] is not None:

@@ -1,0 +1,92 @@
+"""What products of groups are given that does not go together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backend import can_read
+from ..matmul.checks import (
+    WIDE,
+    check_activation_name,
+    check_devices,
+    check_dtypes,
+    check_out_dtype,
+    check_residual,
+    check_scale,
+)
+
+OP = "grouped_matmul"
+
+
+def check_grouped(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+) -> None:
+    """Raises ValueError, with the values and the remedy."""
+    of_a, of_b, of_offsets = (tuple(each.shape) for each in (a, b, offsets))
+    if len(of_a) != 2 or len(of_b) != 3 or of_a[1] != of_b[1] or of_offsets != of_b[:1]:
+        raise ValueError(f"{OP} takes a [N, K], b [G, K, M] and offsets [G], got {of_a}, {of_b} and {of_offsets}")
+    rows, (groups, _, columns) = of_a[0], of_b
+    if bias is not None and tuple(bias.shape) != (groups, columns):
+        raise ValueError(
+            f"{OP} takes a bias of shape {(groups, columns)}, a row for each group, got {tuple(bias.shape)}"
+        )
+    check_activation_name(OP, activation)
+    check_residual(OP, residual, (rows, columns))
+    check_out_dtype(OP, out_dtype)
+    check_dtypes(OP, a, b)
+    check_devices(OP, a, b, offsets, bias, residual, a_scale, b_scale)
+    check_scale(OP, "a_scale", a_scale, a, ((), (rows,)), "row of a")
+    check_scale(OP, "b_scale", b_scale, b, ((), (groups,), (groups, columns)), "group, or each column of a group")
+    check_offsets(offsets, rows)
+
+
+def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *others: object) -> None:
+    """Raises ValueError for what cannot be added in place. others: what may not be given beside it, or as it is by default."""
+    shapes = tuple(tuple(each.shape) for each in (a, b, into, offsets))
+    wanted = torch.promote_types(a.dtype, torch.float32) if a.dtype in WIDE else torch.float32
+    if (
+        [*map(len, shapes)] != [2, 2, 3, 1]
+        or shapes[0][1] != shapes[1][0]
+        or shapes[2] != (*shapes[3], shapes[0][0], shapes[1][1])
+        or into.dtype not in (wanted, a.dtype)
+    ):
+        raise ValueError(
+            f"{OP}: beside accumulate_into [G, K, M], of {wanted} for factors of {a.dtype}, there are a [K, N], b [N, M] and "
+            f"offsets [G]; got {into.dtype} of shape {shapes[2]}, {shapes[0]}, {shapes[1]} and {shapes[3]}"
+        )
+    if any(isinstance(each, Tensor) or each not in (None, 1.0) for each in others):
+        raise ValueError(
+            f"{OP}: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; apply them to "
+            f"the sum when it is complete"
+        )
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
+        raise ValueError(f"{OP}: accumulate_into records no gradient; call it under torch.no_grad()")
+    check_dtypes(OP, a, b)
+    if a.dtype.itemsize == 1:
+        raise ValueError(
+            f"{OP}: accumulate_into takes factors of 16 bits at least, got {a.dtype}; cast them with .to()"
+        )
+    check_devices(OP, a, b, offsets, into)
+    check_offsets(offsets, shapes[1][0])
+
+
+def check_offsets(offsets: Tensor, rows: int) -> None:
+    """Raises ValueError for their dtype, and where they can be read for their values."""
+    if offsets.dtype != torch.int32:
+        raise ValueError(f"{OP} takes offsets in torch.int32, got {offsets.dtype}; cast them with .to()")
+    if type(offsets) is Tensor and can_read(offsets):
+        ends = [0, *offsets.tolist()]
+        if ends != sorted(ends) or ends[-1] > rows:
+            raise ValueError(
+                f"{OP}: the groups end at {ends[1:]}, of {rows} rows; give offsets that rise, to at most {rows}: "
+                f"the cumulative sum of the groups' sizes"
+            )

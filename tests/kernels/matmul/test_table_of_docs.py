@@ -1,0 +1,34 @@
+"""The page of products shows what the kept reports say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from weft.kernels.aot import Report
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/kernels/matmul.md").read_text()
+
+
+def line_of(report: Report) -> str:
+    """As the page has it, behind what the variant is and its tile."""
+    multiplies = ", ".join(kind for kind in report.inner_tensor_core if "cp.async" not in kind) or "none"
+    loop = f"{report.inner_instructions}, {multiplies}"
+    share = f"{report.programs} of {report.warps} warps, {report.occupancy:.1%}"
+    return f"| {report.registers} | {report.shared_bytes:,} | {share} | {report.flop_per_byte} | {loop} |"
+
+
+def test_the_table_is_that_of_the_kept_reports() -> None:
+    version = re.search(r"As compiled by triton (\S+) for sm_90", PAGE)
+    assert version is not None
+    kept = json.loads((ROOT / f"benchmarks/results/aot/triton-{version[1]}.json").read_text())
+    reports = {each["variant"]: Report(**each) for each in kept if each["target"] == "sm_90"}
+    shown = re.findall(r"^\| `((?:grouped_)?matmul\.\w+/[\w-]+)` \| [^|]+ (\|.*\|)$", PAGE, flags=re.MULTILINE)
+    assert {variant for variant, _ in shown} == {
+        name for name in reports if "matmul." in name and "combine" not in name
+    }
+    assert dict(shown) == {variant: line_of(reports[variant]) for variant, _ in shown}
+    first = reports["matmul.product/bf16-bias-gelu-residual"]
+    assert f"{first.registers} registers a thread and {first.shared_bytes:,} bytes" in PAGE
