@@ -14,11 +14,11 @@ def test_least_communication(tell: Tell) -> None:
     """A block each way, the embedding with the head and the loss ("ends") each way, and the gradients of a model of one block."""
     found = tell.measuring(every_row)
     print(
-        f"\n{'mesh':17}{'plan':33}{'part':17}{'family':24}{'recorded: collectives, bytes a rank receives':54}least known"
+        f"\n{'mesh':17}{'plan':33}{'part':17}{'family':24}{'recorded: collectives, bytes a rank receives':58}least known"
     )
     for (where, plan, part, recorded, least), families in alike(found).items():
         whose = "all" if len(families) == len(FAMILIES) else ", ".join(families)
-        print(f"{where:17}{plan:33}{part:17}{whose:24}{recorded:54}{least}")
+        print(f"{where:17}{plan:33}{part:17}{whose:24}{recorded:58}{least}")
     for plan in dict.fromkeys(row.name for row in ROWS):
         of_plan = [both for (_, name, _, _), both in found.items() if name == plan]
         collectives, nbytes = (

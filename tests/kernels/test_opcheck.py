@@ -11,9 +11,9 @@ from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from weft import kernels
-from weft.kernels.cross_entropy import custom_ops as of_logits
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.linear_cross_entropy import custom_ops as of_products
+from weft.kernels.cross_entropy.sharded import custom_ops as of_logits
+from weft.kernels.linear_cross_entropy.sharded import custom_ops as of_products
 from weft.mesh import Layout
 from weft.reshard import plan
 from weft.reshard.running import traced
