@@ -18,9 +18,11 @@ from weft.models import Llama, LlamaConfig, ParallelPlan, PipelinePlan, initiali
 from weft.models.memory import predict_memory
 from weft.models.microbatches import divide
 from weft.models.parallel.parallelize import pipeline_of
+from weft.models.parallel.pipeline.run import stage_mesh_of
 from weft.models.train.step import find_gradients
 from weft.reshard import GradientSync
 
+from tests.models.test_zero_blocks import held
 from tests.models.test_zero_numbers import held_by
 
 CONFIG = LlamaConfig(
@@ -62,6 +64,9 @@ def measured(
         pipeline = pipeline_of(model)
         assert pipeline is not None
         actions: list[record_function] = []
+        stays: list[int] = []
+        gradients: list[int] = []
+        wholes: list[int] = []  # of parameters that zero=3 keeps from their first use until all microbatches are back
 
         def begin() -> None:
             actions.append(record_function(f"action {len(actions)}"))
@@ -72,30 +77,31 @@ def measured(
             pipeline.finish_sends()  # what is on its way is not counted
             actions[-1].__exit__(None, None, None)
             gradients.append(held_by([each.grad for each in model.parameters() if each.grad is not None]))
+            wholes.append(held(model))
             if len(actions) == len(pipeline.ran) and plan.zero < 2:
                 stays.append(held_since(before))  # gradients add up whole until all microbatches are back
             begin()
 
-        stays: list[int] = []
-        gradients: list[int] = []
+        wholes_before = held(model)
         begin()
         find_gradients(model, criterion, parts, sync, ended=ended)
         actions[-1].__exit__(None, None, None)
     if not observes:
         return {}
-    stays.append(held_since(before))
+    stays.append(held_since(before) + max(wholes) - held(model))
     bytes_of = {each.name: each.cpu_memory_usage for each in profiler.function_events or ()}
-    held: dict[tuple[int, int], int] = {}
-    most = before_it = 0
-    for number, (action, after_it) in enumerate(zip(pipeline.ran, gradients, strict=False)):
+    kept: dict[tuple[int, int], int] = {}
+    most, before_it = 0, wholes_before
+    after_each = map(sum, zip(gradients, wholes, strict=True))
+    for number, (action, after_it) in enumerate(zip(pipeline.ran, after_each, strict=False)):
         key = action.stage, action.microbatch
         if (
             action.kind in "FI"
-        ):  # what these leave, but for gradients of parameters, is held until the microbatch is back
-            held[key] = held.get(key, 0) + bytes_of[f"action {number}"] - (after_it - before_it)
+        ):  # what these leave, but for gradients and wholes of parameters, is kept until the microbatch is back
+            kept[key] = kept.get(key, 0) + bytes_of[f"action {number}"] - (after_it - before_it)
         else:
-            del held[key]
-        before_it, most = after_it, max(most, sum(held.values()))
+            del kept[key]
+        before_it, most = after_it, max(most, sum(kept.values()))
     return {"stays": stays[0], "activations": most}
 
 
@@ -118,6 +124,8 @@ FEW, MORE = {"pp": 2, "dp": 2}, pytest.mark.exhaustive
         pytest.param(FEW, 0, {"schedule": "gpipe"}, id="gpipe-zero0", marks=MORE),
         pytest.param(FEW, 0, {"schedule": "zero_bubble"}, id="zero_bubble-zero0", marks=MORE),
         pytest.param(FEW, 2, {"schedule": "1f1b"}, id="1f1b-zero2", marks=MORE),
+        pytest.param(FEW, 3, {"schedule": "1f1b"}, id="1f1b-zero3", marks=MORE),
+        pytest.param(FEW, 3, {"schedule": "interleaved"}, id="interleaved-zero3", marks=MORE),
         pytest.param({"pp": 2, "tp": 2}, 0, {"schedule": "1f1b"}, id="tp2", marks=MORE),
         pytest.param({"pp": 4}, 0, {"schedule": "1f1b", "split": (1, 1, 2, 1)}, id="uneven", marks=MORE),
     ],
@@ -126,8 +134,8 @@ def test_a_rank_of_a_stage_holds_what_was_predicted(
     axes: dict[str, int], zero: int, pipeline: dict[str, Any], pool: Any
 ) -> None:
     plan, mesh = plan_of(zero, pipeline), ProcessMesh.grid(**axes)
-    config = FIVE_LAYERS if "split" in pipeline else CONFIG
-    observers = tuple(mesh.get_mesh_with_dim("pp", stage).ranks[0] for stage in range(axes["pp"]))
+    config = FIVE_LAYERS if "split" in pipeline or pipeline["schedule"] == "interleaved" else CONFIG
+    observers = tuple(stage_mesh_of(mesh, stage).ranks[0] for stage in range(axes["pp"]))
     measured_by = pool.run(measured, axes, plan, config, observers, ranks=4)
     for rank in observers:
         found, said = measured_by[rank], predict_memory(Llama(config), mesh, plan, rank=rank, batch=BATCH)

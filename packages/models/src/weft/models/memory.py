@@ -70,8 +70,8 @@ def predict_memory(
     batch, criterion, inputs, microbatches: as of `record`; with a batch a step is run on shapes, for its activations.
     What is gathered is, up to zero=2, all that lies on shards: where a shard is a stretch of its whole's memory, what the others
     have of it. With zero=3 it is nothing between calls, and with stages, which keep it until all microbatches are back, all.
-    Activations are what ops keep as they do on a CPU: attention its inputs, its output and a logsumexp a row. What is on its way to
-    another stage is not among them. A rank outside of a mesh with stages holds nothing.
+    Activations are what ops keep as they do on a CPU: attention its inputs, its output and a logsumexp a row. What is on its way is
+    not counted: to another stage, or in buckets of gradients. A rank outside of a mesh with stages holds nothing.
     Communication: none. Raises ValueError as `parallelize`, and with a batch as `record`.
     """
     mesh = as_mesh(mesh)
