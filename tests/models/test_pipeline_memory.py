@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from weft.kernels import cross_entropy
 from weft.kernels.backend import has_data
@@ -21,8 +21,8 @@ from weft.models.parallel.parallelize import pipeline_of
 from weft.models.parallel.pipeline.run import stage_mesh_of
 from weft.models.train.step import find_gradients
 from weft.reshard import GradientSync
+from weft.reshard.running.units import units_of
 
-from tests.models.test_zero_blocks import held
 from tests.models.test_zero_numbers import held_by
 
 CONFIG = LlamaConfig(
@@ -66,7 +66,7 @@ def measured(
         actions: list[record_function] = []
         stays: list[int] = []
         gradients: list[int] = []
-        wholes: list[int] = []  # of parameters that zero=3 keeps from their first use until all microbatches are back
+        parameters: list[int] = []  # which zero=3 keeps whole from their first use until all microbatches are back
 
         def begin() -> None:
             actions.append(record_function(f"action {len(actions)}"))
@@ -77,32 +77,38 @@ def measured(
             pipeline.finish_sends()  # what is on its way is not counted
             actions[-1].__exit__(None, None, None)
             gradients.append(held_by([each.grad for each in model.parameters() if each.grad is not None]))
-            wholes.append(held(model))
+            parameters.append(held_of_parameters(model))
             if len(actions) == len(pipeline.ran) and plan.zero < 2:
                 stays.append(held_since(before))  # gradients add up whole until all microbatches are back
             begin()
 
-        wholes_before = held(model)
+        parameters_before = held_of_parameters(model)
         begin()
         find_gradients(model, criterion, parts, sync, ended=ended)
         actions[-1].__exit__(None, None, None)
     if not observes:
         return {}
-    stays.append(held_since(before) + max(wholes) - held(model))
+    stays.append(held_since(before) + max(parameters) - held_of_parameters(model))
     bytes_of = {each.name: each.cpu_memory_usage for each in profiler.function_events or ()}
     kept: dict[tuple[int, int], int] = {}
-    most, before_it = 0, wholes_before
-    after_each = map(sum, zip(gradients, wholes, strict=True))
+    most, before_it = 0, parameters_before
+    after_each = map(sum, zip(gradients, parameters, strict=True))
     for number, (action, after_it) in enumerate(zip(pipeline.ran, after_each, strict=False)):
         key = action.stage, action.microbatch
         if (
             action.kind in "FI"
-        ):  # what these leave, but for gradients and wholes of parameters, is kept until the microbatch is back
+        ):  # what these leave, but for parameters and their gradients, is kept until the microbatch is back
             kept[key] = kept.get(key, 0) + bytes_of[f"action {number}"] - (after_it - before_it)
         else:
             del kept[key]
         before_it, most = after_it, max(most, sum(kept.values()))
     return {"stays": stays[0], "activations": most}
+
+
+def held_of_parameters(model: nn.Module) -> int:
+    """Bytes of the shards, and of what is whole."""
+    wholes = (whole.leaf for unit in units_of(model) for whole in unit.wholes().values())
+    return held_by([*model.parameters(), *wholes])
 
 
 def held_since(before: set[int]) -> int:
@@ -141,3 +147,12 @@ def test_a_rank_of_a_stage_holds_what_was_predicted(
         found, said = measured_by[rank], predict_memory(Llama(config), mesh, plan, rank=rank, batch=BATCH)
         assert found["stays"] == pytest.approx(said.nbytes - said.activations, rel=0.05)
         assert found["activations"] == pytest.approx(said.activations, rel=0.05)
+
+
+def test_no_level_holds_more_than_the_one_before() -> None:
+    """With stages the third holds as much as the second, until all microbatches are back."""
+    mesh = ProcessMesh.grid(pp=2, dp=4)
+    levels = [predict_memory(Llama(CONFIG), mesh, plan_of(zero, {"schedule": "1f1b"})) for zero in range(4)]
+    first, second, third, fourth = (level.nbytes for level in levels)
+    assert first > second > third == fourth
+    assert levels[3].parameters + levels[3].gathered == levels[0].parameters  # nothing is held twice

@@ -69,7 +69,7 @@ def predict_memory(
     states: tensors that the optimizer keeps for an element that it changes: 2 of Adam, 1 of momentum.
     batch, criterion, inputs, microbatches: as of `record`; with a batch a step is run on shapes, for its activations.
     What is gathered is, up to zero=2, all that lies on shards: where a shard is a stretch of its whole's memory, what the others
-    have of it. With zero=3 it is nothing between calls, and with stages, which keep it until all microbatches are back, all.
+    have of it. With zero=3 it is nothing between calls; with stages it is as much until all microbatches are back.
     Activations are what ops keep as they do on a CPU: attention its inputs, its output and a logsumexp a row. What is on its way is
     not counted: to another stage, or in buckets of gradients. A rank outside of a mesh with stages holds nothing.
     Communication: none. Raises ValueError as `parallelize`, and with a batch as `record`.
@@ -103,7 +103,7 @@ def predict_memory(
         whole, shard, zero = held(layouts[name]), held(at_rest[name]), plan_of(parts, name).zero
         counts["parameters"] += shard
         if layouts[name] != at_rest[name] and (zero < 3 or cutting is not None):
-            within = zero < 3 and stretch_in(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
+            within = stretch_in(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
             counts["gathered"] += whole - shard if within else whole
         if parameter.requires_grad:
             counts["gradients"] += shard if zero > 1 else whole

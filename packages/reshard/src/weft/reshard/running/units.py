@@ -212,7 +212,7 @@ class Unit:
             whole.make_room()
         gathers.finish()
         for shard, whole, state in missing:
-            whole.take(shard, state)
+            whole.take(shard, state, keeps=self._wholes.keeps > 0)
 
     def _settle(self) -> None:
         """Puts the shards back where nothing computes with the wholes, and drops these where backward does not wait for them."""

@@ -46,8 +46,8 @@ class Whole:
     """A sharded parameter as its module computes with it: a leaf of autograd whose memory comes and goes.
 
     What autograd keeps of it for backward shares its memory, which is given back and filled again under it.
-    stays: it keeps its memory, and is filled again when its shard has changed. The shard is then a stretch of that memory, where
-    it can be one, so that what an optimizer updates is held once. sums: its gradient may add up whole.
+    stays: it keeps its memory, and is filled again when its shard has changed. sums: its gradient may add up whole.
+    While it keeps its memory, for that reason or for another, the shard is a stretch of it where it can be one: it is held once.
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
@@ -57,7 +57,7 @@ class Whole:
         assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
         self._shard, self._local = memory_of(shard), memory_of(self.leaf)
         self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
-        self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank()) if stays else None
+        self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
         self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
@@ -87,12 +87,12 @@ class Whole:
         if self._storage.nbytes() != self._nbytes:  # torch moves the values, whatever the size was
             self._storage.resize_(self._nbytes)
 
-    def take(self, shard: DTensor, state: object) -> None:
-        """Its memory was filled with what the shard is."""
+    def take(self, shard: DTensor, state: object, *, keeps: bool) -> None:
+        """Its memory was filled with what the shard is. keeps: whether it keeps it, even where it does not stay."""
         if self._last is not None and self._last != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
-        if self._stretch is not None and self._lent is None:
+        if (self.stays or keeps) and self._stretch is not None and self._lent is None:
             self._lent = self._shard
             self._lent.data = self.memory[self._stretch]
 
