@@ -1,16 +1,17 @@
-"""The loss and every gradient of one process, for every family on every mesh of up to 8 processes, under every plan that fits it.
+"""Training as on one process, for every family on every mesh of up to 8 processes, under every plan that fits it.
 
-One table: a family is one config more, a way to lay out or to recompute one value more. The ways to recompute take turns: with a
-mesh and the rest of a plan each of them is seen in one family or another. Some steps are recorded on shapes too, by one of their
-ranks, and issue what was recorded.
+One table over pp, dp, cp and tp, sequence and context, the levels of sharded optimizers and the schedules: the loss and every gradient,
+and the weights after three steps of AdamW with clipping that bites. A family is one config more, a way to lay out or to recompute one
+value more. The ways to recompute take turns: with a mesh and the rest of a plan each of them is seen in one family or another. Some
+steps are recorded on shapes too, by one of their ranks, and issue what was recorded.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,14 +23,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
-from weft.models import GPTConfig, LlamaConfig, QwenConfig, initialize, lay_out_batch, parallelize, record
+from weft.models import GPTConfig, LlamaConfig, PipelinePlan, QwenConfig, initialize, parallelize, record
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.microbatches import divide
+from weft.models.parallel.parallelize import pipeline_of
+from weft.models.schedules.bubble import NAMES
+from weft.models.train.optimizer import clip_gradients
 from weft.models.train.step import find_gradients
 from weft.reshard import GradientSync, layout_of
 
-from tests.models.stepping import observed_step
+from tests.models.stepping import observed_microbatches
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "num_layers": 2, "num_heads": 8, "max_seq_len": 16, "intermediate_size": 24
@@ -45,41 +49,73 @@ FAMILIES: dict[str, ModelConfig] = {
 CONTEXTS = ("all_gather", "ulysses")
 RECOMPUTES = ("none", "selective", "full")
 ROWS, LENGTH = 5, 11  # neither is divided by any mesh but one of 1 or 5
+MICROBATCHES = 4  # of three rows each, where there are stages
 KEY = derive_key(3, "dropout", 0)
-RECORDED = 4  # one plan in so many: what is recorded takes longer than what runs
+RECORDED = 16  # one plan in so many: what is recorded takes longer than what runs
 ROUNDING = (
     1e-7  # of the model's largest gradient: some are 0 but for that, as of a bias of all keys, which no softmax sees
 )
-Sizes = tuple[int, int, int]  # of dp, cp and tp
+AT_ONCE = 16  # of the plans of a family on a mesh, in one call of the processes
+STEPS = 3
+LR, EPS = 1e-2, 1e-3
+CLIP = 0.1  # of gradients whose norm is above 1
+# AdamW divides each gradient by its size: an update is wrong by at most LR / EPS times what a gradient, no larger than CLIP, is.
+DRIFT = STEPS * LR / EPS * 1e-5 * CLIP
+Sizes = tuple[int, int, int, int]  # of pp, dp, cp and tp
+Case = tuple[str, int]  # a family, and the number of one of its plans on a mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one process finds: in the first step, and after all."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    norms: list[float]
+    weights: dict[str, Tensor]
 
 
 def meshes() -> list[Sizes]:
     """Those of 2 to 8 processes whose tp divides the heads."""
     heads = SIZES["num_heads"]
-    each = product(range(1, 9), repeat=3)
-    return [(dp, cp, tp) for dp, cp, tp in each if 1 < dp * cp * tp <= 8 and heads % tp == 0]
+    each = product(range(1, 9), repeat=4)
+    return [(pp, dp, cp, tp) for pp, dp, cp, tp in each if 1 < pp * dp * cp * tp <= 8 and heads % tp == 0]
 
 
 def mesh_of(sizes: Sizes) -> ProcessMesh:
-    """Its axes of one process are named too, but beside tp on more than three processes: of three axes DTensor goes through all
-    placements, thousands, for each sum of two gradients."""
-    named = sizes[2] == 1 or math.prod(sizes) <= 3
-    axes = zip(("dp", "cp", "tp"), sizes, strict=True)
-    return ProcessMesh.grid(**{axis: size for axis, size in axes if named or size > 1})
+    """Its axes of one process are named too, but for pp, and beside tp on more than three processes of a stage: of three axes
+    DTensor goes through all placements, thousands, for each sum of two gradients."""
+    named = sizes[3] == 1 or math.prod(sizes[1:]) <= 3
+    axes = zip(("pp", "dp", "cp", "tp"), sizes, strict=True)
+    return ProcessMesh.grid(**{axis: size for axis, size in axes if size > 1 or (named and axis != "pp")})
 
 
-def plans(sizes: Sizes, turn: int) -> Iterator[dict[str, Any]]:
+def plans(sizes: Sizes, turn: int) -> list[dict[str, Any]]:
     """What makes sense on such a mesh, as changes of a model's own plan. turn: of the family."""
-    _, cp, tp = sizes
+    pp, dp, cp, tp = sizes
     heads = GATED["num_kv_heads"]
     kinds = [kind for kind in CONTEXTS if kind == "all_gather" or heads % (cp * tp) == 0] if cp > 1 else [None]
-    for number, (sequence, context) in enumerate(product((False, True) if tp > 1 else (False,), kinds)):
-        recompute = RECOMPUTES[(sum(sizes) + number + turn) % len(RECOMPUTES)]
-        yield {"sequence": sequence, "context": context, "recompute": recompute}
+    options = product(
+        (False, True) if tp > 1 else (False,),
+        kinds,
+        range(4) if dp * cp > 1 else (0,),
+        [PipelinePlan(schedule=name, microbatches=MICROBATCHES) for name in NAMES] if pp > 1 else [None],
+    )
+    found = []
+    for number, (sequence, context, zero, pipeline) in enumerate(options):
+        recompute = RECOMPUTES[(sum((dp, cp, tp)) + number + turn) % len(RECOMPUTES)]
+        found.append(
+            {"sequence": sequence, "context": context, "zero": zero, "pipeline": pipeline, "recompute": recompute}
+        )
+    return found
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 31, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+def rows_of(microbatches: int) -> int:
+    return ROWS if microbatches == 1 else 3 * microbatches
+
+
+def batch(rows: int = ROWS, step: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 31, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -94,98 +130,164 @@ def make(config: ModelConfig) -> Any:
     return model
 
 
-def alone(config: ModelConfig) -> tuple[float, dict[str, Tensor]]:
-    model = make(config)
-    tokens, targets = batch()
-    microbatch = Microbatch(args=(tokens,), kwargs={"dropout_key": KEY}, targets=targets)
-    found = find_gradients(model, cross_entropy, [microbatch], GradientSync(model))
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return found.loss.item(), {name: grad for name, grad in gradients.items() if grad is not None}
+class Training:
+    """Steps of a model that is laid out, or on one process."""
 
+    def __init__(self, model: Any, microbatches: int) -> None:
+        self.model, self._count = model, microbatches
+        self._rows = rows_of(microbatches)
+        self.criterion = partial(cross_entropy, denominator=float(self._rows * LENGTH))
+        self.sync = GradientSync(model)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
 
-def each_family(sizes: Sizes, truths: dict[str, tuple[float, dict[str, Tensor]]]) -> list[str]:
-    """What is wrong, by family and plan."""
-    wrong = []
-    for family, truth in truths.items():
-        turn = list(FAMILIES).index(family)
-        for number, changes in enumerate(plans(sizes, turn)):
-            recorder = (number // RECORDED) % math.prod(sizes) if number % RECORDED == 0 else None
-            said = one_plan(FAMILIES[family], sizes, changes, recorder, *truth)
-            wrong += [f"{family}, {changes}: {each}" for each in said]
-    return wrong
+    def microbatches(self, step: int) -> list[Any]:
+        key = derive_key(3, "dropout", step)
+        return divide(self.model, *batch(self._rows, step), self._count, {"dropout_key": key})
 
+    def gradients(self, step: int) -> Any:
+        return find_gradients(self.model, self.criterion, self.microbatches(step), self.sync)
 
-def one_plan(
-    config: ModelConfig,
-    sizes: Sizes,
-    changes: dict[str, Any],
-    recorder: int | None,
-    loss: float,
-    gradients: dict[str, Tensor],
-) -> Iterator[str]:
-    mesh = mesh_of(sizes)
-    model, rank = make(config), dist.get_rank()
-    plan = replace(model.parallel_plan(), **changes)
-    inputs = {"dropout_key": KEY}
-    if rank == recorder:
-        recorded = record(model, mesh, plan, batch=(ROWS, LENGTH), rank=rank, inputs=inputs, clip_norm=1e9)
-    parallelize(model, mesh, plan)
-    laid = lay_out_batch(mesh, plan, *batch())
+    def update(self) -> float:
+        """From the gradients that are there; their norm."""
+        norm = clip_gradients(self.model, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm.item()
 
-    assert laid.targets is not None, "they were given"
-    criterion = partial(cross_entropy, denominator=float(ROWS * LENGTH))
-    given = {"positions": laid.positions, **inputs}
-    found, issued = observed_step(model, criterion, laid.tokens, laid.targets, inputs=given, clip_norm=1e9)
-    if rank == recorder and recorded != issued:
-        yield f"issued\n{issued}\nrecorded\n{recorded}"
-    if abs(found.loss.item() - loss) > 1e-6 * loss:
-        yield f"the loss is {found.loss.item()}, and {loss} on one process"
-    floor = ROUNDING * max(each.abs().max().item() for each in gradients.values())
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        assert isinstance(grad, DTensor), name
-        expected = gradients[name][layout_of(grad).local_slices(grad.shape, rank)]
-        worst = (grad.to_local() - expected).abs().max().item() if expected.numel() else 0.0
-        if not worst <= 1e-5 * gradients[name].abs().max().item() + floor:
-            yield f"the gradient of {name} is off by {worst} on rank {rank}"
-
-
-QUICK = {(1, 2, 1): ("llama",), (1, 1, 2): ("gpt",)}
-
-
-def table() -> Iterator[Any]:
-    """A mesh and families: all on one mesh in one call, which makes its groups once."""
-    for sizes in meshes():
-        name = "dp{}-cp{}-tp{}".format(*sizes)
-        quick = QUICK.get(sizes, ())
-        if quick:
-            yield pytest.param(sizes, quick, id=f"{name}-{'-'.join(quick)}")
-        left = tuple(family for family in FAMILIES if family not in quick)
-        yield pytest.param(sizes, left, id=f"{name}-{'-'.join(left)}", marks=pytest.mark.exhaustive)
+    def go_on(self, first: float) -> list[float]:
+        """The steps after the first; the norms of all."""
+        norms = [first]
+        for step in range(1, STEPS):
+            self.gradients(step)
+            norms.append(self.update())
+        return norms
 
 
 @functools.cache
-def alone_once(family: str) -> tuple[float, dict[str, Tensor]]:
-    return alone(FAMILIES[family])
+def alone(family: str, layers: int, microbatches: int) -> Trained:
+    model = make(replace(FAMILIES[family], num_layers=layers))
+    training = Training(model, microbatches)
+    loss = training.gradients(0).loss.item()
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    norms = training.go_on(training.update())
+    assert min(norms) > 2 * CLIP, "the clipping bites"
+    return Trained(loss, gradients, norms, {name: each.detach() for name, each in model.named_parameters()})
+
+
+def needs(sizes: Sizes, changes: dict[str, Any]) -> tuple[int, int]:
+    """As many layers as there are stages, and 2 at least; and the microbatches."""
+    pipeline = changes["pipeline"]
+    if pipeline is None:
+        return SIZES["num_layers"], 1
+    return max(SIZES["num_layers"], pipeline.make_schedule(sizes[0]).num_stages), pipeline.microbatches
+
+
+def each_case(
+    sizes: Sizes, cases: Sequence[Case], truths: dict[tuple[str, int, int], Trained]
+) -> list[tuple[list[str], set[str]]]:
+    """What is wrong, by case, and the parameters that this rank has."""
+    found = []
+    for family, number in cases:
+        changes = plans(sizes, list(FAMILIES).index(family))[number]
+        recorder = number // RECORDED % math.prod(sizes) if number % RECORDED == 0 else None
+        layers, microbatches = needs(sizes, changes)
+        model = make(replace(FAMILIES[family], num_layers=layers))
+        said = one_plan(model, sizes, changes, recorder, microbatches, truths[family, layers, microbatches])
+        found.append(
+            ([f"{family}, {changes}: {each}" for each in said], {name for name, _ in model.named_parameters()})
+        )
+    return found
+
+
+def one_plan(
+    model: Any, sizes: Sizes, changes: dict[str, Any], recorder: int | None, microbatches: int, truth: Trained
+) -> Iterator[str]:
+    mesh, rank = mesh_of(sizes), dist.get_rank()
+    plan = replace(model.parallel_plan(), **changes)
+    shape = rows_of(microbatches), LENGTH
+    if rank == recorder:
+        recorded = record(model, mesh, plan, batch=shape, rank=rank, inputs={"dropout_key": KEY}, clip_norm=1e9)
+    training = Training(parallelize(model, mesh, plan), microbatches)
+
+    parts = training.microbatches(0)
+    found, issued = observed_microbatches(model, training.criterion, parts, training.sync, clip_norm=1e9)
+    if rank == recorder and recorded != issued:
+        yield f"issued\n{issued}\nrecorded\n{recorded}"
+    if abs(found.loss.item() - truth.loss) > 1e-6 * truth.loss:
+        yield f"the loss is {found.loss.item()}, and {truth.loss} on one process"
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        planned = pipeline.schedule.actions[(mesh.coordinate(rank) or {})["pp"]]
+        if tuple(pipeline.ran) != planned:
+            yield f"it ran {pipeline.ran}, planned were {planned}"
+    floor = ROUNDING * max(each.abs().max().item() for each in truth.gradients.values())
+    for name, parameter in model.named_parameters():
+        worst = off(parameter.grad, truth.gradients[name])
+        if not worst <= 1e-5 * truth.gradients[name].abs().max().item() + floor:
+            yield f"the gradient of {name} is off by {worst} on rank {rank}"
+
+    norms = training.go_on(training.update())
+    if norms != pytest.approx(truth.norms, rel=1e-4):
+        yield f"the norms are {norms}, and {truth.norms} on one process"
+    for name, parameter in model.named_parameters():
+        worst = off(parameter.detach(), truth.weights[name])
+        if not worst <= 1e-5 * truth.weights[name].abs().max().item() + DRIFT:
+            yield f"{name} is off by {worst} after {STEPS} steps on rank {rank}"
+
+
+def off(found: Tensor, truth: Tensor) -> float:
+    """The largest difference of this rank's part, which is all where a stage has one process."""
+    if isinstance(found, DTensor):
+        truth = truth[layout_of(found).local_slices(found.shape, dist.get_rank())]
+        found = found.to_local()
+    assert found.shape == truth.shape
+    return (found - truth).abs().max().item() if truth.numel() else 0.0
+
+
+# Their sisters with stages and with every level are in test_pipeline.py and test_zero.py.
+QUICK: dict[Sizes, list[Case]] = {(1, 1, 2, 1): [("llama", 0), ("llama", 7)], (1, 1, 1, 2): [("gpt", 0), ("gpt", 1)]}
+
+
+def table() -> Iterator[Any]:
+    """A mesh and cases: all on one mesh in one call, which makes its groups once."""
+    for sizes in meshes():
+        name = "pp{}-dp{}-cp{}-tp{}".format(*sizes)
+        quick = QUICK.get(sizes, [])
+        if quick:
+            yield pytest.param(sizes, quick, id=f"{name}-quick")
+        for turn, family in enumerate(FAMILIES):
+            left = [case for number in range(len(plans(sizes, turn))) if (case := (family, number)) not in quick]
+            for first in range(0, len(left), AT_ONCE):
+                some = left[first : first + AT_ONCE]
+                yield pytest.param(sizes, some, id=f"{name}-{family}-from{first}", marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.table
-@pytest.mark.parametrize(("sizes", "families"), list(table()))
-def test_paddlenlp_9412_loss_and_gradients_of_one_process_with_recomputation_too(
-    sizes: Sizes, families: tuple[str, ...], pool: Any, combinations: Callable[[int], None]
+@pytest.mark.parametrize(("sizes", "cases"), list(table()))
+def test_paddlenlp_9412_loss_and_gradients_of_one_process_with_recomputation_and_weights_after_steps(
+    sizes: Sizes, cases: list[Case], pool: Any, combinations: Callable[[int], None]
 ) -> None:
-    combinations(sum(len(list(plans(sizes, list(FAMILIES).index(family)))) for family in families))
-    truths = {family: alone_once(family) for family in families}
-    found = pool.run(each_family, sizes, truths, ranks=math.prod(sizes))
-    assert not any(found), "\n".join(said for wrong in found for said in wrong)
+    combinations(len(cases))
+    needed = [(f, *needs(sizes, plans(sizes, list(FAMILIES).index(f))[number])) for f, number in cases]
+    truths = {each: alone(*each) for each in set(needed)}
+    found = pool.run(each_case, sizes, cases, truths, ranks=math.prod(sizes))
+    assert not any(wrong for of_rank in found for wrong, _ in of_rank), "\n".join(
+        said for of_rank in found for wrong, _ in of_rank for said in wrong
+    )
+    for number, each in enumerate(needed):
+        assert set().union(*(of_rank[number][1] for of_rank in found)) == truths[each].weights.keys()
 
 
 def test_the_table_has_every_kind_of_mesh_and_plan() -> None:
     """A new axis or option has to be added to it."""
-    assert {(dp > 1, cp > 1, tp > 1) for dp, cp, tp in meshes()} == set(product((False, True), repeat=3)) - {
-        (False,) * 3
-    }
+    kinds = {tuple(size > 1 for size in sizes) for sizes in meshes()}
+    assert kinds == set(product((False, True), repeat=4)) - {
+        (False,) * 4,
+        (True,) * 4,
+    }  # which has 16 processes at least
     every = [changes for sizes in meshes() for turn in range(len(FAMILIES)) for changes in plans(sizes, turn)]
-    for option in ("sequence", "context", "recompute"):
+    for option in ("sequence", "context", "recompute", "zero", "pipeline"):
         assert option in {field.name for field in fields(type(make_model(FAMILIES["llama"]).parallel_plan()))}
         assert len({changes[option] for changes in every}) > 1
+    assert {changes["zero"] for changes in every} == set(range(4))
+    assert {changes["pipeline"].schedule for changes in every if changes["pipeline"] is not None} == set(NAMES)
