@@ -7,7 +7,6 @@ memory of stages beside what was predicted.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import pytest
 from weft.mesh import ProcessMesh
@@ -30,10 +29,11 @@ TIMES = {0: 2, 1: 2, 2: 2, 3: 3}  # (n - 1) / n of the parameters' bytes
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A schedule on processes. idle: of each rank's time. formula: what is said of it. in_flight: microbatches, by rank."""
+    """A schedule on processes. idle: slots of each rank, of `slots`. formula: both as it has them. in_flight: microbatches, by rank."""
 
-    idle: list[Fraction]
-    formula: Fraction
+    idle: list[int]
+    slots: int
+    formula: tuple[int, int]
     in_flight: list[int]
 
 
@@ -43,26 +43,27 @@ def schedules(pool: Pool) -> dict[Name, Ran]:
         of_ranks = pool.run(one_step, {"pp": STAGES}, "llama", {}, {"schedule": name}, ranks=STAGES)
         planned = PipelinePlan(schedule=name).make_schedule(STAGES, MICROBATCHES)
         timeline = run_through(replace(planned, actions=tuple(tuple(each["ran"]) for each in of_ranks)))
-        idle = [Fraction(timeline.idle(rank)) / Fraction(timeline.length) for rank in range(STAGES)]
+        idle = [int(timeline.idle(rank)) for rank in range(STAGES)]
         formula = bubble_formula(name, ranks=STAGES, microbatches=MICROBATCHES, chunks=planned.chunks)
-        found[name] = Ran(idle, Fraction(*formula), [each["in_flight"] for each in of_ranks])
+        found[name] = Ran(idle, int(timeline.length), formula, [each["in_flight"] for each in of_ranks])
     return found
 
 
 def test_bubbles_and_activations_in_flight(pool: Pool, tell: Tell) -> None:
     found = tell.measuring(schedules, pool)
-    print(f"\n{STAGES} stages, {MICROBATCHES} microbatches")
-    print(f"{'schedule':14}{'idle, of what ran':>18}{'the formula':>14}   microbatches in flight, by rank")
-    for name, ran in found.items():
-        print(f"{name:14}{ran.idle[0]!s:>18}{ran.formula!s:>14}   {', '.join(map(str, ran.in_flight))}")
-        figures = {"idle_share": float(ran.idle[0]), "formula_share": float(ran.formula)}
-        tell(f"{name} on {STAGES} stages", "Weft", "count", **figures, in_flight=ran.in_flight[0])
-        assert ran.idle == [ran.formula] * STAGES
-    assert found["1f1b"].in_flight[0] <= STAGES
-    # A third of 1F1B's idle slots, of which each time has as many where F = B = W.
-    assert found["zero_bubble"].formula <= found["1f1b"].formula / 3 * Fraction(
-        3 * (MICROBATCHES + STAGES - 1), 3 * MICROBATCHES + STAGES - 1
+    print(
+        f"\n{STAGES} stages, {MICROBATCHES} microbatches: idle slots of a rank, and microbatches in flight at the most"
     )
+    print(f"{'schedule':14}{'of what ran':>12}{'the formula':>14}   in flight, by rank")
+    for name, ran in found.items():
+        idle, slots = ran.formula
+        counted, said = f"{ran.idle[0]} of {ran.slots}", f"{idle} of {slots}"
+        print(f"{name:14}{counted:>12}{said:>14}   {', '.join(map(str, ran.in_flight))}")
+        case, most = f"{name} on {STAGES} stages", ran.in_flight[0]
+        tell(case, "Weft", "count", idle_slots=ran.idle[0], slots=ran.slots, in_flight=most)
+        assert (ran.idle, ran.slots) == ([idle] * STAGES, slots)
+    assert found["1f1b"].in_flight[0] <= STAGES
+    assert 3 * found["zero_bubble"].idle[0] <= found["1f1b"].idle[0]
 
 
 def bytes_by_level(pool: Pool) -> dict[int, list[int]]:
@@ -109,9 +110,9 @@ def test_memory_of_stages_beside_what_is_predicted(pool: Pool, tell: Tell) -> No
         stays = said.nbytes - said.activations
         both = [f"{held['stays']:,} / {stays:,}", f"{held['activations']:,} / {said.activations:,}"]
         print(f"zero={zero}, rank {rank}  {both[0]:>30}{both[1]:>24}")
-        measured_bytes = held["stays"] + held["activations"]
-        figures = {"measured_bytes": measured_bytes, "predicted_bytes": said.nbytes}
-        tell(f"memory of a stage, zero={zero}, rank {rank}", "Weft", "count", **figures)
+        total = held["stays"] + held["activations"]
+        case = f"memory of a stage, zero={zero}, rank {rank}"
+        tell(case, "Weft", "count", measured_bytes=total, predicted_bytes=said.nbytes)
         assert held["stays"] == pytest.approx(stays, rel=0.05)
         assert held["activations"] == pytest.approx(said.activations, rel=0.05)
     of_first = [said.nbytes for (_, rank), (_, said) in found.items() if rank == 0]
