@@ -27,7 +27,8 @@ from weft.models import (
 from weft.reshard.running.units import units_of
 
 from tests.models.cases import gradients_off, whole
-from tests.models.test_pipeline import MICROBATCHES, Residual, batch, flat, make
+from tests.models.test_pipeline import MICROBATCHES, batch, make
+from tests.models.test_pipeline_own_model import Residual, flat
 
 Gradients = dict[str, Tensor]
 

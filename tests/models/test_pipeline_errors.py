@@ -13,7 +13,8 @@ from weft.mesh import ProcessMesh
 from weft.models import ParallelPlan, PipelinePlan, forward_backward, generate, lora, parallelize
 from weft.models.cli import main
 
-from tests.models.test_pipeline import Pair, Residual, batch, make
+from tests.models.test_pipeline import batch, make
+from tests.models.test_pipeline_own_model import Pair, Residual
 
 
 class Skips(Residual):

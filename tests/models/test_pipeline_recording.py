@@ -22,7 +22,8 @@ from weft.models.families import make_model
 from weft.models.microbatches import divide, weighing
 
 from tests.models.stepping import observed_microbatches
-from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, Residual, batch, flat, make
+from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, batch, make
+from tests.models.test_pipeline_own_model import Residual, flat
 from tests.support.sample import number_of
 
 Both = tuple[Communication | None, Communication]
