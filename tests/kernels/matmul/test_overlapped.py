@@ -221,16 +221,14 @@ def on_rank(rank: int, ranks: int, device: str, store: str) -> None:
 
 
 GPUS = torch.cuda.device_count()
-ON_GPUS = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"takes two GPUs or more, one for each rank; there are {GPUS}"),
-]
 
 
-@pytest.mark.parametrize(
-    ("device", "ranks"),
-    [pytest.param("cuda", GPUS, marks=ON_GPUS), pytest.param("cpu", 2, marks=pytest.mark.exhaustive)],
-    ids=["nccl", "gloo"],
-)
-def test_on_every_gpu(device: str, ranks: int, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(on_rank, (ranks, device, str(tmp_path / "store")), nprocs=ranks)
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason=f"takes two GPUs or more, one for each rank; there are {GPUS}")
+def test_on_every_gpu(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(on_rank, (GPUS, "cuda", str(tmp_path / "store")), nprocs=GPUS)
+
+
+@pytest.mark.exhaustive  # its sisters are on the worker processes of the pool
+def test_what_every_gpu_does_on_two_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(on_rank, (2, "cpu", str(tmp_path / "store")), nprocs=2)
