@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+
+pytest.importorskip("safetensors", reason="what checkpoints are written with")
+
 from weft.mesh import ProcessMesh
 from weft.models import Llama, PipelinePlan
 from weft.models.memory import Memory, predict_memory
