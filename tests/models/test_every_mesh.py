@@ -2,8 +2,8 @@
 
 One table over pp, dp, cp and tp, sequence and context, the levels of sharded optimizers and the schedules: the loss and every gradient,
 and the weights after three steps of AdamW with clipping that bites. A family is one config more, a way to lay out or to recompute one
-value more. The ways to recompute take turns: with a mesh and the rest of a plan each of them is seen in one family or another. Some
-steps are recorded on shapes too, by one of their ranks, and issue what was recorded.
+value more. The ways to recompute take turns beside stages and sharded optimizers: with a mesh and the rest of a plan each of them is seen
+in one family or another. Some steps are recorded on shapes too, by one of their ranks, and issue what was recorded.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def plans(sizes: Sizes, turn: int) -> list[dict[str, Any]]:
         found.append(
             {"sequence": sequence, "context": context, "zero": zero, "pipeline": pipeline, "recompute": recompute}
         )
-    return found
+    plain = [each for each in found if each["zero"] == 0 and each["pipeline"] is None]
+    return found + [each | {"recompute": kind} for each in plain for kind in RECOMPUTES if kind != each["recompute"]]
 
 
 def rows_of(microbatches: int) -> int:
