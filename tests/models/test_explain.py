@@ -80,7 +80,7 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "16,384 processes, mesh pp=8 x dp=256 x tp=8\n" in out
     assert "batch 2,048 x 8,192 tokens in 8 microbatches; 57.9 GFLOP a token, 972 PFLOP a step" in out
     assert "rank 16383 is at pp=7, dp=255, tp=7\n" in out
-    assert len(re.findall(r"^rank \d  ", out, re.MULTILINE)) == 8
+    assert len(re.findall(r"^pp=\d  ", out, re.MULTILINE)) == 8
     block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) // 8 + 2 * 4096  # norms are whole on each rank
     parameters = 4 * (4 * block + 128256 * 4096 // 8 + 4096)
     memory = held(out)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from weft.kernels import cross_entropy
-from weft.kernels.backend import has_data
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, ParallelPlan, PipelinePlan, initialize, parallelize
 from weft.models.memory import predict_memory
@@ -23,7 +22,7 @@ from weft.models.train.step import find_gradients
 from weft.reshard import GradientSync
 from weft.reshard.running.units import units_of
 
-from tests.models.test_zero_numbers import held_by
+from tests.models.test_zero_numbers import held_by, held_since
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=4, max_seq_len=32
@@ -109,14 +108,6 @@ def held_of_parameters(model: nn.Module) -> int:
     """Bytes of the shards, and of what is whole."""
     wholes = (whole.leaf for unit in units_of(model) for whole in unit.wholes().values())
     return held_by([*model.parameters(), *wholes])
-
-
-def held_since(before: set[int]) -> int:
-    """Bytes of float32 tensors with values, and of their gradients, but for those in `before`."""
-    gc.collect()
-    alive = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in before]
-    alive = [each for each in alive if each.dtype == torch.float32 and not each.is_meta and has_data(each)]
-    return held_by([*alive, *(each.grad for each in alive if each.is_leaf and each.grad is not None)])
 
 
 FIVE_LAYERS = replace(CONFIG, num_layers=5)

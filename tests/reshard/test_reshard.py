@@ -53,10 +53,8 @@ def holds(dtensor, whole, layout):
 
 
 def started(steps):
-    """The collectives of the steps; only sums are scattered by the backends, other parts are exchanged and reduced."""
-    exchanged = [isinstance(step, ReduceScatter) and step.op not in ("sum", "avg") for step in steps]
-    kinds = ["all-to-all" if other else KINDS.get(type(step)) for step, other in zip(steps, exchanged, strict=True)]
-    return [kind for kind in kinds if kind]
+    """The collectives of the steps, by what each of them is for: a reduce-scatter is one where it goes as an exchange too."""
+    return [KINDS[type(step)] for step in steps if type(step) in KINDS]
 
 
 def unsummed(layout):

@@ -85,6 +85,8 @@ def _find_tokenizer(folder: Path) -> Tokenizer:
     try:
         vocab_size = int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
+        if config.exists():
+            raise ValueError(f"{config} is not the config of a model; save or fetch it again") from None
         raise ValueError(
             f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own"
         ) from None
