@@ -18,9 +18,9 @@ def use_triton(tensor: Tensor) -> bool:
     they were imported). float64 is always plain torch: it is what the kernels are checked against.
     Kernels are imported only after this said so, so a CPU run needs no triton.
     """
-    if tensor.dtype == torch.float64:
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":  # first what decides most often
         return False
-    return tensor.is_cuda or (on_cpu(tensor) and os.environ.get("TRITON_INTERPRET") == "1")
+    return tensor.dtype != torch.float64 and (tensor.is_cuda or on_cpu(tensor))
 
 
 def on_cpu(tensor: Tensor) -> bool:

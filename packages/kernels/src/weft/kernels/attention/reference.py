@@ -123,7 +123,10 @@ def read_on(
     documents: Tensor | None = None,
     *,
     length: int,
-    **options: Any,
+    head_dim: int,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """`forward` of tokens that come after those of which keys and values are kept; theirs are kept too, in place.
 
@@ -134,8 +137,13 @@ def read_on(
     keys.narrow(-2, length, new).copy_(key)
     values.narrow(-2, length, new).copy_(value)
     stop = length + new
+    if new == 1 and documents is None and keys.numel():  # the last token sees what is kept: nothing is to be asked
+        start = 0 if window is None else max(0, stop - window)
+        seen = (_heads(x.narrow(-2, start, stop - start), head_dim) for x in (keys, values))
+        return _attend(_heads(query, head_dim), *seen, None, False, scale).transpose(1, 2).reshape(query.shape)
     documents = None if documents is None else documents.narrow(-1, 0, stop)
-    return forward(query, keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop), documents, **options)
+    kept = keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop)
+    return forward(query, *kept, documents, head_dim=head_dim, causal=causal, scale=scale, window=window)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:

@@ -70,8 +70,8 @@ def check_devices(op: str, *operands: Tensor | None) -> None:
 
 def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
     """Raises ValueError for factors of two dtypes, but for two of 8 bits, and for those that are none of floats."""
-    eight = [each.dtype in EIGHT_BITS for each in (a, b)]
-    if not all(eight) and (a.dtype != b.dtype or a.dtype not in WIDE):
+    alike = a.dtype == b.dtype and a.dtype in WIDE
+    if not alike and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
         raise ValueError(
             f"{op}: factors of {a.dtype} and {b.dtype} cannot be multiplied; cast one with .to(), to one of "
             f"{', '.join(map(str, WIDE))}"

@@ -23,6 +23,13 @@ def forward(
     return _turned(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
 
 
+def inference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
+    """The output of `forward`."""
+    if use_triton(x):
+        return forward(x, cos, sin, interleaved=interleaved, inplace=inplace)[0]
+    return reference.turn(x, cos, sin, interleaved, 1)  # at once: of a token alone the host's time counts
+
+
 def backward(
     saved: Tensors, grad: Tensor, needed: Sequence[bool], *, interleaved: bool = False, inplace: bool = False
 ) -> Tensors:

@@ -15,13 +15,13 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
     Raises ValueError where the last dim is no multiple of D, or the tables are of other tokens than x.
     """
     check(x, cos)
-    return _turn(x, cos, sin, interleaved, 1)
+    return turn(x, cos, sin, interleaved, 1)
 
 
 def check(x: Tensor, cos: Tensor) -> None:
     """Raises as `forward` does."""
-    *rows, half = cos.shape
-    if x.shape[-1] % (2 * half) or list(x.shape[-1 - len(rows) : -1]) != rows:
+    rows, half = cos.shape[:-1], cos.shape[-1]
+    if x.shape[-1] % (2 * half) or x.shape[-1 - len(rows) : -1] != rows:
         raise ValueError(
             f"rope: x of shape {tuple(x.shape)} does not fit tables of shape {tuple(cos.shape)}; "
             f"x is [..., {', '.join(map(str, rows))}, heads * {2 * half}]"
@@ -30,15 +30,15 @@ def check(x: Tensor, cos: Tensor) -> None:
 
 def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """The turn by the negative angle, at the same scale: the reverse of `forward` where that does not scale, and its transpose."""
-    return _turn(grad, cos, sin, interleaved, -1)
+    return turn(grad, cos, sin, interleaved, -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
     """sign: of the angles."""
     if interleaved:
         apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
         halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
-        turned = _turn(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
+        turned = turn(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
         return turned.transpose(-1, -2).reshape(x.shape)
     dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
@@ -50,8 +50,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> 
     if dtype != wide:
         pairs = pairs.to(wide)
     first, second = pairs.unbind(-2)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., T, 1, D // 2]
-    turned = pairs * cos.unsqueeze(-2)
+    sin = sin.unsqueeze(-2)  # [..., T, 1, D // 2]
+    turned = pairs * cos.unsqueeze(-2).unsqueeze(-2)
     turned_first, turned_second = turned.unbind(-2)
     turned_first.addcmul_(second, sin, value=-sign)
     turned_second.addcmul_(first, sin, value=sign)

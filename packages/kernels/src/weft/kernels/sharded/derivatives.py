@@ -29,10 +29,13 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:
-        arrived = grads[:-1]
-        if all(grad is None for grad in arrived):  # they are zeros, and so is what is asked for
+        arrived, first = grads[:-1], None
+        for grad in arrived:  # a generator costs the host more
+            if grad is not None:
+                first = grad
+                break
+        if first is None:  # they are zeros, and so is what is asked for
             return (None,) * len(ctx.needs_input_grad)
-        first = next(grad for grad in arrived if grad is not None)
         if autocast_dtype(first) is not None and not torch.compiler.is_compiling():  # backward is called in its region
             with autocast_off(first):
                 return once(ctx, *grads)
