@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Llama, initialize, lay_out_batch, parallelize
@@ -27,14 +26,15 @@ from weft.reshard.running.groups import device_mesh
 
 from benchmarks.conftest import Tell
 from benchmarks.timing import Timed
+from tests.models.test_zero_numbers import held_since
 from tests.support.pool import Pool
 
 WARMUP, STEPS = 2, 10
 BATCH, TOKENS = 8, 128
 RANKS = 4
 MODEL = recipe("llama-tiny").model
-# Each beside that of FSDP2 which keeps as much whole.
-BESIDE = {"Weft zero=2": "FSDP2 kept", "Weft zero=3": "FSDP2", "FSDP2 again": "FSDP2"}
+# Each beside that of FSDP2 which keeps parameters whole for as long, or nearly: "kept" is from forward to backward, zero=2 from step to step.
+BESIDE = {"Weft zero=2": "FSDP2 kept", "Weft kept": "FSDP2 kept", "Weft zero=3": "FSDP2", "FSDP2 again": "FSDP2"}
 Phase = Callable[[str], None]
 
 
@@ -52,6 +52,7 @@ def measure() -> dict[str, Measured]:
     """On every rank: steps of each way in turn, and once more what each holds, alone."""
     makers = {
         "Weft zero=2": lambda: _weft(2),
+        "Weft kept": lambda: _weft(3, regather=False),
         "Weft zero=3": lambda: _weft(3),
         "FSDP2 kept": lambda: _fsdp(reshard_after_forward=False),
         "FSDP2": lambda: _fsdp(reshard_after_forward=True),
@@ -80,21 +81,13 @@ def measure() -> dict[str, Measured]:
 
 
 def _held(make: Callable[[], Callable[[Phase], float]]) -> dict[str, int]:
-    """Bytes of the tensors that a way has made, in its second step."""
+    """Bytes of the tensors of numbers that a way has made, in its second step."""
     gc.collect()
     before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
     held: dict[str, int] = {}
 
     def note(phase: str) -> None:
-        gc.collect()
-        storages = {}
-        for each in [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and id(each) not in before]:
-            for tensor in (each, each.grad if each.is_leaf else None):
-                if tensor is not None:
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    storage = local.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        held[phase] = sum(storages.values())
+        held[phase] = held_since(before)
 
     step = make()
     step(lambda phase: None)
@@ -102,9 +95,9 @@ def _held(make: Callable[[], Callable[[Phase], float]]) -> dict[str, int]:
     return held
 
 
-def _weft(zero: int) -> Callable[[Phase], float]:
+def _weft(zero: int, *, regather: bool = True) -> Callable[[Phase], float]:
     mesh, model = ProcessMesh.grid(dp=RANKS), _model()
-    plan = replace(model.parallel_plan(), zero=zero)
+    plan = replace(model.parallel_plan(), zero=zero, regather=regather)
     parallelize(model, mesh, plan)
     sync, optimizer = GradientSync(model), torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batch = lay_out_batch(mesh, plan, *_batch())

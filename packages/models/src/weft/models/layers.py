@@ -295,8 +295,10 @@ def is_bare(layer: nn.Module) -> bool:
 
     Then the call may be left out, and nobody misses it.
     """
-    hooks = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
-    return type(layer) is Linear and not any(hooks) and "forward" not in vars(layer)
+    if type(layer) is not Linear or "forward" in layer.__dict__:
+        return False
+    before = layer._forward_pre_hooks or layer._backward_pre_hooks
+    return not (before or layer._forward_hooks or layer._backward_hooks)
 
 
 def join(
