@@ -306,3 +306,13 @@ def test_a_sum_in_place_is_the_one_that_was_given() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert kernels.matmul(a, b, accumulate_into=total) is total
     torch.testing.assert_close(total, a.bfloat16().float() @ b.bfloat16().float())
+
+
+def test_factors_of_eight_bits_and_their_scales_are_left_alone() -> None:
+    a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((6, 8), (8, 4)))
+    given = {"a_scale": normal(6).float(), "b_scale": torch.tensor(0.5), "bias": normal(4).bfloat16()}
+    expected = kernels.matmul(a, b, **given)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(kernels.matmul(a, b, **given), expected)
+        with pytest.raises(ValueError, match="cannot be multiplied"):  # nor is the other factor brought to 8 bits
+            kernels.matmul(a, b.bfloat16())

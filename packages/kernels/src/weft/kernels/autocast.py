@@ -68,8 +68,11 @@ def _device(tensor: Tensor) -> str:
 def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:
     """What operands are cast to where autocast has `dtype`; None to leave them as they are.
 
-    operands: the dtypes of those that `may_be_cast`.
+    operands: the dtypes of those that `may_be_cast`. Beside factors of 8 bits nothing is cast: they are what a product is to be of,
+    and their scales are of float32.
     """
+    if any(each.itemsize == 1 for each in operands):
+        return None
     match runs:
         case Runs.LOWER:
             return dtype

@@ -88,7 +88,7 @@ class _Bundle:
 
     def __init__(self, items: Sequence[tuple[Gather, AllGather]]) -> None:
         first, step = items[0]
-        self._group, positions = group_along(first.shard.device_mesh, axes_of(step))
+        self._group, ranks = group_along(first.shard.device_mesh, axes_of(step))
         self._shards = [each.shard for each, _ in items]
         self._parts = [memory_of(shard) for shard in self._shards]
         self._axes, self._meshes = (
@@ -97,7 +97,7 @@ class _Bundle:
         )
         parts = [_part(each, its) for each, its in items]
         sizes = [math.prod(part) for part in parts]
-        self._buffer = first.into.new_empty((len(positions), sum(sizes)))
+        self._buffer = first.into.new_empty((len(ranks), sum(sizes)))
         self._flat = self._buffer.view(-1)
         self._mine = self._buffer[self._group.rank()]
         self._places: list[Tensor] = []  # of this rank's shards in its row
@@ -109,6 +109,7 @@ class _Bundle:
             self._places.append(mine.view(part)[tuple(slice(size) for size in held)])
             sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(its))
             stacking = stacking_of(tuple(part), axes_of(its), sizes_along, its)
+            _, positions = group_along(each.shard.device_mesh, axes_of(its))  # the axes come in an order of its own
             for received, filled in stacking.pairs(rows, each.into, positions):
                 self._received.append(received)
                 self._filled.append(filled)
