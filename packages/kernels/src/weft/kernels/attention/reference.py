@@ -139,8 +139,8 @@ def read_on(
     stop = length + new
     if new == 1 and documents is None and keys.numel():  # the last token sees what is kept: nothing is to be asked
         start = 0 if window is None else max(0, stop - window)
-        seen = (_heads(x.narrow(-2, start, stop - start), head_dim) for x in (keys, values))
-        return _attend(_heads(query, head_dim), *seen, None, False, scale).transpose(1, 2).reshape(query.shape)
+        k, v = (_heads(x.narrow(-2, start, stop - start), head_dim) for x in (keys, values))
+        return _attend(_heads(query, head_dim), k, v, None, False, scale).transpose(1, 2).reshape(query.shape)
     documents = None if documents is None else documents.narrow(-1, 0, stop)
     kept = keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop)
     return forward(query, *kept, documents, head_dim=head_dim, causal=causal, scale=scale, window=window)
