@@ -11,10 +11,6 @@ from torch import Tensor
 from ..backend import on_cpu
 from ..op import Tensors
 
-FEW = (
-    1 << 15
-)  # elements for which a CPU's time is the host's: torch's own function is then one call in the place of eight
-
 
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:
     """x [..., H], weight [H] -> [..., H]; with a head_dim D, x [..., heads * D] and weight [D], each head by itself.
@@ -45,9 +41,8 @@ def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | Non
 
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
-    """The output of `forward`; on a GPU, and of a few tokens on a CPU, by torch's own function where that rounds as often: one call."""
-    many = on_cpu(x) and (torch.compiler.is_compiling() or x.numel() > FEW)
-    if many or x.dtype not in (torch.float32, torch.float64) or (weight is not None and weight.dtype != x.dtype):
+    """The output of `forward`, on a GPU by torch's own function where that rounds as often: one kernel."""
+    if on_cpu(x) or x.dtype not in (torch.float32, torch.float64) or (weight is not None and weight.dtype != x.dtype):
         return again(x, weight, _rrms(_heads(x, head_dim), eps), head_dim=head_dim)
     heads = _heads(x, head_dim)
     output = torch.rms_norm(heads, heads.shape[-1:], weight, eps)
