@@ -34,7 +34,7 @@ def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = F
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """sign: of the angles."""
+    """`forward` where sign is 1, `turned_back` where it is -1, of shapes that were checked."""
     if interleaved:
         apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
         halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
