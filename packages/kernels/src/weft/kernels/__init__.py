@@ -15,6 +15,7 @@ from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .local import on_local_tensors
 from .matmul import all_gather_matmul, linear, matmul, matmul_reduce_scatter
+from .qkv_linear import qkv_linear
 from .random import normal, uniform
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rms_norm_rope, rope, rope_tables
@@ -41,6 +42,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "normal",
     "on_local_tensors",
+    "qkv_linear",
     "rms_norm",
     "rms_norm_rope",
     "rope",

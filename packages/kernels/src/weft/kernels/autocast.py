@@ -39,6 +39,7 @@ RUNS = {
     "linear_cross_entropy": Runs.LOWER_INSIDE,
     "matmul": Runs.LOWER,
     "matmul_reduce_scatter": Runs.LOWER,
+    "qkv_linear": Runs.LOWER,
     "rms_norm": Runs.FLOAT32,
     "rms_norm_rope": Runs.FLOAT32,
     "rope": Runs.AS_GIVEN,  # computes in float32

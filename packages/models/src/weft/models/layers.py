@@ -214,12 +214,33 @@ class DotProductAttention(nn.Module):
         return f"head_dim={self.head_dim}, window={self.window}, scale={self.scale}"
 
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def projects_at_once(attention: nn.Module) -> bool:
+    """Whether an attention's PROJECTIONS may be one op: nobody sees them, or comes between keys and values and queries."""
+    attend: Any = attention._modules["attend"]
+    return all(map(is_bare, map(attention._modules.get, PROJECTIONS))) and is_bare(
+        attend.keys_and_values, KeysAndValues
+    )
+
+
+def project_at_once(
+    attention: nn.Module, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, H] -> queries, keys and values of an attention that `projects_at_once`. cos, sin: as of `kernels.qkv_linear`."""
+    layers: list[Any] = [attention._modules[name] for name in PROJECTIONS]
+    return kernels.qkv_linear(x, *[each.weight for each in layers], *[each.bias for each in layers], cos=cos, sin=sin)
+
+
 class Attention(nn.Module):
     """Causal attention with grouped queries and rotary positions.
 
     qk_norm_eps: of a norm over each head of queries and keys, before they are turned; no such norm where None.
     window: as of `DotProductAttention`. name: its own in the model.
     """
+
+    sharing_input = PROJECTIONS  # the layers that are given what this module is given
 
     def __init__(
         self,
@@ -254,9 +275,15 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
-        key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
-        key, value = self.attend.keys_and_values(key, self.v_proj(x))
-        query = _rotated(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
+        if not projects_at_once(self):
+            key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
+            key, value = self.attend.keys_and_values(key, self.v_proj(x))
+            query = _rotated(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
+        elif self.q_norm is None or self.k_norm is None:
+            query, key, value = project_at_once(self, x, cos, sin)
+        else:
+            query, key, value = project_at_once(self, x)
+            query, key = self.q_norm(query, cos, sin), self.k_norm(key, cos, sin)
         mixed = self.attend(query, key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
@@ -290,12 +317,12 @@ class GatedMLP(nn.Module):
         return output
 
 
-def is_bare(layer: nn.Module) -> bool:
-    """Whether a layer's call is no more than its product: no hook or adapter, not another's class or forward.
+def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
+    """Whether a layer's call is no more than what its class computes: no hook or adapter, not another's class or forward.
 
     Then the call may be left out, and nobody misses it.
     """
-    if type(layer) is not Linear or "forward" in layer.__dict__:
+    if type(layer) is not kind or "forward" in layer.__dict__:
         return False
     before = layer._forward_pre_hooks or layer._backward_pre_hooks
     return not (before or layer._forward_hooks or layer._backward_hooks)

@@ -29,7 +29,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inpl
     Raises LayoutError where a head is cut, `x` is Partial, or the tables lie otherwise; ValueError for a leaf that needs a
     gradient in place.
     """
-    _check("rope", x, cos, sin)
+    check_tables("rope", x.shape, cos, sin)
     if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         raise ValueError("rope: x is a leaf that needs a gradient, so its values are kept; leave inplace at False")
     if inplace and type(x) is Tensor:
@@ -47,7 +47,7 @@ def rms_norm_rope(
     Layouts: as of `rope`, with the weight whole. The gradient of a replicated weight is Partial(sum) on each axis that `x` is
     sharded over. Communication: none. Raises as `rope` does.
     """
-    _check("rms_norm_rope", x, cos, sin)
+    check_tables("rms_norm_rope", x.shape, cos, sin)
     if weight.shape != (2 * cos.shape[-1],):
         raise ValueError(
             f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and {tuple(cos.shape)}"
@@ -55,13 +55,14 @@ def rms_norm_rope(
     return apply(RMS_NORM_ROPE, x, weight, cos, sin, eps=eps, interleaved=interleaved)
 
 
-def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_tables(name: str, shape: tuple[int, ...], cos: Tensor, sin: Tensor) -> None:
+    """Raises ValueError for tables that do not fit heads of this shape."""
     head_dim = 2 * cos.shape[-1]
     rows = cos.shape[:-1]
-    fits = cos.ndim >= 2 and cos.shape == sin.shape and x.ndim >= 2 and len(rows) in (1, x.ndim - 1)
-    if not fits or x.shape[-1 - len(rows) : -1] != rows or x.shape[-1] % head_dim:
+    fits = cos.ndim >= 2 and cos.shape == sin.shape and len(shape) >= 2 and len(rows) in (1, len(shape) - 1)
+    if not fits or tuple(shape[-1 - len(rows) : -1]) != rows or shape[-1] % head_dim:
         raise ValueError(
-            f"{name} takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(x.shape)}, "
+            f"{name} takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(shape)}, "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
 
@@ -87,7 +88,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     x, cos, sin = layouts
     shape, table, _ = shapes
     assert x is not None and cos is not None and sin is not None and shape and table, "all are given"
-    output = _turned("rope", x, cos, sin, shape, table)
+    output = turned_layout("rope", x, cos, sin, shape, table)
     return Sharding(output, shape, independent(output, layouts))
 
 
@@ -98,11 +99,13 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
         "all are given"
     )
     infer.whole("rms_norm_rope", "the weight", weight, 0)
-    output = _turned("rms_norm_rope", x, cos, sin, shape, table)
+    output = turned_layout("rms_norm_rope", x, cos, sin, shape, table)
     return Sharding(output, shape, independent(output, layouts))
 
 
-def _turned(name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]) -> Layout:
+def turned_layout(
+    name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]
+) -> Layout:
     """How the output lies."""
     tokens = ascii_lowercase[: len(shape) - 1]
     each = tokens[1 - len(table) :] + "y"

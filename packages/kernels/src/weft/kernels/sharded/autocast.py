@@ -15,7 +15,11 @@ from weft.reshard.running.dynamo import in_graph
 
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, may_be_cast, operands_dtype
 
-IN_PLACE = ("accumulate_into",)  # a copy would not be what the caller gave
+AS_GIVEN = (
+    "accumulate_into",
+    "cos",
+    "sin",
+)  # a copy of the first would not be what the caller gave; angles are of float32
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Operand = TypeVar("Operand", bound=Tensor)
@@ -41,7 +45,7 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
             wanted = operands_dtype(runs, dtype, operands)
             if wanted is not None:
                 args = tuple([_cast(each, wanted) for each in args])
-                kwargs = {name: each if name in IN_PLACE else _cast(each, wanted) for name, each in kwargs.items()}
+                kwargs = {name: each if name in AS_GIVEN else _cast(each, wanted) for name, each in kwargs.items()}
             elif runs is Runs.LOWER_INSIDE and may_be_cast(args[0] if args else kwargs.get("input")):
                 kwargs["compute_dtype"] = kwargs.get("compute_dtype") or dtype
             with autocast_off(first):

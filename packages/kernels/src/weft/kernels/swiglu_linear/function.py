@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backend import use_triton
 from ..launched import launched
-from ..matmul.function import by_kernel, linear, plain
+from ..matmul.function import accumulate, by_kernel, linear, plain
 from ..matmul.reference import rows_of, shaped
 from ..op import Tensors
 from ..swiglu import function as swiglu
@@ -45,7 +45,7 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     dinput, rows = None, rows_of(input)
     if needed[0]:
         assert dgate is not None and dup is not None, "both were asked for"
-        dinput = shaped(torch.addmm(plain(dgate, gate_weight), dup, up_weight), input)
+        dinput = shaped(accumulate(dup, up_weight, plain(dgate, gate_weight))[0], input)
     return (
         dinput,
         plain(dgate.mT, rows) if needed[1] and dgate is not None else None,

@@ -11,7 +11,18 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 
 from ..decoder import CausalModel
-from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, is_bare, join
+from ..layers import (
+    PROJECTIONS,
+    DotProductAttention,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    is_bare,
+    join,
+    project_at_once,
+    projects_at_once,
+)
 from ..parallel.plan import ParallelPlan
 from .config import Activation, GPTConfig
 from .plan import PLAN
@@ -109,6 +120,8 @@ class GPTBlock(nn.Module):
 class GPTAttention(nn.Module):
     """Causal attention whose projections all have biases. index: which block it is in."""
 
+    sharing_input = PROJECTIONS
+
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         H, head_dim = config.hidden_size, config.head_dim
@@ -127,8 +140,12 @@ class GPTAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
-        key, value = self.attend.keys_and_values(self.k_proj(x), self.v_proj(x))
-        mixed = self.attend(self.q_proj(x), key, value, dropout_key, documents, cache)  # [B, T, heads * D]
+        if projects_at_once(self):
+            query, key, value = project_at_once(self, x)  # [B, T, heads * D] each
+        else:
+            key, value = self.attend.keys_and_values(self.k_proj(x), self.v_proj(x))
+            query = self.q_proj(x)
+        mixed = self.attend(query, key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.c_proj(mixed)
         return output
 

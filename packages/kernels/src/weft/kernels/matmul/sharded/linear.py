@@ -36,7 +36,7 @@ def linear(
     a weight sharded on K leave it Partial(sum) (row parallel); the bias is then added at one coordinate alone, and there is no
     activation of a Partial. Communication: none. Raises LayoutError for any other layouts, ValueError for another activation.
     """
-    _check(input, weight, bias)
+    check_linear("linear", input, weight, bias)
     if activation is None and input_activation is None:
         return apply(LINEAR, input, weight, bias)
     check_activation_name("linear", activation)
@@ -44,13 +44,14 @@ def linear(
     return apply(LINEAR, input, weight, bias, activation=activation, input_activation=input_activation)
 
 
-def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError for shapes that do not go together."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}"
+            f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear takes a bias of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+        raise ValueError(f"{op} takes a bias of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
