@@ -16,6 +16,9 @@ from ..rope.sharded import check_tables, turned_layout
 from ..sharded import Shapes, Sharding, apply_many, autocasts
 from . import function
 
+NAMES = ("queries", "keys", "values")
+TURNED = (0, 1)  # which of them rope turns
+
 
 @autocasts("qkv_linear")
 def qkv_linear(
@@ -35,8 +38,8 @@ def qkv_linear(
     input: [..., T, K]. q_weight, k_weight, v_weight: [M, K], an M for each. q_bias, k_bias, v_bias: [M] of the weight, or None.
     cos, sin: as of `rope`; without them nothing is turned. Returns three tensors [..., T, M]. The gradients of the input are added
     up in the products that make them, where three layers write three and add twice. Saved for backward: the operands.
-    Layouts: as of `linear`, one for all weights; with tables as of `rope` too, which takes no Partial(sum) and cuts no head. The
-    gradients of the outputs arrive in one layout. Communication: none.
+    Layouts: as of `linear`, for each weight; with tables as of `rope` too, which takes no Partial(sum) and cuts no head. The
+    gradients of the outputs are taken where the three of the input that follow lie alike. Communication: none.
     Raises ValueError for shapes that do not go together, and LayoutError for other layouts.
     """
     for weight, bias in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
@@ -52,47 +55,48 @@ def qkv_linear(
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    input, weight, k_weight, v_weight, *biases, cos, sin = layouts
-    input_shape, *weight_shapes = shapes[:4]
-    assert input is not None and weight is not None and input_shape, "they are given"
+    input, *others = layouts
+    weights, biases, (cos, sin) = others[:3], others[3:6], others[6:]
+    input_shape, table = shapes[0], shapes[7]
+    assert input is not None and input_shape, "it is given"
     lead = ascii_lowercase[: len(input_shape) - 1]
-    product = infer.einsum(f"{lead}z,yz->{lead}y", input, weight)
-    for name, other in (("weight of keys", k_weight), ("weight of values", v_weight)):
-        check_operand("qkv_linear", name, other, weight, product)
-    beside = kept(product, f"{lead}y", "y")
-    for name, bias in zip(("queries", "keys", "values"), biases, strict=True):
-        check_operand("qkv_linear", f"bias of {name}", bias, beside, product)
-    made = [(*input_shape[:-1], each[0]) for each in weight_shapes if each is not None]
-    output = product
-    operands = tuple(each for each in (product, cos, sin) if each is not None)  # of rope, where there are tables
-    if cos is not None and sin is not None and (table := shapes[7]) is not None:
-        for shape in made[:2]:
+    products: list[Layout] = []
+    outputs: list[tuple[Layout, tuple[int, ...]]] = []
+    for i, (weight, of_weight, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
+        assert weight is not None and of_weight is not None, "all are given"
+        product = output = infer.einsum(f"{lead}z,yz->{lead}y", input, weight)
+        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, kept(product, f"{lead}y", "y"), product)
+        shape = (*input_shape[:-1], of_weight[0])
+        if i in TURNED and cos is not None and sin is not None and table is not None:
             output = turned_layout("qkv_linear", product, cos, sin, shape, table)
-
-    def of_product(i: int, grad: Layout) -> Layout:
-        turned = len(operands) > 1 and i < 2
-        return infer.gradient(output, grad, product, operands) if turned else grad
+        products.append(product)
+        outputs.append((output, shape))
 
     def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
-        arrived = [None if grad is None else of_product(i, grad) for i, grad in enumerate(grads)]
-        one, *others = dict.fromkeys(grad for grad in arrived if grad is not None)
-        if others:
+        of_input: dict[Layout, str] = {}  # and what has such a one
+        of_weights: list[Layout | None] = [None] * 3
+        of_biases: list[Layout | None] = [None] * 3
+        for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            if grad is None:
+                continue
+            assert weight is not None, "all are given"
+            if i in TURNED and cos is not None and sin is not None:
+                grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
+            of_input.setdefault(infer.einsum(f"{lead}y,yz->{lead}z", grad, weight), f"{NAMES[i]} ({grad})")
+            of_weights[i] = infer.einsum(f"{lead}y,{lead}z->yz", grad, input)
+            of_biases[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
+        one, *more = of_input
+        if more:
             raise LayoutError(
-                f"qkv_linear: the gradients lie as ({one}) and ({others[0]}); reshard those to ({one})", (one,)
+                f"qkv_linear adds up its input's gradients, which of {of_input[one]} are ({one}), and of {of_input[more[0]]} "
+                f"({more[0]}); reshard one of those gradients, or call linear for each"
             )
-        of_weight, of_bias = infer.einsum(f"{lead}y,{lead}z->yz", one, input), infer.einsum(f"{lead}y->y", one)
-        return (
-            infer.einsum(f"{lead}y,yz->{lead}z", one, weight),
-            *(None if grad is None else of_weight for grad in arrived),
-            *(None if grad is None or bias is None else of_bias for grad, bias in zip(arrived, biases, strict=True)),
-            None,
-            None,
-        )
+        return one, *of_weights, *of_biases, None, None
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"add_bias": adds(product, rank)}
+        return {"add_bias": adds(products[0], rank)}  # all are sums over the axes that cut the input's last dim
 
-    return Sharding(output, made[0], gradients, local, more=((output, made[1]), (product, made[2])))
+    return Sharding(*outputs[0], gradients, local, more=tuple(outputs[1:]))
 
 
 QKV_LINEAR = Op(
