@@ -47,6 +47,11 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         None,
         (normal(6, 5, 8), normal(8, 4)),
     ),
+    "qkv_linear": (
+        lambda _, *tensors: kernels.add(kernels.add(*(q_k_v := kernels.qkv_linear(*tensors))[:2]), q_k_v[2]),
+        None,
+        (normal(6, 5, 8), *(normal(4, 8, seed=seed) for seed in range(3))),
+    ),
     "swiglu_linear": (
         lambda _, *tensors: kernels.swiglu_linear(*tensors),
         None,
@@ -119,6 +124,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "grouped_matmul": ("", "", "tp: S(2), dp: S(0)"),
     "all_gather_matmul": ("", TOKENS_CUT, "tp: S(1)"),
     "matmul_reduce_scatter": ("", HEADS, "tp: S(0)"),
+    "qkv_linear": ("", ROWS, "tp: S(0)", "tp: S(0)", "tp: S(0)"),
     "swiglu_linear": ("", ROWS, "tp: S(0)", "tp: S(0)"),
     "rms_norm": ("", TOKENS_CUT, ""),
     "rms_norm-heads": ("", HEADS, ""),

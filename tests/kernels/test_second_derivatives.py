@@ -60,6 +60,10 @@ OPS = {
     "linear": (kernels.linear, (normal(3, 4), normal(5, 4), normal(5))),
     "matmul": (kernels.matmul, (normal(3, 4), normal(4, 5))),
     "matmul_reduce_scatter": (kernels.matmul_reduce_scatter, (normal(3, 4), normal(4, 5))),
+    "qkv_linear": (
+        lambda *tensors: torch.cat(kernels.qkv_linear(*tensors), -1),
+        (normal(3, 4), *(normal(5, 4, seed=seed) for seed in range(3))),
+    ),
     "rms_norm": (kernels.rms_norm, (normal(3, 4), normal(4))),
     "rms_norm_rope": (
         lambda x, weight: kernels.rms_norm_rope(x, weight, ANGLES.cos(), ANGLES.sin()),
