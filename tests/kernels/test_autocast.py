@@ -115,7 +115,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
     "qkv_linear": (
         lambda _, *operands: torch.cat(kernels.qkv_linear(*operands, cos=TABLES[0], sin=TABLES[1]), -1),
         lambda _, x, q, k, v: torch.cat([torch_rope(F.linear(x, q)), torch_rope(F.linear(x, k)), F.linear(x, v)], -1),
-        ((6, 5, 8), (8, 8), (4, 8), (4, 8)),
+        ((6, 5, 8), (8, 8), (8, 8), (4, 8)),
         None,
     ),
     "rms_norm": (lambda _, x, w: kernels.rms_norm(x, w), lambda _, x, w: torch_rms_norm(x, w), ((6, 5, 8), (8,)), None),
