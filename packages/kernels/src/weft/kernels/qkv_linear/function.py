@@ -11,8 +11,6 @@ from ..matmul.reference import rows_of, shaped
 from ..op import Tensors
 from ..rope import function as rope
 
-Three = tuple[Tensor, Tensor, Tensor]
-
 
 def forward(
     input: Tensor,
@@ -26,32 +24,13 @@ def forward(
     sin: Tensor | None = None,
     *,
     add_bias: bool = True,
-) -> tuple[Three, Tensors]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensors]:
     """input [..., K], the weights [M, K] and biases [M], an M for each -> [..., M] for each. add_bias: as of `linear`."""
-    q, k, v = _products(input, (q_weight, k_weight, v_weight), (q_bias, k_bias, v_bias), add_bias)
-    if cos is not None and sin is not None:
-        q, k = (rope.forward(each, cos, sin, inplace=True)[0] for each in (q, k))
+    pairs = ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias))
+    q, k, v = [linear(input, weight, bias, add_bias=add_bias, keep=False)[0] for weight, bias in pairs]
+    if cos is not None and sin is not None:  # no backward of rope needs what it was given
+        q, k = rope.inference(q, cos, sin, inplace=True), rope.inference(k, cos, sin, inplace=True)
     return (q, k, v), (input, q_weight, k_weight, v_weight, cos, sin)
-
-
-def inference(
-    input: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    v_weight: Tensor,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    add_bias: bool = True,
-) -> Three:
-    """The outputs of `forward`."""
-    q, k, v = _products(input, (q_weight, k_weight, v_weight), (q_bias, k_bias, v_bias), add_bias)
-    if cos is None or sin is None:
-        return q, k, v
-    return rope.inference(q, cos, sin, inplace=True), rope.inference(k, cos, sin, inplace=True), v
 
 
 def of_products(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
@@ -83,8 +62,3 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
         if needed[4 + i]:
             dbiases[i] = grad.sum(0)
     return None if dinput is None else shaped(dinput, input), *dweights, *dbiases, None, None
-
-
-def _products(input: Tensor, weights: Three, biases: Tensors, add_bias: bool) -> list[Tensor]:
-    pairs = zip(weights, biases, strict=True)
-    return [linear(input, weight, bias, add_bias=add_bias, keep=False)[0] for weight, bias in pairs]

@@ -104,7 +104,6 @@ QKV_LINEAR = Op(
     function.forward,
     function.backward,
     _rule,
-    inference=function.inference,
     weights=(1, 2, 3, 4, 5, 6),
     of_products=function.of_products,
 )
