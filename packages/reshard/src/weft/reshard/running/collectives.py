@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +41,11 @@ _SMALL = (
 )  # bytes; gloo's own all-reduce of two ranks takes 1.2 to 2 times as long below, and less time above 1 MB
 
 
+_PIECE = 1 << 19  # bytes of a rank's part; of less the latency of a link between nodes takes a tenth of the time
+_MOST_PIECES = 8
+_AHEAD = 1  # pieces under way beside the one that starts
+
+
 class Pending:
     """Collectives that run: the first is started; `wait()` brings the result."""
 
@@ -69,8 +78,54 @@ def _returned(result: Tensor) -> Running:
     yield
 
 
+def pieces_of(part: Tensor, phases: Sequence[Phase]) -> list[slice]:
+    """The pieces in which the elements of each rank's part go through several phases: while one is in a phase, the next is in another.
+
+    Phases are of links of different speeds, which then work at once. One piece where there is one phase, or little to move.
+    """
+    pieces = max(1, min(_MOST_PIECES, part.nbytes // _PIECE)) if len(phases) > 1 else 1
+    ends = [part.numel() * i // pieces for i in range(pieces + 1)]
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
+    """Runs what is alike in all: of a few pieces a collective each is under way, and the oldest is waited for."""
+    active: deque[tuple[Running, dist.Work]] = deque()
+
+    def go_on(piece: Running) -> None:
+        with suppress(StopIteration):
+            active.append((piece, next(piece)))
+
+    for piece in pieces:
+        go_on(piece)
+        if len(active) > _AHEAD:
+            oldest, work = active.popleft()
+            yield work
+            go_on(oldest)
+    while active:
+        oldest, work = active.popleft()
+        yield work
+        go_on(oldest)
+
+
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
-    """The parts of all members, stacked by position; by one collective a phase, the last one outermost."""
+    """The parts of all members, stacked by position; the last phase's outermost. In pieces: see `pieces_of`."""
+    pieces = pieces_of(part, phases)
+    if len(pieces) == 1:
+        return (yield from _all_gather(part, phases))
+    flat = part.reshape(-1)
+    gathered = part.new_empty((*(len(positions) for _, positions in reversed(phases)), flat.numel()))
+
+    def gather(piece: slice) -> Running:
+        into = gathered[..., piece]
+        return into.copy_((yield from _all_gather(flat[piece], phases)).view(into.shape))
+
+    yield from in_turn(gather(piece) for piece in pieces)
+    return gathered
+
+
+def _all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
+    """By one collective a phase."""
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
@@ -114,7 +169,22 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """This rank's part of the reduction of all members' stacks; by one collective a phase, the first one outermost.
+    """This rank's part of the reduction of all members' stacks; the first phase's outermost. In pieces: see `pieces_of`."""
+    stacks = stacked.view(math.prod(len(positions) for _, positions in phases), -1)
+    pieces = pieces_of(stacks[0], phases)
+    if len(pieces) == 1:
+        return (yield from _reduce_scatter(stacked, op, phases))
+    part = stacked.new_empty(stacks.shape[1])
+
+    def scatter(piece: slice) -> Running:
+        return part[piece].copy_((yield from _reduce_scatter(stacks[:, piece].contiguous(), op, phases)).view(-1))
+
+    yield from in_turn(scatter(piece) for piece in pieces)
+    return part
+
+
+def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
+    """By one collective a phase.
 
     NCCL scatters sums. Other reductions exchange the parts, which is as many bytes, and reduce them here. So do sums on gloo, which
     would reduce the whole everywhere, for twice the bytes, and keep a part.

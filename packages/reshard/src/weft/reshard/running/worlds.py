@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its functions have the world's group as a default: imported later they would keep it
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
@@ -160,3 +162,14 @@ def processes() -> Processes:
         dynamo.allow()
         _latest = Processes(group)
     return _latest
+
+
+@atexit.register
+def _forget() -> None:
+    """Lets go of the groups while there is an interpreter; what is destroyed then waits for its threads.
+
+    Those of gloo let go of the tensors of the last collective, for which they need the interpreter: a process whose thread comes for
+    it too late aborts.
+    """
+    global _latest
+    _latest = None
