@@ -43,7 +43,7 @@ _SMALL = (
 
 _PIECE = 1 << 19  # bytes of a rank's part; of less the latency of a link between nodes takes a tenth of the time
 _MOST_PIECES = 8
-_AHEAD = 1  # pieces under way beside the one that starts
+_AHEAD = 1  # pieces under way beside the one that starts: more of them share a link, and end at once
 
 
 class Pending:
@@ -78,13 +78,13 @@ def _returned(result: Tensor) -> Running:
     yield
 
 
-def pieces_of(part: Tensor, phases: Sequence[Phase]) -> list[slice]:
-    """The pieces in which the elements of each rank's part go through several phases: while one is in a phase, the next is in another.
+def pieces_of(elements: int, itemsize: int, phases: Sequence[Phase]) -> list[slice]:
+    """The pieces in which a rank's part goes through several phases: while one is in a phase, the next is in another.
 
     Phases are of links of different speeds, which then work at once. One piece where there is one phase, or little to move.
     """
-    pieces = max(1, min(_MOST_PIECES, part.nbytes // _PIECE)) if len(phases) > 1 else 1
-    ends = [part.numel() * i // pieces for i in range(pieces + 1)]
+    pieces = max(1, min(_MOST_PIECES, elements * itemsize // _PIECE)) if len(phases) > 1 else 1
+    ends = [elements * i // pieces for i in range(pieces + 1)]
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
@@ -109,16 +109,17 @@ def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
-    """The parts of all members, stacked by position; the last phase's outermost. In pieces: see `pieces_of`."""
-    pieces = pieces_of(part, phases)
-    if len(pieces) == 1:
-        return (yield from _all_gather(part, phases))
-    flat = part.reshape(-1)
-    gathered = part.new_empty((*(len(positions) for _, positions in reversed(phases)), flat.numel()))
+    """The parts of all members, stacked by position; the last phase's outermost."""
+    pieces = pieces_of(part.numel(), part.itemsize, phases)
+    return _all_gather(part, phases) if len(pieces) == 1 else _gather_pieces(part.reshape(-1), phases, pieces)
+
+
+def _gather_pieces(part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice]) -> Running:
+    gathered = part.new_empty((*(len(positions) for _, positions in reversed(phases)), part.numel()))
 
     def gather(piece: slice) -> Running:
         into = gathered[..., piece]
-        return into.copy_((yield from _all_gather(flat[piece], phases)).view(into.shape))
+        return into.copy_((yield from _all_gather(part[piece], phases)).view(into.shape))
 
     yield from in_turn(gather(piece) for piece in pieces)
     return gathered
@@ -169,15 +170,20 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """This rank's part of the reduction of all members' stacks; the first phase's outermost. In pieces: see `pieces_of`."""
-    stacks = stacked.view(math.prod(len(positions) for _, positions in phases), -1)
-    pieces = pieces_of(stacks[0], phases)
+    """This rank's part of the reduction of all members' stacks; the first phase's outermost."""
+    parts = math.prod(len(positions) for _, positions in phases)
+    pieces = pieces_of(stacked.numel() // parts, stacked.itemsize, phases)
     if len(pieces) == 1:
-        return (yield from _reduce_scatter(stacked, op, phases))
-    part = stacked.new_empty(stacks.shape[1])
+        return _reduce_scatter(stacked, op, phases)
+    return _scatter_pieces(stacked.reshape(parts, -1), op, phases, pieces)
+
+
+def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: Sequence[slice]) -> Running:
+    part = stacked.new_empty(stacked.shape[1])
 
     def scatter(piece: slice) -> Running:
-        return part[piece].copy_((yield from _reduce_scatter(stacks[:, piece].contiguous(), op, phases)).view(-1))
+        scattered = yield from _reduce_scatter(stacked[:, piece].contiguous(), op, phases)
+        return part[piece].copy_(scattered.view(-1))
 
     yield from in_turn(scatter(piece) for piece in pieces)
     return part
