@@ -103,12 +103,15 @@ def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
 def weighing(criterion: Callable[..., Tensor], parts: list[Microbatch], targets: Tensor) -> Callable[..., Tensor]:
     """The criterion, each microbatch's mean weighing as its tokens do among all of `targets`.
 
-    Communication: of targets that are sharded, the sum of a number.
+    Where each rank has all targets, it counts them itself: asked for in the criterion, their number would keep each rank from its
+    backward until all are forward.
+    Communication: of targets that are sharded, in several microbatches, the sum of a number.
     """
-    if len(parts) == 1:
-        return criterion
     known = inspect.signature(criterion).parameters
     options = {name: each.default for name, each in known.items()} | getattr(criterion, "keywords", {})
+    has_all = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
+    if len(parts) == 1 and not (has_all and "denominator" in known and options.get("weight") is None):
+        return criterion
     if options.get("reduction") == "sum" or options.get("denominator") not in (None, inspect.Parameter.empty):
         return criterion
     index = options.get("ignore_index", IGNORED)

@@ -23,6 +23,7 @@ from weft.reshard.running.issued import Collective
 from weft.reshard.running.recording import Recorded, recording
 
 from .communication import Communication, Phase
+from .losses import first_gradient
 from .microbatches import divide, weighing
 from .parallel import ParallelPlan, parallelize
 from .parallel.layouts import layouts_of, shapes_of
@@ -32,7 +33,7 @@ from .parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
 from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from .schedules.schedule import Schedule
-from .train.step import find_gradients, whole_loss
+from .train.step import find_gradients
 
 Criterion = Callable[[Any, Tensor], Tensor]
 
@@ -236,8 +237,8 @@ def _forms(
 
     for stage, (start, _) in enumerate(ranges[1:], 1):
         model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
-    loss = differentiable(whole_loss(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets)))
-    go_back(loss, [torch.ones_like(each) for each in loss])
+    loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
+    go_back(loss, [first_gradient(each) for each in loss])
     forward = {("F", stage): {microbatch.kind: form} for stage, form in given.items()}
     return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 

@@ -25,6 +25,7 @@ from ..data.batches import Batches, Rows
 from ..data.prefetch import Prefetch
 from ..generation import generate
 from ..initialization import initialize
+from ..losses import local_value
 from ..microbatches import divide
 from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
@@ -38,7 +39,7 @@ from .optimizer import make_optimizer
 from .outline import Outline
 from .report import Metrics, Report
 from .speed import flops_per_token, peak_flops
-from .step import Found, find_gradients, find_loss, local_value
+from .step import Found, find_gradients, find_loss
 
 SAMPLE_TOKENS = 60
 

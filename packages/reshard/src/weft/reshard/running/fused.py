@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import LayoutError
 
 from .api import reshard
-from .dtensor import layout_of, memory_of
+from .dtensor import kind_of, layout_of, memory_of
 
 
 def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor], ...], kwargs: dict[str, Any]) -> None:
@@ -39,6 +39,8 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
 
 def _lie_alike(tensor: Tensor, parameter: Tensor) -> bool:
     if isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
+        if kind_of(tensor) is kind_of(parameter):
+            return True
         return tensor.placements == parameter.placements and tensor.device_mesh == parameter.device_mesh
     return isinstance(tensor, DTensor) == isinstance(parameter, DTensor)
 

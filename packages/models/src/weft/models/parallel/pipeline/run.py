@@ -21,6 +21,7 @@ from weft.reshard.running.units import keeping_gathered
 from weft.reshard.running.waits import wait_for
 
 from ...communication import Phase
+from ...losses import first_gradient
 from ...schedules.plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
 from ...tracing import traced
@@ -93,10 +94,10 @@ class Pipeline:
         accumulating: Within = nullcontext,
         computing: Within = nullcontext,
         ended: Callable[[Phase], None] = lambda phase: None,
-    ) -> list[Tensor]:
-        """Takes each microbatch forward and backward; the losses, on the ranks of the last stage, else none.
+    ) -> None:
+        """Takes each microbatch forward and backward.
 
-        loss_of: of the model's output, a scalar. accumulating: in it backward passes only add up. computing: what the model is
+        loss_of: of the model's output, a scalar, asked for on the ranks of the last stage. accumulating: in it backward passes only add up. computing: what the model is
         called in. ended: called after each action.
         Communication: of activations, and of their gradients, to the rank in the same place of the next stage. What parameters on
         shards are gathered to stays until all microbatches are back, so that it is gathered once.
@@ -113,7 +114,6 @@ class Pipeline:
                 ended(phase)
         self.ran, self.in_flight = run.ran, run.most_held
         run.finish()
-        return run.losses
 
     def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
         """Takes each microbatch forward alone; what the model gave, on the ranks of the last stage, else none."""
@@ -224,7 +224,6 @@ class _Run:
         self._later: dict[tuple[int, int], Later] = {}  # what adds up gradients of weights, between I and W
         self.most_held = 0
         self.ran: list[Action] = []
-        self.losses: list[Tensor] = []
         self.outputs: list[Any] = []
 
     def take(self, action: Action) -> None:
@@ -250,12 +249,11 @@ class _Run:
             self.outputs.append(given)
         else:
             given = self._loss_of(given, microbatch)
-            self.losses.append(given.detach())
         if self._loss_of is not None:
             self._held[stage, action.microbatch] = _Held(
                 differentiable(received),
                 [get_gradient_edge(x) for x in differentiable(given)],
-                [torch.ones_like(x) for x in differentiable(given)] if stage == self._last else None,
+                [first_gradient(x) for x in differentiable(given)] if stage == self._last else None,
             )
 
     def _backward(self, action: Action) -> None:

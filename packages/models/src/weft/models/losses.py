@@ -1,0 +1,45 @@
+"""A loss of which each rank has a part: where its backward begins, and its sum over the ranks, which travels meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.reshard import layout_of, start_reshard
+from weft.reshard.planning.layouts import cotangent
+from weft.reshard.running.dtensor import wrap
+
+
+def first_gradient(loss: Tensor) -> Tensor:
+    """With what the backward of a loss begins that is summed over the ranks: 1, as it lies where a reshard gives it back."""
+    with torch.no_grad():
+        if not isinstance(loss, DTensor):
+            return torch.ones_like(loss)
+        return wrap(torch.ones_like(loss.to_local()), cotangent(layout_of(loss)), loss.shape)
+
+
+def local_value(scalar: Tensor) -> Tensor:
+    """A number as a plain tensor: this rank's."""
+    scalar = scalar.detach()
+    return scalar.to_local() if isinstance(scalar, DTensor) else scalar
+
+
+class LossSum:
+    """The sum of the losses of a rank's microbatches, on its way over all ranks.
+
+    losses: scalars that lie alike; none on a stage that is not the last. local: the sum of this rank's parts.
+    Communication: a reshard of a number, over the axes that shard the tokens.
+    """
+
+    def __init__(self, losses: Sequence[Tensor], device: torch.device) -> None:
+        parts = [local_value(loss) for loss in losses] or [torch.zeros((), device=device)]
+        self.local = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+        self._wait: Callable[[], Tensor] | None = None
+        if losses and isinstance(losses[0], DTensor):
+            self._wait = start_reshard(wrap(self.local, layout_of(losses[0]), ())).wait
+
+    def wait(self) -> Tensor:
+        """The sum over all ranks, a plain number."""
+        return self.local if self._wait is None else local_value(self._wait())
