@@ -205,6 +205,25 @@ def test_rope_in_place_moves_two_passes_in_the_memory_of_x(interpreted: None, in
     )
 
 
+LYING: dict[str, Callable[[Tensor], Tensor]] = {
+    "behind-an-odd-number": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "every-second": lambda x: x.repeat_interleave(2, -1)[:, ::2],
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "one-row": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("lying", LYING)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rope_turns_what_lies_anyhow(interleaved: bool, lying: str, device: str) -> None:
+    cos, sin = (normal(6, 2, seed=seed).float().to(device) for seed in (1, 2))
+    x = LYING[lying](normal(6, 8).float().to(device))
+    found = kernels.rope(x, cos, sin, interleaved=interleaved)
+    assert torch.equal(
+        found, kernels.rope(x.clone(memory_format=torch.contiguous_format), cos, sin, interleaved=interleaved)
+    )
+
+
 def test_rope_overwrites_nothing_that_is_needed(device: str) -> None:
     x, cos, sin = (normal(*shape).float().to(device) for shape in ((6, 8), (6, 2), (6, 2)))
     with pytest.raises(ValueError, match="x is a leaf that needs a gradient"):

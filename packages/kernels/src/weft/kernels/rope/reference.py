@@ -35,17 +35,16 @@ def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = F
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
     """`forward` where sign is 1, `turned_back` where it is -1, of shapes that were checked."""
-    if interleaved:
-        apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
-        halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
-        turned = turn(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
-        return turned.transpose(-1, -2).reshape(x.shape)
     dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
     if (
         cos.dtype != wide
     ):  # asked before each cast: of a few numbers a cast that changes nothing takes as long as one that does
         cos, sin = cos.to(wide), sin.to(wide)
+    if interleaved:
+        turned = _turn_neighbours if torch.compiler.is_compiling() else _turn_numbers
+        output = turned(x if dtype == wide else x.to(wide), cos, sin, sign)
+        return output if dtype == wide else output.to(dtype)
     pairs = x.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
     if dtype != wide:
         pairs = pairs.to(wide)
@@ -57,6 +56,22 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
     turned_second.addcmul_(first, sin, value=sign)
     output = turned.view(shape)
     return output if dtype == wide else output.to(dtype)
+
+
+def _turn_numbers(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Interleaved, in one pass: a pair is a complex number, and its turn a product."""
+    x = x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
+    numbers = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2))
+    turns = torch.complex(cos, sin if sign == 1 else -sin).unsqueeze(-2)  # [..., T, 1, D // 2]
+    return torch.view_as_real(numbers * turns).view(x.shape)
+
+
+def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Interleaved, for a compiler, which has no code for complex numbers."""
+    apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
+    halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
+    turned = turn(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
+    return turned.transpose(-1, -2).reshape(x.shape)
 
 
 def table(positions: Tensor, frequencies: Tensor, *, function: str, scale: float = 1.0) -> Tensor:
