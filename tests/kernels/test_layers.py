@@ -80,8 +80,14 @@ def operands(names: str, rows: tuple[int, ...], width: int) -> list[Tensor]:
 
 def run(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
     """The outputs, and the gradients of all but the tables."""
+    return outputs_and_gradients(op, names, [each.clone() for each in given])
+
+
+def outputs_and_gradients(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
+    """As `run`, of operands in their own memory."""
     leaves = [
-        each.clone().requires_grad_(name not in ("cos", "sin")) for name, each in zip(names.split(), given, strict=True)
+        each.detach().requires_grad_(name not in ("cos", "sin"))
+        for name, each in zip(names.split(), given, strict=True)
     ]
     found = op(*leaves)
     outputs = found if isinstance(found, tuple) else (found,)
@@ -133,17 +139,35 @@ def test_a_sum_over_rows_is_the_same_to_the_bit_each_time(name: str, device: str
         assert torch.equal(one, other)
 
 
-def strided(x: Tensor, names: str) -> list[Tensor]:
-    """The operands as parts of wider tensors: rows apart, or elements."""
-    return [F.pad(each, (0, 3))[..., :-3] if name in ("x", "heads") else each.mT.contiguous().mT if each.ndim > 1 else each
-            for name, each in zip(names.split(), x, strict=True)]  # fmt: skip
+def rows_apart(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 3))[..., :-3]
 
 
+def elements_apart(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT if x.ndim > 1 else torch.stack((x, x + 1), -1)[:, 0]
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The same number, or row, at each place: one in memory."""
+    return x[..., :1, :].expand(x.shape) if x.ndim > 1 else x[:1].expand(x.shape)
+
+
+# How an op's first operand lies, and how the others do: parts of wider tensors, or what is there once.
+STRIDED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "apart": (rows_apart, elements_apart),
+    "expanded": (elements_apart, expanded),
+}
+
+
+@pytest.mark.parametrize("lying", STRIDED)
 @pytest.mark.parametrize("name", LAYERS)
-def test_any_strides(name: str, device: str) -> None:
+def test_any_strides(name: str, lying: str, device: str) -> None:
     op, _, names = LAYERS[name]
-    given = [each.float().to(device) for each in operands(names, (4, 3), 16)]
-    for one, other in zip(run(op, names, strided(given, names)), run(op, names, given), strict=True):
+    first, *others = [each.float().to(device) for each in operands(names, (4, 3), 16)]
+    of_first, of_others = STRIDED[lying]
+    given = [of_first(first), *map(of_others, others)]
+    whole = [each.clone(memory_format=torch.contiguous_format) for each in given]
+    for one, other in zip(outputs_and_gradients(op, names, given), run(op, names, whole), strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -134,6 +134,19 @@ def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
     assert traffic.loaded <= 3 * K * rows_read * 2 + sum(down) * (K * M + M) * 2 + 3 * 5 * 4  # each bias, and ends
 
 
+@pytest.mark.parametrize("lying", ["apart", "expanded"])
+def test_offsets_of_any_strides(lying: str, device: str) -> None:
+    """A column of a table, and one number for all groups: they end where the first does, and the others are empty."""
+    sizes = [5, 0, 10] if lying == "apart" else [5, 0, 0]
+    given = ends(sizes, device)
+    laid = torch.stack((given, given + 1), -1)[:, 0] if lying == "apart" else given[:1].expand(3)
+    a, b = (normal(*shape, dtype=torch.float32).to(device) for shape in ((16, 8), (3, 8, 24)))
+    found = gradients(lambda a, b: grouped_matmul(a, b, laid), a, b)
+    assert torch.equal(grouped_matmul(a, b, laid), grouped_matmul(a, b, given))
+    for one, other in zip(found, gradients(lambda a, b: grouped_matmul(a, b, given), a, b), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_rows_of_no_group_are_zeros(device: str) -> None:
     found = grouped_matmul(torch.ones(4, 3, device=device), torch.ones(0, 3, 5, device=device), ends([], device))
     assert torch.equal(found.cpu(), torch.zeros(4, 5))

@@ -39,6 +39,11 @@ def rows_of(x: Tensor, length: int) -> Tensor:
     return rows if rows.stride(-1) == 1 or length < 2 else rows.contiguous()
 
 
+def vector_of(weight: Tensor | None) -> Tensor | None:
+    """A weight or bias [H] whose elements are neighbours in memory, as kernels read it."""
+    return None if weight is None else weight.contiguous()
+
+
 def programs_of(tensor: Tensor, tiles: int, warps: int, at_work: int) -> int:
     """How many programs take all tiles in turn: as many as are at work at once, `at_work` warps on each multiprocessor.
 

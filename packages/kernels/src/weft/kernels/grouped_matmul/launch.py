@@ -46,7 +46,7 @@ def forward(
         if by_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
         kernel.rows_by_group[(min(tiles, chip_of(a.device)[1]),)](
-            a, b, bias, residual, a_scale, b_scale, offsets, out, z,
+            a, b, bias, residual, a_scale, b_scale, offsets.contiguous(), out, z,
             N, K, M, first, count,
             *a.stride(), *b.stride(), *_strides(bias, 2), *_strides(residual, 2),
             *_strides(a_scale, 1), *_strides(b_scale, 2), *out.stride(),
@@ -80,7 +80,7 @@ def weights(
         if by_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
         kernel.weights_by_group[(tiles, count)](
-            a, grad, offsets, out,
+            a, grad, offsets.contiguous(), out,
             K, M, first, *a.stride(), *grad.stride(), *out.stride(),
             None if alpha == 1 else alpha,
             DESCRIPTORS=by_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..aot import Variant
 from ..backend import device_of
 from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD_ELEMENTS, WARPS_AT_WORK, keeps_weight
-from ..rows import Tile, programs_of, rows_of
+from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
 MOST_ELEMENTS = {2: 16, 4: 8}  # a thread, by their bytes, for which both sums are in registers beside what makes dx
@@ -32,7 +32,7 @@ def forward(
     tile = Tile.of(x.shape[-1], FORWARD_ELEMENTS)
     with device_of(x):
         kernel.forward[(programs_of(x, -(-len(rows) // tile.rows), tile.warps, WARPS_AT_WORK),)](
-            rows, residual, weight, bias,
+            rows, residual, vector_of(weight), vector_of(bias),
             y, total, mean, rstd,
             *rows.shape, rows.stride(0), 0 if residual is None else residual.stride(0),
             eps,
@@ -88,7 +88,7 @@ def _backward(
     addends = [None if each is None else x.new_empty(programs, H, dtype=torch.float32) for each in sums]
     with device_of(x):
         kernel.backward[(programs,)](
-            grad, grad_sum, x, weight, mean, rstd,
+            grad, grad_sum, x, vector_of(weight), mean, rstd,
             dx, *addends,
             *x.shape, grad.stride(0), 0 if grad_sum is None else grad_sum.stride(0), x.stride(0),
             KEEP_WEIGHT=keeps_weight(tile, BACKWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..aot import Variant
 from ..backend import device_of
-from ..rows import Tile, programs_of, rows_of
+from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
 # Forward has 32 bytes of a row of bf16 a thread, two 16-byte loads, until 16 warps have more. Rows that are shorter than a warp's
@@ -35,7 +35,7 @@ def forward(
     tile = Tile.of(H, FORWARD_ELEMENTS)
     with device_of(x):
         kernel.forward[(programs_of(x, -(-len(rows) // tile.rows), tile.warps, WARPS_AT_WORK),)](
-            rows, residual, weight,
+            rows, residual, vector_of(weight),
             y, total, rrms,
             *rows.shape, rows.stride(0), 0 if residual is None else residual.stride(0),
             eps,
@@ -64,7 +64,7 @@ def backward(
     addends = None if dweight is None else x.new_empty(programs, H, dtype=torch.float32)
     with device_of(x):
         kernel.backward[(programs,)](
-            grad, grad_sum, x, weight, rrms,
+            grad, grad_sum, x, vector_of(weight), rrms,
             dx, addends,
             *x.shape, grad.stride(0), 0 if grad_sum is None else grad_sum.stride(0), x.stride(0),
             KEEP_WEIGHT=keeps_weight(tile, BACKWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
