@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
+from ..checks import check_devices
 from ..elementwise import add
 from ..op import Op
 from ..order import checked_order, runs_within
@@ -43,7 +44,7 @@ def dropout(
     residual: of the shape of x, which the output is added to; in the same pass where its dtype is that of x.
     Layouts: any, one for x and the residual, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
     and a Partial(sum) gradient may flow. Communication: none.
-    Raises ValueError for p, a key or a dtype that is none of these; LayoutError for another Partial.
+    Raises ValueError for p, a key or a dtype that is none of these, and for two devices; LayoutError for another Partial.
     """
     operand, number = check_dropout("dropout", "p", p, key)
     if x.dtype not in DTYPES:
@@ -52,6 +53,10 @@ def dropout(
         raise ValueError(
             f"dropout takes a residual of the shape of x, got {tuple(residual.shape)} and {tuple(x.shape)}; expand one"
         )
+    if residual is not None:
+        check_devices("dropout", x, residual)
+        if residual.dtype not in DTYPES:
+            raise ValueError(f"dropout: the residual is {residual.dtype}; give one of {', '.join(map(str, DTYPES))}")
     if residual is not None and (p == 0 or residual.dtype != x.dtype):
         return add(dropout(x, p, key, name, order=order), residual)
     if p == 0:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..checks import check_devices
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import reference
@@ -19,12 +20,15 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
     x: any shape, which the output has too. y: that shape, or its last dims: [T, H] beside x [B, T, H], as learned positions are.
     Layouts: one for both, Partial(sum) included; where y lacks dims, alike on those that it has, and without Partial. The
     output lies as `x`. The gradient of a `y` that lacks dims is Partial(sum) on the axes that shard them. Communication: none.
+    Raises LayoutError for other layouts; ValueError for other shapes, and for two devices.
     """
     repeated = x.ndim - y.ndim
     if repeated < 0 or x.shape[repeated:] != y.shape:
         raise ValueError(
-            f"add takes two tensors of one shape, or y of the last dims of x, got {tuple(x.shape)} and {tuple(y.shape)}"
+            f"add takes two tensors of one shape, or y of the last dims of x, got {tuple(x.shape)} and {tuple(y.shape)}; "
+            f"exchange or expand them"
         )
+    check_devices("add", x, y)
     return apply(ADD, x, y, repeated=repeated, alpha=alpha)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
+from ..checks import TOKEN_DTYPES, check_devices, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
 from . import function
@@ -18,17 +19,21 @@ from . import function
 def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """The rows of `weight` that `tokens` name.
 
-    tokens: [...] of ints. weight: [V, H]. Returns [..., H].
+    tokens: [...] of int32 or int64. weight: [V, H]. Returns [..., H].
     padding_idx: a row without a gradient, negative counted from the end, as of torch.nn.functional.embedding.
     Layouts: as of a one-hot matrix times the table: a table sharded on V gives Partial(sum), sharded on H it shards the
     output's last dim; sharded tokens shard the output, and need a table that is replicated on that axis.
-    Communication: none. Raises LayoutError for any other layouts, ValueError on the CPU for a token outside 0..V-1,
-    which elsewhere gives NaN.
+    Communication: none. Raises LayoutError for any other layouts; ValueError for other dtypes, for two devices, and on the CPU for a
+    token outside 0..V-1, which elsewhere gives NaN.
     """
     if weight.ndim != 2:
-        raise ValueError(f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}")
-    if tokens.is_floating_point():
-        raise ValueError(f"embedding takes int tokens, got {tokens.dtype}")
+        raise ValueError(
+            f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}; give a row for each token of the vocabulary"
+        )
+    if tokens.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")
+    check_floats("embedding", ("the weight",), weight)
+    check_devices("embedding", tokens, weight)
     if padding_idx is not None:
         rows = weight.shape[0]
         if not -rows <= padding_idx < rows:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..checks import check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from ..swiglu.sharded import check_form
@@ -20,9 +21,10 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     x: any shape, which the output has too. approximate: "none", or "tanh" for the form that GPT-2 was trained with, as of
     torch.nn.functional.gelu.
     Layouts: any without Partial; the output lies the same. Communication: none.
-    Raises LayoutError where `x` is Partial, ValueError for another approximation.
+    Raises LayoutError where `x` is Partial, ValueError for another approximation, and for what is none of floats.
     """
     check_form("gelu", approximate)
+    check_floats("gelu", ("x",), x)
     return apply(GELU, x, approximate=approximate)
 
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ..backend import can_read
+from ..checks import WIDE, check_devices
 from ..matmul.checks import (
-    WIDE,
     check_activation_name,
-    check_devices,
+    check_bias_dtype,
     check_dtypes,
+    check_no_gradient,
     check_out_dtype,
     check_residual,
     check_scale,
@@ -33,17 +34,23 @@ def check_grouped(
     """Raises ValueError, with the values and the remedy."""
     of_a, of_b, of_offsets = (tuple(each.shape) for each in (a, b, offsets))
     if len(of_a) != 2 or len(of_b) != 3 or of_a[1] != of_b[1] or of_offsets != of_b[:1]:
-        raise ValueError(f"{OP} takes a [N, K], b [G, K, M] and offsets [G], got {of_a}, {of_b} and {of_offsets}")
+        raise ValueError(
+            f"{OP} takes a [N, K], b [G, K, M] and offsets [G], got {of_a}, {of_b} and {of_offsets}; flatten the rows of a, "
+            f"stack the matrices of b with their inner dim first, and give where each group ends"
+        )
     rows, (groups, _, columns) = of_a[0], of_b
     if bias is not None and tuple(bias.shape) != (groups, columns):
         raise ValueError(
-            f"{OP} takes a bias of shape {(groups, columns)}, a row for each group, got {tuple(bias.shape)}"
+            f"{OP} takes a bias of shape {(groups, columns)}, a row for each group, got {tuple(bias.shape)}; expand or "
+            f"transpose it"
         )
     check_activation_name(OP, activation)
     check_residual(OP, residual, (rows, columns))
     check_out_dtype(OP, out_dtype)
     check_dtypes(OP, a, b)
+    check_bias_dtype(OP, bias, a, out_dtype)
     check_devices(OP, a, b, offsets, bias, residual, a_scale, b_scale)
+    check_no_gradient(OP, a, b, a_scale, b_scale)
     check_scale(OP, "a_scale", a_scale, a, ((), (rows,)), "row of a")
     check_scale(OP, "b_scale", b_scale, b, ((), (groups,), (groups, columns)), "group, or each column of a group")
     check_offsets(offsets, rows)

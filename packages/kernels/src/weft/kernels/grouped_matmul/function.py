@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backend import use_triton
 from ..launched import launched
+from ..matmul.checks import check_apart
 from ..matmul.reference import derivative
 from ..op import Tensors
 from . import reference
@@ -97,7 +98,8 @@ def backward(
 
 
 def accumulate(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
-    """into [G, K, M], to which a[:, rows] @ b[rows] was added of each group's rows; a: [K, N], b: [N, M]."""
+    """into [G, K, M], to which a[:, rows] @ b[rows] was added of each group's rows; a: [K, N], b: [N, M]. Raises as `check_apart`."""
+    check_apart("grouped_matmul", into)
     _by_groups(a.mT, b, offsets, into, 1.0, first, True)
     return into, ()
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..checks import check_devices, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, independent, of_several
 from . import function
@@ -18,7 +19,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     x: [..., H]. weight, bias: [H], or None for a norm without. Returns [..., H], of the dtype of `x`.
     Layouts: any that leaves the last dim whole; the output lies as `x`. Communication: none.
-    Raises LayoutError where the last dim is sharded or `x` is Partial.
+    Raises LayoutError where the last dim is sharded or `x` is Partial; ValueError for other shapes, for what is none of floats, and
+    for two devices.
     """
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)
@@ -33,22 +35,26 @@ def add_layer_norm(
     x, residual: [..., H], one shape. weight, bias: [H], or None. Returns (sum, norm), [..., H] each.
     Layouts: one for both, which leaves the last dim whole; both outputs lie so. The gradients of the two outputs arrive in one
     layout. Communication: none.
-    Raises ValueError for a residual of another shape, LayoutError for other layouts.
+    Raises ValueError for a residual of another shape, and as `layer_norm`; LayoutError for other layouts.
     """
     if x.shape != residual.shape:
         raise ValueError(
             f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
         )
-    _check("add_layer_norm", x, weight, bias)
+    _check("add_layer_norm", x, weight, bias, residual)
     total, normal = apply_many(ADD_LAYER_NORM, x, residual, weight, bias, eps=eps)
     return total, normal
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> None:
     for name, each in (("weight", weight), ("bias", bias)):
         if x.ndim < 1 or (each is not None and each.shape != x.shape[-1:]):
             shape = None if each is None else tuple(each.shape)
-            raise ValueError(f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}")
+            raise ValueError(
+                f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}; give a number for each element of a row"
+            )
+    check_floats(op, ("x", "the residual", "the weight", "the bias"), x, residual, weight, bias)
+    check_devices(op, x, residual, weight, bias)
 
 
 def _whole(op: str, x: Layout, shape: tuple[int, ...], weight: Layout | None, bias: Layout | None) -> Layout:

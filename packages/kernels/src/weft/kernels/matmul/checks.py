@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from ..checks import WIDE, check_devices, check_floats
 from .reference import ACTIVATIONS
 
-WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -46,15 +48,24 @@ def check_matmul(
         raise ValueError(f"matmul takes a bias of shape {out[-1:]}, got {tuple(bias.shape)}; expand or transpose it")
     check_residual("matmul", residual, out)
     check_out_dtype("matmul", out_dtype)
+    check_bias_dtype("matmul", bias, a, out_dtype)
     check_devices("matmul", a, b, bias, residual, a_scale, b_scale)
+    check_no_gradient("matmul", a, b, a_scale, b_scale)
     one = len(of_b) == 2
     check_scale("matmul", "a_scale", a_scale, a, ((), out[:-1]) if one else ((),), "row of a")
     check_scale("matmul", "b_scale", b_scale, b, ((), out[-1:]) if one else ((),), "column of b")
 
 
 def check_residual(op: str, residual: Tensor | None, out: tuple[int, ...]) -> None:
-    if residual is not None and not _broadcasts(tuple(residual.shape), out):
-        raise ValueError(f"{op}: a residual of shape {tuple(residual.shape)} does not broadcast to the output, {out}")
+    """Raises ValueError for one that does not broadcast, or is none of floats."""
+    if residual is None:
+        return
+    if not _broadcasts(tuple(residual.shape), out):
+        raise ValueError(
+            f"{op}: a residual of shape {tuple(residual.shape)} does not broadcast to the output, {out}; give its dims the "
+            f"output's sizes, or 1: with reshape, unsqueeze or transpose"
+        )
+    check_floats(op, ("the residual",), residual)
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
@@ -62,20 +73,59 @@ def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
         raise ValueError(f"{op}: out_dtype is {out_dtype}; give one of {', '.join(map(str, WIDE))}")
 
 
-def check_devices(op: str, *operands: Tensor | None) -> None:
-    devices = {str(each.device) for each in operands if each is not None}
-    if len(devices) > 1:
-        raise ValueError(f"{op}: its operands lie on {' and '.join(sorted(devices))}; move them to one device")
+def check_bias_dtype(op: str, bias: Tensor | None, factor: Tensor, out_dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError for a bias that has neither the factors' dtype nor the output's; beside 8 bits for one that is none of floats."""
+    if bias is None or (bias.dtype in WIDE and bias.dtype in (factor.dtype, out_dtype)):
+        return
+    if factor.dtype in EIGHT_BITS:
+        check_floats(op, ("the bias",), bias)
+        return
+    dtypes = " or ".join(str(each) for each in dict.fromkeys((factor.dtype, out_dtype)) if each is not None)
+    raise ValueError(
+        f"{op}: the bias is {bias.dtype} beside factors of {factor.dtype}; cast it with .to(), to {dtypes}"
+    )
 
 
 def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
     """Raises ValueError for factors of two dtypes, but for two of 8 bits, and for those that are none of floats."""
-    alike = a.dtype == b.dtype and a.dtype in WIDE
-    if not alike and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
-        raise ValueError(
-            f"{op}: factors of {a.dtype} and {b.dtype} cannot be multiplied; cast one with .to(), to one of "
-            f"{', '.join(map(str, WIDE))}"
-        )
+    if not _alike(a, b) and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
+        raise _cannot_be_multiplied(op, a, b)
+
+
+def check_wide(op: str, a: Tensor, *others: Tensor) -> None:
+    """Raises ValueError for factors of two dtypes, and for those that are none of floats of 16 bits or more: there are no scales."""
+    for b in others:
+        if _alike(a, b):
+            continue
+        if a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS:
+            raise ValueError(
+                f"{op}: factors of {a.dtype} and {b.dtype} have scales, which {op} does not take; call matmul with a_scale and "
+                f"b_scale, or cast both with .to()"
+            )
+        raise _cannot_be_multiplied(op, a, b)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.dtype in WIDE
+
+
+def _cannot_be_multiplied(op: str, a: Tensor, b: Tensor) -> ValueError:
+    return ValueError(
+        f"{op}: factors of {a.dtype} and {b.dtype} cannot be multiplied; cast one with .to(), to one of "
+        f"{', '.join(map(str, WIDE))}"
+    )
+
+
+def check_no_gradient(op: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> None:
+    """Raises ValueError where a gradient would be of an 8-bit factor, or of a scale: there is none."""
+    if a.dtype.itemsize > 1 or not torch.is_grad_enabled():
+        return
+    for name, each in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
+        if each is not None and each.requires_grad:
+            raise ValueError(
+                f"{op}: {name} needs a gradient, and factors of 8 bits and their scales have none; detach() it, or multiply in "
+                f"16 bits"
+            )
 
 
 def check_scale(
@@ -109,6 +159,29 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *others: object) -> N
         )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
         raise ValueError("matmul: accumulate_into records no gradient; call it under torch.no_grad()")
+
+
+def check_apart(op: str, into: Tensor) -> None:
+    """Raises ValueError for a sum of which several elements are one in memory: each would be added to the others."""
+    if any(step == 0 and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
+        raise _no_room(op, into, "elements of it are one in memory")
+
+
+def rows_in_place(op: str, into: Tensor) -> Tensor:
+    """[..., M] -> [N, M], the same memory. Raises ValueError where no view is that, and as `check_apart`."""
+    check_apart(op, into)
+    if into.ndim == 2:
+        return into
+    try:
+        return into.view(math.prod(into.shape[:-1]), into.shape[-1])
+    except RuntimeError:
+        raise _no_room(op, into, "no one stride reaches its rows") from None
+
+
+def _no_room(op: str, into: Tensor, why: str) -> ValueError:
+    return ValueError(
+        f"{op}: accumulate_into of shape {tuple(into.shape)} has strides {into.stride()}: {why}; give it contiguous"
+    )
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

@@ -13,6 +13,7 @@ from ..launched import launched
 from ..op import Tensors
 from ..swiglu import function as gates
 from . import reference
+from .checks import rows_in_place
 from .configurations import MEASURED, Kind, kernel_runs, kind_of
 from .reference import derivative, rows_of, shaped
 
@@ -233,8 +234,8 @@ def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
-    """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]."""
-    rows, total = rows_of(a), into.view(-1, into.shape[-1]) if into.ndim != 2 else into
+    """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]. Raises as `rows_in_place`."""
+    rows, total = rows_of(a), rows_in_place("matmul", into)
     if use_triton(a) and by_kernel(rows, b, "plain"):
         _launch(rows, b, None, None, None, None, total, None, None, None, 1.0, 1.0, True)
     else:

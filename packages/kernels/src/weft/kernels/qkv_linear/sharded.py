@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
+from ..checks import check_devices
 from ..matmul.sharded.layouts import adds, check_operand, kept
 from ..matmul.sharded.linear import check_linear
 from ..op import Op
@@ -40,7 +41,7 @@ def qkv_linear(
     up in the products that make them, where three layers write three and add twice. Saved for backward: the operands.
     Layouts: as of `linear`, for each weight; with tables as of `rope` too, which takes no Partial(sum) and cuts no head. The
     gradients of the outputs are taken where the three of the input that follow lie alike. Communication: none.
-    Raises ValueError for shapes that do not go together, and LayoutError for other layouts.
+    Raises ValueError for shapes, dtypes and devices that do not go together, and LayoutError for other layouts.
     """
     for weight, bias in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
         check_linear("qkv_linear", input, weight, bias)
@@ -49,6 +50,7 @@ def qkv_linear(
     if cos is not None and sin is not None:
         for weight in (q_weight, k_weight):
             check_tables("qkv_linear", (*input.shape[:-1], weight.shape[0]), cos, sin)
+        check_devices("qkv_linear", input, cos, sin)
     tensors = (input, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin)
     q, k, v = apply_many(QKV_LINEAR, *tensors)
     return q, k, v

@@ -8,6 +8,7 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 
 from ..attention.sharded.heads import check_heads
+from ..checks import check_devices, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, independent, of_several
 from . import function
@@ -21,15 +22,23 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
     head_dim: D for a norm of each head of x [..., heads * D] by itself, with a weight [D] for all of them.
     Layouts: any that leaves the last dim whole, or each head where there is a `head_dim`; the output lies as `x`. The gradient
     of a replicated weight is Partial(sum) on each axis that `x` is sharded over. Communication: none.
-    Raises LayoutError where the last dim, or a head, is cut, or `x` is Partial.
+    Raises LayoutError where the last dim, or a head, is cut, or `x` is Partial; ValueError for other shapes, for what is none of
+    floats, and for two devices.
     """
     if head_dim is not None and (x.ndim < 1 or head_dim < 1 or x.shape[-1] % head_dim):
-        raise ValueError(f"rms_norm takes x [..., heads * {head_dim}], got {tuple(x.shape)}")
+        raise ValueError(
+            f"rms_norm takes x [..., heads * {head_dim}], got {tuple(x.shape)}; give a head_dim, 1 or more, that divides its last size"
+        )
     size = x.shape[-1:] if head_dim is None else (head_dim,)
     if x.ndim < 1 or (weight is not None and weight.shape != size):
         row, one = ("H", "H") if head_dim is None else (f"heads * {head_dim}", str(head_dim))
         shape = None if weight is None else tuple(weight.shape)
-        raise ValueError(f"rms_norm takes x [..., {row}] and weight [{one}], got {tuple(x.shape)} and {shape}")
+        raise ValueError(
+            f"rms_norm takes x [..., {row}] and weight [{one}], got {tuple(x.shape)} and {shape}; give a number for each "
+            f"element of a {'row' if head_dim is None else 'head'}"
+        )
+    check_floats("rms_norm", ("x", "the weight"), x, weight)
+    check_devices("rms_norm", x, weight)
     return apply(RMS_NORM, x, weight, eps=eps, head_dim=head_dim)
 
 
@@ -40,7 +49,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     x, residual: [..., H], one shape. weight: [H], or None. Returns (sum, norm), [..., H] each.
     Layouts: one for both, which leaves the last dim whole; both outputs lie so. The gradients of the two outputs arrive in one
     layout. Communication: none.
-    Raises ValueError for a residual of another shape, LayoutError for other layouts.
+    Raises ValueError for a residual of another shape, and as `rms_norm`; LayoutError for other layouts.
     """
     if x.shape != residual.shape:
         raise ValueError(
@@ -48,7 +57,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
         )
     if x.ndim < 1 or (weight is not None and weight.shape != x.shape[-1:]):
         shape = None if weight is None else tuple(weight.shape)
-        raise ValueError(f"add_rms_norm takes x [..., H] and weight [H], got {tuple(x.shape)} and {shape}")
+        raise ValueError(
+            f"add_rms_norm takes x [..., H] and weight [H], got {tuple(x.shape)} and {shape}; give a number for each element of "
+            f"a row"
+        )
+    check_floats("add_rms_norm", ("x", "the residual", "the weight"), x, residual, weight)
+    check_devices("add_rms_norm", x, residual, weight)
     total, normal = apply_many(ADD_RMS_NORM, x, residual, weight, eps=eps)
     return total, normal
 

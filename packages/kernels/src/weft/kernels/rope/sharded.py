@@ -11,6 +11,7 @@ from weft.mesh import Layout, infer
 from weft.mesh.infer import terms
 
 from ..attention.sharded.heads import check_heads
+from ..checks import check_devices, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import function, reference
@@ -30,6 +31,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inpl
     gradient in place.
     """
     check_tables("rope", x.shape, cos, sin)
+    check_floats("rope", ("x",), x)
+    check_devices("rope", x, cos, sin)
     if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         raise ValueError("rope: x is a leaf that needs a gradient, so its values are kept; leave inplace at False")
     if inplace and type(x) is Tensor:
@@ -48,23 +51,27 @@ def rms_norm_rope(
     sharded over. Communication: none. Raises as `rope` does.
     """
     check_tables("rms_norm_rope", x.shape, cos, sin)
+    check_floats("rms_norm_rope", ("x", "the weight"), x, weight)
+    check_devices("rms_norm_rope", x, weight, cos, sin)
     if weight.shape != (2 * cos.shape[-1],):
         raise ValueError(
-            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and {tuple(cos.shape)}"
+            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and {tuple(cos.shape)}; give "
+            f"a weight of shape {(2 * cos.shape[-1],)}, for all heads"
         )
     return apply(RMS_NORM_ROPE, x, weight, cos, sin, eps=eps, interleaved=interleaved)
 
 
 def check_tables(name: str, shape: tuple[int, ...], cos: Tensor, sin: Tensor) -> None:
-    """Raises ValueError for tables that do not fit heads of this shape."""
-    head_dim = 2 * cos.shape[-1]
+    """Raises ValueError for tables that do not fit heads of this shape, or are none of floats."""
     rows = cos.shape[:-1]
     fits = cos.ndim >= 2 and cos.shape == sin.shape and len(shape) >= 2 and len(rows) in (1, len(shape) - 1)
-    if not fits or tuple(shape[-1 - len(rows) : -1]) != rows or shape[-1] % head_dim:
+    if not fits or tuple(shape[-1 - len(rows) : -1]) != rows or not cos.shape[-1] or shape[-1] % (2 * cos.shape[-1]):
         raise ValueError(
             f"{name} takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(shape)}, "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}; give both tables a row for each token, as rope_tables makes them, of "
+            f"half a head"
         )
+    check_floats(name, ("cos", "sin"), cos, sin)
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -75,11 +82,14 @@ def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -
     then in every product of a query and a key (Peng et al., 2023, section 3.4).
     Layouts: any of the positions, but for Partial; the tables lie the same. Communication: none.
     """
-    if positions.is_floating_point() or frequencies.ndim != 1:
+    if positions.is_floating_point() or positions.is_complex() or frequencies.ndim != 1:
         raise ValueError(
             f"rope_tables takes positions [..., T] of ints and frequencies [D / 2], got {tuple(positions.shape)} of "
-            f"{positions.dtype} and {tuple(frequencies.shape)}"
+            f"{positions.dtype} and {tuple(frequencies.shape)}; cast the positions with .to(torch.int64), and flatten the "
+            f"frequencies"
         )
+    check_floats("rope_tables", ("frequencies",), frequencies)
+    check_devices("rope_tables", positions, frequencies)
     cos, sin = (apply(ROPE_TABLE, positions, frequencies, function=each, scale=float(scale)) for each in ("cos", "sin"))
     return cos, sin
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..checks import check_devices, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, independent
 from . import function
@@ -20,6 +21,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     gate, up: one shape, which the output has too.
     Layouts: one for both, without Partial; the output lies the same. Communication: none.
+    Raises ValueError for shapes and devices that differ, and for what is none of floats.
     """
     _check("swiglu", gate, up)
     return apply(SWIGLU, gate, up)
@@ -31,7 +33,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
 
     gate, up: one shape, which the output has too. approximate: as of `gelu`; Gemma's is "tanh".
     Layouts: one for both, without Partial; the output lies the same. Communication: none.
-    Raises ValueError for two shapes, and for another approximation.
+    Raises ValueError as `swiglu`, and for another approximation.
     """
     _check("geglu", gate, up)
     check_form("geglu", approximate)
@@ -46,7 +48,11 @@ def check_form(name: str, approximate: str) -> None:
 
 def _check(name: str, gate: Tensor, up: Tensor) -> None:
     if gate.shape != up.shape:
-        raise ValueError(f"{name} takes two tensors of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+        raise ValueError(
+            f"{name} takes two tensors of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}; expand one"
+        )
+    check_floats(name, ("gate", "up"), gate, up)
+    check_devices(name, gate, up)
 
 
 def _rule_of(name: str) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..matmul.checks import check_dtypes
+from ..checks import check_devices
+from ..matmul.checks import check_wide
 from ..matmul.sharded.layouts import check_activation, check_operand
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
@@ -24,16 +25,17 @@ def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tens
     measured faster than torch's two products and a gate. Saved for backward: the operands and both products.
     Layouts: as of `linear`, one for both weights; column parallel shards the output. None where a sum over ranks would be left,
     for silu and the product are of whole sums: a weight sharded on K is a LayoutError. Communication: none.
-    Raises ValueError for shapes and dtypes that do not go together.
+    Raises ValueError for shapes, dtypes and devices that do not go together, and for factors of 8 bits.
     """
     shape, of_weight = input.shape, gate_weight.shape
     if len(of_weight) != 2 or of_weight != up_weight.shape or not shape or shape[-1] != of_weight[1]:
         raise ValueError(
             f"swiglu_linear takes input [..., K] and two weights [M, K], got {tuple(shape)}, {tuple(of_weight)} and "
-            f"{tuple(up_weight.shape)}"
+            f"{tuple(up_weight.shape)}; the last sizes are one, and so are the weights' shapes: transpose a weight with .mT where "
+            f"that is meant"
         )
-    check_dtypes("swiglu_linear", input, gate_weight)
-    check_dtypes("swiglu_linear", input, up_weight)
+    check_wide("swiglu_linear", input, gate_weight, up_weight)
+    check_devices("swiglu_linear", input, gate_weight, up_weight)
     return apply(SWIGLU_LINEAR, input, gate_weight, up_weight)
 
 

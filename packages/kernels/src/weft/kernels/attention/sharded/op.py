@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import WIDE, check_devices
 from ...dropout.sharded import check_dropout
 from ...op import Op
 from ...order import checked_order
@@ -50,10 +51,16 @@ def attention(
     and value are of the new tokens alone, and documents [..., capacity] of all that there is room for.
     Layouts: query, key and value alike, sharded on the leading dims or by whole heads, or the queries alone sharded on the
     tokens; documents sharded on the leading dims as they are. The output lies as `query`. Communication: none.
-    Raises LayoutError for any other layouts, ValueError for shapes and options that do not fit, RuntimeError for a cache where
+    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit, RuntimeError for a cache where
     gradients are recorded.
     """
     _check(query, key, value, head_dim)
+    check_devices("attention", query, key, value, documents)
+    if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
+        raise ValueError(
+            f"attention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them with .to(), to one of "
+            f"{', '.join(map(str, WIDE))}"
+        )
     S = key.shape[-2] if cache is None else cache.capacity
     _check_seen(query, S, causal, window, documents)
     options: dict[str, Any] = {"head_dim": head_dim, "causal": causal, "scale": scale, "window": window}

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
+from ...checks import check_devices
 from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts
 from .. import function
-from ..checks import check_activation_name
+from ..checks import check_activation_name, check_bias_dtype, check_wide
 from .layouts import adds, check_activation, check_operand, kept, summed_axes
 
 
@@ -34,7 +35,8 @@ def linear(
     Saved for backward: input, weight and, with an activation, what it is applied to; of relu the output instead.
     Layouts: as of the einsum "...k,mk->...m": a weight sharded on M shards the output (column parallel), an input and
     a weight sharded on K leave it Partial(sum) (row parallel); the bias is then added at one coordinate alone, and there is no
-    activation of a Partial. Communication: none. Raises LayoutError for any other layouts, ValueError for another activation.
+    activation of a Partial. Communication: none. Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not go together, factors of 8 bits, whose
+    scales `matmul` takes, and another activation.
     """
     check_linear("linear", input, weight, bias)
     if activation is None and input_activation is None:
@@ -45,13 +47,19 @@ def linear(
 
 
 def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for shapes that do not go together."""
+    """Raises ValueError for shapes, dtypes and devices that do not go together."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}"
+            f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their last sizes "
+            f"are one: transpose the weight with .mT where that is meant"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{op} takes a bias of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+        raise ValueError(
+            f"{op} takes a bias of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}; expand or flatten it"
+        )
+    check_wide(op, input, weight)
+    check_bias_dtype(op, bias, input)
+    check_devices(op, input, weight, bias)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:

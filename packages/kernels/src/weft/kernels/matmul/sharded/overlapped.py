@@ -14,7 +14,7 @@ from weft.reshard.running.groups import name_of
 from ...launched import communicating
 from ...op import Op, Tensors
 from ...sharded import Shapes, Sharding, apply, autocasts
-from ..checks import check_matmul
+from ..checks import check_matmul, check_wide
 from ..function import matmul_backward, plain
 from ..reference import accumulate, rows_of, shaped
 from .product import Terms, matmul
@@ -30,9 +30,11 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
     Saved for backward: the rank's own rows, which are gathered again beside the products of b's gradient.
     Communication: forward sends each rank's rows to each other rank of the axis, backward those, and back the addends of a's
     gradient, which is sharded as a: the bytes of an all-gather, and of an all-gather and a reduce-scatter.
-    Raises LayoutError for several such axes, or one that is not the innermost of its dim; ValueError as `matmul`.
+    Raises LayoutError for several such axes, or one that is not the innermost of its dim; ValueError as `matmul`,
+    and for factors of 8 bits, whose scales `matmul` takes.
     """
     check_matmul(a, b, None, None, None, None, None, None)
+    check_wide("all_gather_matmul", a, b)
     return matmul(a, b) if b.ndim > 2 else apply(ALL_GATHER_MATMUL, a, b)
 
 
@@ -45,9 +47,11 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
     Sums over the ranks are of float32, in the order of the ranks, rounded once.
     Communication: forward sends each other rank of the axis what is added to its part, backward each rank's part of the output's
     gradient: the bytes of a reduce-scatter, and of an all-gather.
-    Raises LayoutError for several such axes; ValueError as `matmul`, and for a dim that is none of the rows'.
+    Raises LayoutError for several such axes; ValueError as `all_gather_matmul`, and for a dim that is none of
+    the rows'.
     """
     check_matmul(a, b, None, None, None, None, None, None)
+    check_wide("matmul_reduce_scatter", a, b)
     rows = dim + a.ndim if dim < 0 else dim
     if not 0 <= rows < a.ndim - 1:
         raise ValueError(
