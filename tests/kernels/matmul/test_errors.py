@@ -97,3 +97,33 @@ def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:
         assert left == LEFT
         assert right == RIGHT
         assert "reshard the sum to accumulate into to (tp: P(sum))" in total
+
+
+@pytest.mark.parametrize(
+    ("lying", "told"),
+    [
+        pytest.param("expanded", r"strides \(0, 1\): elements of it are one in memory", id="expanded"),
+        pytest.param("rows", "no one stride reaches its rows; give it contiguous", id="rows"),
+    ],
+)
+def test_a_sum_in_place_needs_room_of_its_own(lying: str, told: str, device: str) -> None:
+    into = {"expanded": lambda x: x[:1, 0].expand(4, 8), "rows": lambda x: x.transpose(0, 1)}[lying](
+        torch.zeros(4, 2, 8, device=device)
+    )
+    a = A if into.ndim == 2 else A.expand(2, 4, 6)
+    with pytest.raises(ValueError, match=f"matmul: accumulate_into of shape .*{told}"):
+        matmul(a.to(device), B.to(device), accumulate_into=into)
+    assert not into.any()
+
+
+@pytest.mark.parametrize("lying", ["apart", "transposed", "batches"])
+def test_a_sum_in_place_may_have_strides(lying: str, device: str) -> None:
+    room = {
+        "apart": torch.zeros(4, 16)[:, ::2],
+        "transposed": torch.zeros(8, 4).mT,
+        "batches": torch.zeros(2, 4, 9)[..., :8],
+    }
+    into = room[lying].to(device)
+    a = A if into.ndim == 2 else A.expand(2, 4, 6)
+    assert matmul(a.to(device), B.to(device), accumulate_into=into) is into
+    torch.testing.assert_close(into.cpu(), (a.double() @ B.double()).float())

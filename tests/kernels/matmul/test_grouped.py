@@ -112,6 +112,16 @@ def test_gradients_of_experts_add_up_in_float32_over_microbatches(device: str) -
     assert_as_good_as_eager(total.cpu(), truth.float(), truth)
 
 
+def test_gradients_of_experts_are_not_added_where_they_are_one_in_memory(device: str) -> None:
+    total = torch.zeros(1, 8, 24, device=device).expand(3, 8, 24)
+    a, grad = torch.ones(8, 16, device=device), torch.ones(16, 24, device=device)
+    with pytest.raises(
+        ValueError, match="grouped_matmul: accumulate_into of shape .* are one in memory; give it contiguous"
+    ):
+        grouped_matmul(a, grad, ends([5, 0, 10], device), accumulate_into=total)
+    assert not total.any()
+
+
 @pytest.mark.parametrize("way", ["descriptors", "pointers", "in-parts"])
 def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
     """A tile of a group reads its rows and columns once, whichever groups there are."""

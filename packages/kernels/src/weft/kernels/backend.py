@@ -28,6 +28,15 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def multiplies(chip: str, dtype: torch.dtype) -> bool:
+    """Whether Triton compiles products of the dtype for a chip, named as its targets: NVIDIA's lack some of 8 bits, or all of them
+    but e5m2. A target without a number is none of NVIDIA's.
+    """
+    if dtype.itemsize > 1 or not chip.startswith("sm_"):
+        return True
+    return dtype == torch.float8_e5m2 or (dtype == torch.float8_e4m3fn and int(chip.removeprefix("sm_")) >= 89)
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether the host may look at the tensor's values without waiting for a device: a CPU's, not traced, with data."""
     return on_cpu(tensor) and not torch.compiler.is_compiling() and has_data(tensor)

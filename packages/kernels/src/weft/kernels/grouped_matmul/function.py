@@ -11,6 +11,7 @@ from torch import Tensor
 from ..backend import use_triton
 from ..launched import launched
 from ..matmul.checks import check_apart
+from ..matmul.function import compiles
 from ..matmul.reference import derivative
 from ..op import Tensors
 from . import reference
@@ -108,13 +109,13 @@ def accumulate(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *, first: in
     "grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, "
     "Tensor(a!) out, Tensor(b!)? z, str? activation, float alpha, float beta, int first)"
 )
-def _by_rows(a: Tensor, *others: Any) -> None:
-    if use_triton(a):
+def _by_rows(a: Tensor, b: Tensor, *others: Any) -> None:
+    if use_triton(a) and (a.dtype.itemsize > 1 or compiles(a, b)):
         from . import launch  # imports triton, which a CPU run may not have
 
-        launch.forward(a, *others)
+        launch.forward(a, b, *others)
     else:
-        reference.forward(a, *others)
+        reference.forward(a, b, *others)
 
 
 @launched(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import multiplies, use_triton
 from ..launched import launched
 from ..op import Tensors
 from ..swiglu import function as gates
@@ -250,8 +250,22 @@ def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
     """
     if not a.is_cuda:
         return kind != "plain"
+    if not MEASURED and kind != "fused":
+        return False
+    if a.dtype.itemsize == 1 and not compiles(a, b):
+        return False
     if not MEASURED:
-        return kind == "fused"
+        return True
     from .launch import class_of
 
     return kernel_runs(class_of(a, b, kind))
+
+
+def compiles(a: Tensor, b: Tensor) -> bool:
+    """Whether the kernels of a @ b compile for the chip that the factors are on: see `multiplies`."""
+    if not a.is_cuda:
+        return True
+    from .launch import chip_of
+
+    chip = chip_of(a.device)[0]
+    return multiplies(chip, a.dtype) and multiplies(chip, b.dtype)

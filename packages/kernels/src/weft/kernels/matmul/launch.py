@@ -16,6 +16,7 @@ from .configurations import Class, Configuration, Kind, by_measurement, by_rule,
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 COMBINED = 32, 128  # of a tile that the splits' products are added up in
+MOST_IN_GRID = 65_535  # programs along a grid's second dim, and along its third: CUDA's limit
 
 
 def product(
@@ -39,7 +40,16 @@ def product(
     a: [M, K] or [B, M, K], b: as many dims, any strides. bias: [N]. residual: expands to out. a_scale: one number or
     [M]; b_scale: one or [N]; float32. out and z lie alike. accumulate: nothing follows the product.
     slope: an activation; out is the product times its derivative at the residual, and nothing else follows.
+    Batches of more than MOST_IN_GRID are launched in parts.
     """
+    if a.ndim == 3 and len(a) > MOST_IN_GRID:
+        added = None if residual is None else residual.expand(out.shape)
+        for part in parts_of(len(a)):
+            product(
+                a[part], b[part], bias, None if added is None else added[part], a_scale, b_scale,
+                out[part], None if z is None else z[part], activation, slope, alpha, beta, accumulate, configuration,
+            )  # fmt: skip
+        return
     M, K = a.shape[-2:]
     N = b.shape[-1]
     batches = a.shape[0] if a.ndim == 3 else 1
@@ -66,7 +76,7 @@ def product(
     with device_of(a):
         if by_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
-        kernel.product[(min(tiles, _programs(a, batches * splits)), batches, splits)](
+        kernel.product[grid(tiles, chip_of(a.device)[1], batches, splits)](
             a, b, None, *ends, None,
             M, N, K, split_size,
             _batch(a), *a.stride()[-2:], _batch(b), *b.stride()[-2:],
@@ -81,7 +91,7 @@ def product(
         )  # fmt: skip
         if partial is not None:
             rows, cols = COMBINED
-            kernel.combine[(-(-M // rows), -(-N // cols), batches)](
+            kernel.combine[(-(-M // rows), -(-N // cols), batches)](  # no N that is split has so many columns
                 partial, *vectors, out, z,
                 M, N, splits,
                 *partial.stride()[:3], *of_vectors, _batch(out), *out.stride()[-2:],
@@ -113,7 +123,7 @@ def gated(
     with device_of(x):
         if by_descriptors and x.is_cuda:
             triton.set_allocator(scratch)
-        kernel.product[(min(tiles, _programs(x, 1)), 1, 1)](
+        kernel.product[grid(tiles, chip_of(x.device)[1])](
             x, gate, up, None, None, None, None, out, z, z_up,
             M, N, K, K,
             0, *x.stride(), 0, *gate.stride(), 0, 0, 0, 0, 0, 0, 0, 0, *out.stride(),
@@ -123,6 +133,19 @@ def gated(
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
+
+
+def grid(tiles: int, processors: int, batches: int = 1, splits: int = 1) -> tuple[int, int, int]:
+    """Programs that go through the tiles of each product, batches, splits: as many programs in all as there are processors, or more
+    where there are more products.
+    """
+    assert max(batches, splits) <= MOST_IN_GRID, "more are launched in parts"
+    return min(tiles, max(1, -(-processors // (batches * splits)))), batches, splits
+
+
+def parts_of(batches: int) -> list[slice]:
+    """The batches of each launch."""
+    return [slice(start, min(batches, start + MOST_IN_GRID)) for start in range(0, batches, MOST_IN_GRID)]
 
 
 def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> Class:
@@ -178,11 +201,6 @@ def _scale(scale: Tensor | None) -> Tensor | None:
 
 def _step(scale: Tensor | None) -> int:
     return 0 if scale is None or scale.numel() == 1 else scale.reshape(-1).stride(0)
-
-
-def _programs(a: Tensor, others: int) -> int:
-    """How many go through the tiles of one product, beside as many of the others."""
-    return max(1, -(-chip_of(a.device)[1] // others))
 
 
 def precision(a: Tensor) -> str:
