@@ -328,7 +328,7 @@ def test_a_partial_that_is_no_sum_or_average_is_refused(pool: Any) -> None:
     for message in pool.run(nonlinear):
         assert "dropout" in message
         assert "P(max)" in message
-        assert "reshard operand 0 to (tp: R)" in message
+        assert "reshard x to (tp: R)" in message
 
 
 def rules_kept() -> int:

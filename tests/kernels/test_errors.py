@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from weft import kernels
-from weft.mesh import Layout
-from weft.reshard import distribute
+from weft.mesh import Layout, LayoutError
+from weft.reshard import distribute, reshard, to_global
 
 from tests.kernels.cases import TWO, ints, normal
 from tests.support.pool import Pool
@@ -242,3 +242,104 @@ def test_dtensors_are_refused_alike(pool: Pool) -> None:
         assert "call matmul with a_scale and b_scale" in eight
         assert "rms_norm: x is torch.int32; cast it" in ints_
         assert "rms_norm: its operands lie on cpu and meta" in device
+
+
+X, WEIGHT, VECTOR = (tensors()[each] for each in ("x", "weight", "vector"))
+TABLE = torch.ones(4, 0)
+SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
+    "add": (lambda: kernels.add(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); exchange or expand them"),
+    "linear": (lambda: kernels.linear(X, WEIGHT[:, :5]), "transpose the weight with .mT where that is meant"),
+    "linear-bias": (lambda: kernels.linear(X, WEIGHT, VECTOR[:3]), r"shape \(8,\), got \(3,\); expand or flatten it"),
+    "matmul-residual": (
+        lambda: kernels.matmul(X, WEIGHT, residual=X[:3]),
+        r"a residual of shape \(3, 8\) does not broadcast to the output, \(4, 8\); give its dims the output's sizes, or 1",
+    ),
+    "grouped_matmul": (lambda: kernels.grouped_matmul(X, WEIGHT, tensors()["offsets"]), "flatten the rows of a, stack"),
+    "swiglu_linear": (
+        lambda: kernels.swiglu_linear(X, WEIGHT, WEIGHT[:3]), "transpose a weight with .mT where that is meant"
+    ),
+    "swiglu": (lambda: kernels.swiglu(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); expand one"),
+    "geglu": (lambda: kernels.geglu(X, WEIGHT), r"geglu .* got \(4, 8\) and \(8, 8\); expand one"),
+    "rms_norm": (lambda: kernels.rms_norm(X, VECTOR[:3]), "give a number for each element of a row"),
+    "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, that divides its last size"),
+    "add_rms_norm": (lambda: kernels.add_rms_norm(X, X, VECTOR[:3]), "give a number for each element of a row"),
+    "layer_norm": (lambda: kernels.layer_norm(X, VECTOR, VECTOR[:3]), r"bias \[H\], .* give a number for each element"),
+    "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row for each token, as rope_tables makes them"),
+    "rope-no-angles": (lambda: kernels.rope(X, TABLE, TABLE), r"got \(4, 8\), \(4, 0\) and \(4, 0\); give both tables"),
+    "rms_norm_rope": (
+        lambda: kernels.rms_norm_rope(X, VECTOR[:3], X[:, :2], X[:, :2]), r"give a weight of shape \(4,\), for all heads"
+    ),
+    "embedding": (lambda: kernels.embedding(tensors()["tokens"], VECTOR), "give a row for each token of the vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_do_not_go_together_name_the_remedy(name: str) -> None:
+    call, told = SHAPES[name]
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+# How the operands of a call lie, and what is said of it.
+LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "add": ("add", ("tp: S(0)", "tp: R"), "it shards dim 0 of x, but not dim 0 of y; reshard y to (tp: S(0))"),
+    "add_rms_norm": ("add_rms_norm", ("tp: R", "tp: S(0)", "tp: R"), "reshard x to (tp: S(0))"),
+    "dropout": ("dropout", ("tp: S(0)", "tp: R"), "but not dim 0 of the residual; reshard the residual to (tp: S(0))"),
+    "gelu": ("gelu", ("tp: P(sum)",), "reshard x to (tp: R)"),
+    "swiglu": ("swiglu", ("tp: R", "tp: S(1)"), "it shards dim 1 of up, but not dim 1 of gate; reshard gate to (tp: S(1))"),
+    "linear": ("linear", ("tp: S(1)", "tp: R", "tp: R"), "it shards dim 1 of input, but not dim 1 of weight; reshard weight"),
+    "all_gather_matmul": ("all_gather_matmul", ("tp: S(1)", "tp: R"), "all_gather_matmul: on axis 'tp'"),
+    "matmul_reduce_scatter": ("matmul_reduce_scatter", ("tp: R", "tp: S(0)"), "matmul_reduce_scatter: on axis 'tp'"),
+    "qkv_linear": ("qkv_linear", ("tp: R", "tp: S(1)", *["tp: R"] * 3), "it shards dim 1 of q_weight, but not dim 1 of input"),
+    "grouped_matmul": (
+        "grouped_matmul", ("tp: S(1)", *["tp: R"] * 4), "grouped_matmul: on axis 'tp' operands are S(1), R: it shards dim 1 of a, but not"
+    ),
+    "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
+    "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),
+    "swiglu_linear-inner": (
+        "swiglu_linear", ("tp: S(1)", "tp: S(1)", "tp: S(1)"),
+        "reshard the input to (tp: R) and the weights to (tp: R), or call linear for each weight, reshard both outputs to (tp: R), and "
+        "call swiglu",
+    ),
+}  # fmt: skip
+
+
+def told_of_layouts() -> dict[str, str]:
+    messages = {}
+    for name, (op, layouts, _) in LAID.items():
+        call, operands = CALLS[op]
+        made = [tensors()[each] for each in operands.split()]
+        with pytest.raises(LayoutError) as caught:
+            call(*(distribute(each, Layout(TWO, of)) for each, of in zip(made, layouts, strict=True)))
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_layouts_that_do_not_go_together_name_the_op_and_its_operands(pool: Pool) -> None:
+    for messages in pool.run(told_of_layouts, ranks=2):
+        for name, (op, _, told) in LAID.items():
+            assert messages[name].startswith(op) and told in messages[name], messages[name]
+            assert "operand " not in messages[name] and "einsum" not in messages[name]
+
+
+def follows_the_remedies_of_swiglu_linear() -> Tensor:
+    """What is said of weights that are sharded on K leads to the output."""
+    op, layouts, _ = LAID["swiglu_linear-inner"]
+    made = [tensors()[each] for each in CALLS[op][1].split()]
+    x, gate, up = (distribute(each, Layout(TWO, of)) for each, of in zip(made, layouts, strict=True))
+    with pytest.raises(LayoutError) as caught:
+        kernels.swiglu_linear(x, gate, up)
+    nearest = caught.value.nearest
+    moved = kernels.swiglu_linear(
+        *(reshard(each, placements=of) for each, of in zip((x, gate, up), nearest, strict=True))
+    )
+    whole = [reshard(kernels.linear(x, each), placements=Layout(TWO)) for each in (gate, up)]
+    torch.testing.assert_close(to_global(kernels.swiglu(*whole)), to_global(moved))
+    return to_global(moved)
+
+
+def test_both_remedies_of_swiglu_linear_lead_to_its_output(pool: Pool) -> None:
+    x, gate, up = (tensors()[each].double() for each in CALLS["swiglu_linear"][1].split())
+    truth = torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)
+    for found in pool.run(follows_the_remedies_of_swiglu_linear, ranks=2):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)

@@ -43,6 +43,16 @@ def line(layout=""):
             id="contracted-in-one",
         ),
         pytest.param(
+            lambda: infer.einsum("mk,kn->mn", line("tp: S(1)"), line(), name="matmul", operands=("a", "b")),
+            r"^matmul: on axis 'tp' operands are S\(1\), R: it shards dim 1 of a, but not dim 0 of b; reshard b to \(tp: S\(0\)\)$",
+            id="named",
+        ),
+        pytest.param(
+            lambda: infer.elementwise("swiglu", False, line("tp: S(1)"), line(), operands=("gate", "up")),
+            r"^swiglu: .* it shards dim 1 of gate, but not dim 1 of up; reshard up to \(tp: S\(1\)\)$",
+            id="named-elementwise",
+        ),
+        pytest.param(
             einsum("mk,kn->mn", "tp: S(0)", "tp: S(1)"),
             r"it shards dim 0 of operand 0 \('mk'\) and dim 1 of operand 1 \('kn'\), which do not go together; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
             id="two-indices",
@@ -225,3 +235,10 @@ def test_meshes_that_print_alike_are_told_apart():
     first, second = (ProcessMesh([0, 5, *range(10, 28), last], ["tp"]) for last in (30, 31))
     with pytest.raises(LayoutError, match=f"{first.digest[:8]} and .* {second.digest[:8]};"):
         infer.concat(0, Layout(first), Layout(second))
+
+
+def test_each_operand_has_a_name():
+    with pytest.raises(ValueError, match="matmul: 1 names for 2 operands; give one for each"):
+        infer.einsum("mk,kn->mn", line(), line(), name="matmul", operands=("a",))
+    with pytest.raises(ValueError, match="add: 1 names for 2 layouts; give one for each operand"):
+        infer.elementwise("add", True, line(), line(), operands=("x",))

@@ -93,7 +93,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     layout, _, *residual = layouts
     shape = shapes[0]
     assert layout is not None and shape is not None, "x is given"
-    output = infer.elementwise("dropout", True, layout, *(each for each in residual if each is not None))
+    others = [each for each in residual if each is not None]
+    names = ("x", "the residual")[: 1 + len(others)]
+    output = infer.elementwise("dropout", True, layout, *others, operands=names)
 
     order = options.get("order")
 

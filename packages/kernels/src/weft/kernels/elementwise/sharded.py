@@ -37,9 +37,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     shape, last = shapes
     assert x is not None and y is not None and shape is not None and last is not None, "both are given"
     if options["repeated"]:
-        output = infer.elementwise("add", False, x, y, shapes=(shape, last))
+        output = infer.elementwise("add", False, x, y, shapes=(shape, last), operands=("x", "y"))
     else:
-        output = infer.elementwise("add", True, x, y)
+        output = infer.elementwise("add", True, x, y, operands=("x", "y"))
     return Sharding(output, shape, independent(output, layouts))
 
 

@@ -31,7 +31,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     (x,), (shape,) = layouts, shapes
     assert x is not None and shape is not None, "x is given"
-    output = infer.elementwise("gelu", False, x)
+    output = infer.elementwise("gelu", False, x, operands=("x",))
     return Sharding(output, shape, independent(output, layouts))
 
 

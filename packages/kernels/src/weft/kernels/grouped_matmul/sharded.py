@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Shard, infer
 
 from ..matmul.sharded.layouts import (
+    GRADIENT,
     adds,
     check_activation,
     check_operand,
@@ -22,6 +23,8 @@ from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
 from . import function
 from .checks import check_accumulation, check_grouped
+
+BACKWARD = "grouped_matmul, backward"
 
 
 @autocasts("grouped_matmul")
@@ -79,7 +82,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     a_shape, b_shape, _, _, residual_shape, a_scale_shape, b_scale_shape = shapes
     assert a is not None and b is not None and offsets is not None and a_shape and b_shape, "all are given"
     _check_whole("the rows of a are", a, 0, offsets)
-    output = infer.einsum("nk,gkm->nm", a, b)
+    output = infer.einsum("nk,gkm->nm", a, b, name="grouped_matmul", operands=("a", "b"))
     groups = kept(b, "gkm", "g")
     check_operand("grouped_matmul", "bias", bias, kept(b, "gkm", "gm"), output)
     check_operand("grouped_matmul", "a_scale", a_scale, kept(a, "nk", "n" if a_scale_shape else ""), output)
@@ -97,10 +100,12 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         if activation is not None:
             grad = infer.gradient(of_own, grad, of_own, (of_own,))
         return (
-            infer.einsum("nm,gkm->nk", grad, b),
-            infer.einsum("nm,nk,g->gkm", grad, a, groups),
+            infer.einsum("nm,gkm->nk", grad, b, name=BACKWARD, operands=(GRADIENT, "b")),
+            infer.einsum("nm,nk,g->gkm", grad, a, groups, name=BACKWARD, operands=(GRADIENT, "a", "the groups of b")),
             None,
-            None if bias is None else infer.einsum("nm,g->gm", grad, groups),
+            None
+            if bias is None
+            else infer.einsum("nm,g->gm", grad, groups, name=BACKWARD, operands=(GRADIENT, "the groups of b")),
             None if residual is None else infer.gradient(complete, grad, residual, (complete, residual)),
             None,
             None,
@@ -133,7 +138,15 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
     _check_whole("the rows of b are", b, 0, offsets)
     _check_whole("the columns of a are", a, 1, offsets)
     groups = kept(into, "gkm", "g")
-    check_operand("grouped_matmul", "sum to accumulate into", into, infer.einsum("kn,nm,g->gkm", a, b, groups), into)
+    check_operand(
+        "grouped_matmul",
+        "sum to accumulate into",
+        into,
+        infer.einsum(
+            "kn,nm,g->gkm", a, b, groups, name="grouped_matmul", operands=("a", "b", "the groups of accumulate_into")
+        ),
+        into,
+    )
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"first": into.local_slices(shape, rank)[0].start}

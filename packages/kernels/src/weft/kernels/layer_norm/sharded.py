@@ -78,7 +78,7 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     x, residual, weight, bias = layouts
     shape = shapes[0]
     assert x is not None and residual is not None and shape is not None, "both are given"
-    infer.elementwise("add_layer_norm", False, x, residual)
+    infer.elementwise("add_layer_norm", False, x, residual, operands=("x", "the residual"))
     output = _whole("add_layer_norm", x, shape, weight, bias)
     gradients = of_several("add_layer_norm", independent(output, layouts), shared=2)
     return Sharding(output, shape, gradients, more=((output, shape),))

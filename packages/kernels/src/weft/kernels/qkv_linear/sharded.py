@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
 from ..checks import check_devices
-from ..matmul.sharded.layouts import adds, check_operand, kept
+from ..matmul.sharded.layouts import adds, check_operand, kept, of_rows_and_weight, rows_by_weight
 from ..matmul.sharded.linear import check_linear
 from ..op import Op
 from ..rope.sharded import check_tables, turned_layout
@@ -18,6 +18,7 @@ from ..sharded import Shapes, Sharding, apply_many, autocasts
 from . import function
 
 NAMES = ("queries", "keys", "values")
+WEIGHTS = ("q_weight", "k_weight", "v_weight")
 TURNED = (0, 1)  # which of them rope turns
 
 
@@ -61,12 +62,13 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     weights, biases, (cos, sin) = others[:3], others[3:6], others[6:]
     input_shape, table = shapes[0], shapes[7]
     assert input is not None and input_shape, "it is given"
-    lead = ascii_lowercase[: len(input_shape) - 1]
+    dims = len(input_shape)
+    lead = ascii_lowercase[: dims - 1]
     products: list[Layout] = []
     outputs: list[tuple[Layout, tuple[int, ...]]] = []
     for i, (weight, of_weight, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
         assert weight is not None and of_weight is not None, "all are given"
-        product = output = infer.einsum(f"{lead}z,yz->{lead}y", input, weight)
+        product = output = rows_by_weight("qkv_linear", input, weight, dims, WEIGHTS[i])
         check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, kept(product, f"{lead}y", "y"), product)
         shape = (*input_shape[:-1], of_weight[0])
         if i in TURNED and cos is not None and sin is not None and table is not None:
@@ -84,8 +86,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             assert weight is not None, "all are given"
             if i in TURNED and cos is not None and sin is not None:
                 grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
-            of_input.setdefault(infer.einsum(f"{lead}y,yz->{lead}z", grad, weight), f"{NAMES[i]} ({grad})")
-            of_weights[i] = infer.einsum(f"{lead}y,{lead}z->yz", grad, input)
+            through, of_weights[i] = of_rows_and_weight("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
+            of_input.setdefault(through, f"{NAMES[i]} ({grad})")
             of_biases[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
         one, *more = of_input
         if more:

@@ -84,7 +84,7 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     x, residual, weight = layouts
     shape = shapes[0]
     assert x is not None and residual is not None and shape is not None, "both are given"
-    infer.elementwise("add_rms_norm", False, x, residual)
+    infer.elementwise("add_rms_norm", False, x, residual, operands=("x", "the residual"))
     output = infer.whole("add_rms_norm", "x", x, len(shape) - 1)
     if weight is not None:
         infer.whole("add_rms_norm", "the weight", weight, 0)

@@ -42,8 +42,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
     ):  # asked before each cast: of a few numbers a cast that changes nothing takes as long as one that does
         cos, sin = cos.to(wide), sin.to(wide)
     if interleaved:
-        turned = _turn_neighbours if torch.compiler.is_compiling() else _turn_numbers
-        output = turned(x if dtype == wide else x.to(wide), cos, sin, sign)
+        turn_pairs = _turn_neighbours if torch.compiler.is_compiling() else _turn_numbers
+        output = turn_pairs(x if dtype == wide else x.to(wide), cos, sin, sign)
         return output if dtype == wide else output.to(dtype)
     pairs = x.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
     if dtype != wide:

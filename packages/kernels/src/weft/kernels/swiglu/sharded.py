@@ -59,7 +59,7 @@ def _rule_of(name: str) -> Any:
     def rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
         gate, up = layouts
         assert gate is not None and up is not None and shapes[0] is not None, "both are given"
-        output = infer.elementwise(name, False, gate, up)
+        output = infer.elementwise(name, False, gate, up, operands=("gate", "up"))
         return Sharding(output, shapes[0], independent(output, layouts))
 
     return rule

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from string import ascii_lowercase
 from typing import Any
 
 from torch import Tensor
-from weft.mesh import Layout, infer
+from weft.mesh import Layout, LayoutError, infer
 
 from ..checks import check_devices
 from ..matmul.checks import check_wide
-from ..matmul.sharded.layouts import check_activation, check_operand
+from ..matmul.sharded.layouts import of_rows_and_weight, rows_by_weight, summed_axes, whole
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts
 from ..swiglu import function as swiglu
@@ -43,15 +42,26 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     input, gate_weight, up_weight = layouts
     input_shape, weight_shape, _ = shapes
     assert input is not None and gate_weight is not None and input_shape and weight_shape, "all are given"
-    lead = ascii_lowercase[: len(input_shape) - 1]
-    output = infer.einsum(f"{lead}z,yz->{lead}y", input, gate_weight)
-    check_operand("swiglu_linear", "weight up", up_weight, gate_weight, output)
-    check_activation("swiglu_linear", "swiglu", output)
+    dims = len(input_shape)
+    output = rows_by_weight("swiglu_linear", input, gate_weight, dims, "gate_weight")
+    if up_weight is not None and up_weight != gate_weight:
+        raise LayoutError(
+            f"swiglu_linear: gate_weight is ({gate_weight}), and up_weight ({up_weight}); reshard up_weight to ({gate_weight})",
+            (gate_weight,),
+        )
+    if addends := summed_axes(output):
+        wanted = input.replace(**addends), gate_weight.replace(**addends)
+        raise LayoutError(
+            f"swiglu_linear: silu of products that are ({output}) would be of addends, and not of their sum; reshard the input to "
+            f"({wanted[0]}) and the weights to ({wanted[1]}), or call linear for each weight, reshard both outputs to "
+            f"({whole(output)}), and call swiglu",
+            (*wanted, wanted[1]),
+        )
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         grad = infer.gradient(output, grad, output, (output,))
-        of_weight = infer.einsum(f"{lead}y,{lead}z->yz", grad, input)
-        return infer.einsum(f"{lead}y,yz->{lead}z", grad, gate_weight), of_weight, of_weight
+        of_input, of_weight = of_rows_and_weight("swiglu_linear", grad, input, gate_weight, dims, "gate_weight")
+        return of_input, of_weight, of_weight
 
     return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradients)
 

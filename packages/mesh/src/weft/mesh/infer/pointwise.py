@@ -11,21 +11,34 @@ from ..placement import Placement
 from .terms import Operation, Placements, checked_dims, infer, letters, never, one_reduction
 
 
-def elementwise(name: str, linear: bool, *layouts: Layout, shapes: Sequence[Sequence[int]] | None = None) -> Layout:
+def elementwise(
+    name: str,
+    linear: bool,
+    *layouts: Layout,
+    shapes: Sequence[Sequence[int]] | None = None,
+    operands: tuple[str, ...] = (),
+) -> Layout:
     """Layout of an elementwise operation: all operands lie alike.
 
     linear: in all operands together, as an addition is, so that Partial(sum) passes where all are, and Partial(avg),
         of which a replicated operand is one too. For a product, in each operand alone, see `einsum`.
     shapes: of the operands, where they are broadcast as torch does; otherwise they have one shape.
+    operands: what messages call them; without, operand 0 and so on.
     Raises LayoutError for operands that lie otherwise, and for Partial ones that do not pass; ValueError for shapes that
     do not go together.
     """
-    return _elementwise(name, linear, layouts, None if shapes is None else tuple(map(as_shape, shapes)))
+    if operands and len(operands) != len(layouts):
+        raise ValueError(f"{name}: {len(operands)} names for {len(layouts)} layouts; give one for each operand")
+    return _elementwise(name, linear, layouts, None if shapes is None else tuple(map(as_shape, shapes)), operands)
 
 
 @lru_cache(maxsize=65536)
 def _elementwise(
-    name: str, linear: bool, layouts: tuple[Layout, ...], shapes: tuple[tuple[int, ...], ...] | None
+    name: str,
+    linear: bool,
+    layouts: tuple[Layout, ...],
+    shapes: tuple[tuple[int, ...], ...] | None,
+    operands: tuple[str, ...],
 ) -> Layout:
     whole = ""
     if shapes is None:
@@ -38,7 +51,7 @@ def _elementwise(
         whole = "".join(sorted(set("".join(terms)) - set(output)))
     return infer(
         Operation(
-            name, terms, output, _linear if linear else never,
+            name, terms, output, _linear if linear else never, operands=operands,
             whole=whole, why_whole="a dim that is broadcast has one element, which all ranks need",
         ),
         layouts,

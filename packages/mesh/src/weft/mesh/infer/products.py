@@ -10,12 +10,13 @@ from .terms import Operation, Placements, infer, one_reduction
 
 
 @lru_cache(maxsize=65536)
-def einsum(equation: str, *layouts: Layout) -> Layout:
+def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str, ...] = ()) -> Layout:
     """Layout of `torch.einsum(equation, ...)` computed on the local parts.
 
     An axis that shards a contracted index leaves the output Partial(sum); one that shards a kept index shards the
     output. One operand may be Partial(sum) or Partial(avg) on an axis where the others replicate, for einsum is linear
     in each. Where nothing is contracted, one operand alone may be Partial by any reduction, and all by product.
+    name, operands: what messages call the operation and its operands; without them the equation and its terms.
     Raises LayoutError where the local parts do not fit together, and for an equation that does not fit the layouts.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
@@ -35,5 +36,8 @@ def einsum(equation: str, *layouts: Layout) -> Layout:
         product = Partial("product")
         return product if one_reduction(placements) == product and not contracts else None
 
-    operands = tuple(f"operand {position} ({term!r})" for position, term in enumerate(terms))
-    return infer(Operation(f"einsum {equation!r}", terms, output, partial, Partial("sum"), operands=operands), layouts)
+    if operands and len(operands) != len(terms):
+        raise ValueError(f"{name or equation}: {len(operands)} names for {len(terms)} operands; give one for each")
+    called = operands or tuple(f"operand {position} ({term!r})" for position, term in enumerate(terms))
+    operation = Operation(name or f"einsum {equation!r}", terms, output, partial, Partial("sum"), operands=called)
+    return infer(operation, layouts)

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from string import ascii_lowercase
+
 from weft.mesh import Layout, LayoutError, Partial, infer
+
+GRADIENT = "the output's gradient"  # in messages
+
+
+def rows_by_weight(op: str, input: Layout, weight: Layout, dims: int, weight_name: str = "weight") -> Layout:
+    """The output of an input of so many dims times a weight [M, K] transposed. op, weight_name: in messages."""
+    lead = ascii_lowercase[: dims - 1]
+    return infer.einsum(f"{lead}z,yz->{lead}y", input, weight, name=op, operands=("input", weight_name))
+
+
+def of_rows_and_weight(
+    op: str, grad: Layout, input: Layout, weight: Layout, dims: int, weight_name: str = "weight"
+) -> tuple[Layout, Layout]:
+    """The gradients of input and weight of `rows_by_weight`, from the output's."""
+    lead, name = ascii_lowercase[: dims - 1], f"{op}, backward"
+    return (
+        infer.einsum(f"{lead}y,yz->{lead}z", grad, weight, name=name, operands=(GRADIENT, weight_name)),
+        infer.einsum(f"{lead}y,{lead}z->yz", grad, input, name=name, operands=(GRADIENT, "input")),
+    )
 
 
 def summed_axes(layout: Layout) -> dict[str, str]:
@@ -40,7 +61,8 @@ def check_residual_layout(
     if shape == of_output:
         check_operand(op, "residual", residual, complete, output)
     else:
-        infer.elementwise(op, True, complete, residual, shapes=(of_output, shape))
+        of = ("the output", "the residual")
+        infer.elementwise(op, True, complete, residual, shapes=(of_output, shape), operands=of)
 
 
 def check_activation(op: str, activation: str | None, output: Layout) -> None:

@@ -14,7 +14,7 @@ from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts
 from .. import function
 from ..checks import check_activation_name, check_bias_dtype, check_wide
-from .layouts import adds, check_activation, check_operand, kept, summed_axes
+from .layouts import adds, check_activation, check_operand, kept, of_rows_and_weight, rows_by_weight, summed_axes
 
 
 @autocasts("linear")
@@ -67,7 +67,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     input_shape, weight_shape, _ = shapes
     assert input is not None and weight is not None and input_shape and weight_shape, "both are given"
     lead = ascii_lowercase[: len(input_shape) - 1]
-    output = infer.einsum(f"{lead}z,yz->{lead}y", input, weight)
+    output = rows_by_weight("linear", input, weight, len(input_shape))
     check_operand("linear", "bias", bias, kept(output, f"{lead}y", "y"), output)
     activation = options.get("activation")
     check_activation("linear", activation, output)
@@ -83,8 +83,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         if activation is not None:
             grad = infer.gradient(output, grad, output, (output,))
         return (
-            infer.einsum(f"{lead}y,yz->{lead}z", grad, weight),
-            infer.einsum(f"{lead}y,{lead}z->yz", grad, input),
+            *of_rows_and_weight("linear", grad, input, weight, len(input_shape)),
             None if bias is None else infer.einsum(f"{lead}y->y", grad),
         )
 

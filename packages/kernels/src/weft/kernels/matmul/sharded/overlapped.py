@@ -60,12 +60,12 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
     return matmul(a, b) if b.ndim > 2 else apply(MATMUL_REDUCE_SCATTER, a, b, dim=rows)
 
 
-def _axis(a: Layout, b: Layout, is_it: Callable[[Placement, Placement], bool]) -> str | None:
+def _axis(op: str, a: Layout, b: Layout, is_it: Callable[[Placement, Placement], bool]) -> str | None:
     """The axis on which the factors lie so; None for none. Raises LayoutError for several."""
     axes = [axis for axis in a.mesh.axis_names if is_it(a[axis], b[axis])]
     if len(axes) > 1:
         raise LayoutError(
-            f"a ({a}) and b ({b}) would travel over {' and '.join(map(repr, axes))}; reshard one of them on all but one"
+            f"{op}: a ({a}) and b ({b}) would travel over {' and '.join(map(repr, axes))}; reshard one of them on all but one"
         )
     return axes[0] if axes else None
 
@@ -100,9 +100,11 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
     a_shape, b_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
     last = len(a_shape) - 1
-    axis = _axis(a, b, lambda of_a, of_b: isinstance(of_a, Shard) and of_a.dim < last and of_b == Shard(1))
+    axis = _axis(
+        "all_gather_matmul", a, b, lambda of_a, of_b: isinstance(of_a, Shard) and of_a.dim < last and of_b == Shard(1)
+    )
     if axis is None:
-        return _rule_without_steps(a, b, Terms(a_shape, b_shape))
+        return _rule_without_steps("all_gather_matmul", a, b, Terms(a_shape, b_shape))
     placement = a[axis]
     assert isinstance(placement, Shard), "the axis was chosen so"
     terms, gathered = Terms(a_shape, b_shape), a.replace(**{axis: "R"})
@@ -112,13 +114,12 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
             f"all_gather_matmul: a ({a}) is cut over {axis!r} and within that over others; reshard it to ({scattered.layout})",
             (scattered.layout,),
         )
-    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", gathered, b)
+    output = terms.product("all_gather_matmul", gathered, b)
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
-        summed = infer.einsum(f"{terms.output},{terms.b}->{terms.a}", grad, b)
+        summed, of_b = terms.gradients("all_gather_matmul", grad, gathered, b)
         _check_sum(summed, axis)
-        of_a = Scattered.of(summed.replace(**{axis: "R"}), axis, placement.dim).layout
-        return of_a, infer.einsum(f"{terms.output},{terms.a}->{terms.b}", grad, gathered)
+        return Scattered.of(summed.replace(**{axis: "R"}), axis, placement.dim).layout, of_b
 
     return Sharding(output, terms.shape, gradients, lambda rank, mesh: scattered.local(a_shape, rank, mesh))
 
@@ -128,37 +129,26 @@ def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options
     a_shape, b_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
     dim, last = options["dim"], len(a_shape) - 1
-    axis = _axis(a, b, lambda of_a, of_b: of_a == Shard(last) and of_b == Shard(0))
+    axis = _axis("matmul_reduce_scatter", a, b, lambda of_a, of_b: of_a == Shard(last) and of_b == Shard(0))
     terms = Terms(a_shape, b_shape)
     if axis is None:
-        return _rule_without_steps(a, b, terms)
-    summed = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+        return _rule_without_steps("matmul_reduce_scatter", a, b, terms)
+    summed = terms.product("matmul_reduce_scatter", a, b)
     scattered = Scattered.of(summed.replace(**{axis: "R"}), axis, dim)
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         infer.gradient(scattered.layout, grad, scattered.layout, (scattered.layout,))
-        gathered = grad.replace(**{axis: "R"})
-        return (
-            infer.einsum(f"{terms.output},{terms.b}->{terms.a}", gathered, b),
-            infer.einsum(f"{terms.output},{terms.a}->{terms.b}", gathered, a),
-        )
+        return terms.gradients("matmul_reduce_scatter", grad.replace(**{axis: "R"}), a, b)
 
     return Sharding(
         scattered.layout, terms.shape, gradients, lambda rank, mesh: scattered.local(terms.shape, rank, mesh)
     )
 
 
-def _rule_without_steps(a: Layout, b: Layout, terms: Terms) -> Sharding:
+def _rule_without_steps(op: str, a: Layout, b: Layout, terms: Terms) -> Sharding:
     """As of `matmul`."""
-    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
-
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
-        return (
-            infer.einsum(f"{terms.output},{terms.b}->{terms.a}", grad, b),
-            infer.einsum(f"{terms.output},{terms.a}->{terms.b}", grad, a),
-        )
-
-    return Sharding(output, terms.shape, gradients)
+    output = terms.product(op, a, b)
+    return Sharding(output, terms.shape, lambda grad: terms.gradients(op, grad, a, b))
 
 
 def _check_sum(summed: Layout, axis: str) -> None:

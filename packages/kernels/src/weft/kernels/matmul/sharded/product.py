@@ -14,7 +14,7 @@ from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts
 from .. import function
 from ..checks import check_accumulation, check_matmul
-from .layouts import adds, check_activation, check_operand, check_residual_layout, kept, whole
+from .layouts import GRADIENT, adds, check_activation, check_operand, check_residual_layout, kept, whole
 
 
 @autocasts("matmul")
@@ -81,13 +81,28 @@ class Terms:
         self.output = f"{self.rows}y"
         self.shape = (*a[:-1], b[-1])
 
+    def product(self, op: str, a: Layout, b: Layout) -> Layout:
+        """The output's layout. op: in messages."""
+        return infer.einsum(f"{self.a},{self.b}->{self.output}", a, b, name=op, operands=("a", "b"))
+
+    def gradients(self, op: str, grad: Layout, a: Layout, b: Layout) -> tuple[Layout, Layout]:
+        """Those of a and b, from the output's."""
+        return (
+            infer.einsum(
+                f"{self.output},{self.b}->{self.a}", grad, b, name=f"{op}, backward", operands=(GRADIENT, "b")
+            ),
+            infer.einsum(
+                f"{self.output},{self.a}->{self.b}", grad, a, name=f"{op}, backward", operands=(GRADIENT, "a")
+            ),
+        )
+
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     a, b, bias, residual, a_scale, b_scale = layouts
     a_shape, b_shape, _, residual_shape, a_scale_shape, b_scale_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
     terms = Terms(a_shape, b_shape)
-    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+    output = terms.product("matmul", a, b)
     check_operand("matmul", "bias", bias, kept(output, terms.output, "y"), output)
     check_operand("matmul", "a_scale", a_scale, kept(a, terms.a, terms.rows if a_scale_shape else ""), output)
     check_operand("matmul", "b_scale", b_scale, kept(b, terms.b, "y" if b_scale_shape else ""), output)
@@ -101,8 +116,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         if options["activation"] is not None:
             grad = infer.gradient(output, grad, output, (output,))
         return (
-            infer.einsum(f"{terms.output},{terms.b}->{terms.a}", grad, b),
-            infer.einsum(f"{terms.output},{terms.a}->{terms.b}", grad, a),
+            *terms.gradients("matmul", grad, a, b),
             None if bias is None else infer.einsum(f"{terms.output}->y", grad),
             None if residual is None else infer.gradient(complete, grad, residual, (complete, residual)),
             None,
@@ -121,7 +135,7 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
     a_shape, b_shape, _ = shapes
     assert a is not None and b is not None and into is not None and a_shape and b_shape, "all are given"
     terms = Terms(a_shape, b_shape)
-    output = infer.einsum(f"{terms.a},{terms.b}->{terms.output}", a, b)
+    output = terms.product("matmul", a, b)
     check_operand("matmul", "sum to accumulate into", into, output, output)
     return Sharding(output, terms.shape, lambda grad: (None, None, None))
 
