@@ -153,6 +153,13 @@ def test_normal_in_place_fills_any_strides(device: str) -> None:
         pytest.param((3, -1), KEY, torch.float32, r"the shape is \(3, -1\)", id="negative"),
         pytest.param((2.0,), KEY, torch.float32, r"the shape is \(2.0,\)", id="float-size"),
         pytest.param((3,), KEY, torch.int64, "the dtype is torch.int64; choose one of torch.bfloat16", id="int"),
+        pytest.param(
+            Layout(FOUR, "tp: S(0)"),
+            KEY,
+            torch.float32,
+            r"\(tp: S\(0\)\) is a layout.*give the global shape, and layout=",
+            id="layout",
+        ),
         pytest.param((2**40, 2**40), KEY, torch.float32, r"more than 2\*\*62 elements", id="too-many"),
     ],
 )

@@ -109,6 +109,8 @@ def _part(shape: tuple[int, ...], layout: Layout | None) -> Part:
 
 
 def _check(name: str, shape: Sequence[int], key: int, layout: Layout | None, dtype: torch.dtype) -> None:
+    if isinstance(shape, Layout):
+        raise ValueError(f"{name}: ({shape}) is a layout, which has no sizes; give the global shape, and layout=")
     philox.check_key(key)
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
         raise ValueError(f"{name}: the shape is {tuple(shape)}; its sizes must be ints >= 0")

@@ -28,15 +28,18 @@ def linear(
 ) -> Tensor:
     """`act(input @ weight.T + bias)`, or that of `input_act(input)`.
 
-    input: [..., K]. weight: [M, K]. bias: [M]. Returns [..., M]. activation: "gelu", "gelu_tanh" (the form that GPT-2 was trained
-    with), "silu", "relu" or "relu2" (relu squared; So et al. 2021); on a GPU it is computed before the product is stored.
+    input: [..., K]. weight: [M, K]. bias: [M], of their dtype. Returns [..., M]. Any strides; an input is copied only where no view
+    has all of its rows along one dim.
+    activation: "gelu", "gelu_tanh" (the form that GPT-2 was trained with), "silu", "relu" or "relu2" (relu squared; So et al. 2021);
+    on a GPU it is computed before the product is stored.
     input_activation: one of these, of the input: the second layer of two. Its output is computed again in backward, and on a GPU the
     gradient of the input is multiplied by its derivative before it is stored: neither is kept, and no pass is made for the latter.
     Saved for backward: input, weight and, with an activation, what it is applied to; of relu the output instead.
     Layouts: as of the einsum "...k,mk->...m": a weight sharded on M shards the output (column parallel), an input and
     a weight sharded on K leave it Partial(sum) (row parallel); the bias is then added at one coordinate alone, and there is no
-    activation of a Partial. Communication: none. Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not go together, factors of 8 bits, whose
-    scales `matmul` takes, and another activation.
+    activation of a Partial. Communication: none.
+    Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not go together, for factors of 8 bits,
+    whose scales `matmul` takes, and for another activation.
     """
     check_linear("linear", input, weight, bias)
     if activation is None and input_activation is None:

@@ -34,9 +34,12 @@ def matmul(
 ) -> Tensor:
     """`act(alpha * a @ b + bias) + beta * residual`, in one kernel on a GPU where more than a bias follows the product.
 
-    a: [..., M, K], b: [K, N] or, with the leading dims of a, [..., K, N]; any strides, none is copied. Returns [..., M, N], in
-    out_dtype or a's dtype, bfloat16 for 8-bit factors; sums are of float32, rounded once.
-    bias: [N]. residual: any shape that broadcasts to the output. activation: as of `linear`.
+    a: [..., M, K], b: [K, N] or, with the leading dims of a, [..., K, N]. Returns [..., M, N], in out_dtype or a's dtype, bfloat16
+    for 8-bit factors; sums are of float32, rounded once.
+    Any strides. Factors of two dims are never copied. Leading dims are taken as one, and beside a b of two dims so are they and M: what
+    no view makes so is copied, as a of three dims that is transposed beside such a b, or heads of [B, T, h, D].transpose(1, 2).
+    bias: [N], of the factors' dtype or the output's. residual: any shape that broadcasts to the output; one that lacks leading dims is
+    expanded in memory. activation: as of `linear`.
     accumulate_into: a tensor of the output's shape, float32 for 16-bit factors, to which a @ b is added in place, and which is
     returned: the gradient of a weight over microbatches. Nothing follows the product then, and no gradient is recorded.
     a_scale, b_scale: float32, what 8-bit factors are multiplied by: one number, or one a row of a, and one a column of b. Such
