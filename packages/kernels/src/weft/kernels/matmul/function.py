@@ -233,14 +233,19 @@ def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
     return out
 
 
-def accumulate(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
+def accumulate_into(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]. Raises as `rows_in_place`."""
-    rows, total = rows_of(a), rows_in_place("matmul", into)
-    if use_triton(a) and by_kernel(rows, b, "plain"):
-        _launch(rows, b, None, None, None, None, total, None, None, None, 1.0, 1.0, True)
-    else:
-        reference.accumulate(rows, b, total)
+    accumulate(rows_of(a), b, rows_in_place("matmul", into))
     return into, ()
+
+
+def accumulate(a: Tensor, b: Tensor, into: Tensor) -> Tensor:
+    """`accumulate_into` of a and into of two dims, which the caller has made: unchecked, for backward is traced without strides."""
+    if use_triton(a) and by_kernel(a, b, "plain"):
+        _launch(a, b, None, None, None, None, into, None, None, None, 1.0, 1.0, True)
+    else:
+        reference.accumulate(a, b, into)
+    return into
 
 
 def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:

@@ -56,7 +56,7 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
             continue
         assert weight is not None, "forward saves it"
         if needed[0]:
-            dinput = plain(grad, weight) if dinput is None else accumulate(grad, weight, dinput)[0]
+            dinput = plain(grad, weight) if dinput is None else accumulate(grad, weight, dinput)
         if needed[1 + i]:
             dweights[i] = plain(grad.mT, rows)
         if needed[4 + i]:

@@ -45,7 +45,7 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     dinput, rows = None, rows_of(input)
     if needed[0]:
         assert dgate is not None and dup is not None, "both were asked for"
-        dinput = shaped(accumulate(dup, up_weight, plain(dgate, gate_weight))[0], input)
+        dinput = shaped(accumulate(dup, up_weight, plain(dgate, gate_weight)), input)
     return (
         dinput,
         plain(dgate.mT, rows) if needed[1] and dgate is not None else None,

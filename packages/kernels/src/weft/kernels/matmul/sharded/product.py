@@ -153,4 +153,6 @@ def _inferred(*tensors: Tensor | None, **options: Any) -> Tensor:
 
 
 MATMUL = Op("matmul", function.matmul, function.matmul_backward, _rule, _dtype, inference=_inferred)
-ACCUMULATE = Op("matmul_accumulate", function.accumulate, lambda *_, **__: (None, None, None), _rule_of_accumulation)
+ACCUMULATE = Op(
+    "matmul_accumulate", function.accumulate_into, lambda *_, **__: (None, None, None), _rule_of_accumulation
+)

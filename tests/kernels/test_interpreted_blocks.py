@@ -1,0 +1,16 @@
+"""What a Llama block keeps for backward where its ops launch kernels: as much as where they are torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from weft.models import Llama, LlamaConfig
+
+from tests.models.test_saved import LLAMA, filled, kept
+
+
+def test_a_llama_block_keeps_no_more_by_kernels(interpreted: None) -> None:
+    model = filled(Llama(LlamaConfig(**LLAMA)))
+    units = kept(model, model.layers[1], torch.zeros(1, 8, dtype=torch.int64))
+    # The streams before each norm; queries, keys, values and what attention gives; gate and up. Beside them a few numbers a row.
+    assert units == pytest.approx(2 + 1 + 0.5 + 0.5 + 1 + 2 * 2.75, abs=0.1)
