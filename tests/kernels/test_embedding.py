@@ -26,7 +26,7 @@ def gradient_by_one_hot(tokens: Tensor, grad: Tensor, padding_idx: int | None) -
 @pytest.mark.parametrize(
     "tokens", [ints(V, 6, 5), ints(V, 0), ints(2, 40), torch.tensor(4)], ids=["some", "none", "two", "one"]
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_rows_and_the_sums_of_their_gradients(
     dtype: torch.dtype, tokens: Tensor, padding_idx: int | None, device: str
 ) -> None:

@@ -102,11 +102,15 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 @pytest.mark.parametrize("width", [7, 16, 130])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_errs_no_more_than_torch(
     name: str, dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str
 ) -> None:
+    errs_no_more_than_torch(name, dtype, rows, width, device)
+
+
+def errs_no_more_than_torch(name: str, dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str) -> None:
     op, meaning, names = LAYERS[name]
     wide = operands(names, rows, width)
     truths = run(meaning, names, wide)
@@ -120,6 +124,32 @@ def test_it_errs_no_more_than_torch(
         assert one.dtype == other.dtype and one.shape == truth.shape
         scale = float(truth.abs().max()) if truth.numel() else 0.0
         assert error(one, truth) <= 2 * error(other, truth) + 4 * torch.finfo(dtype).eps * scale
+
+
+# By their width: rows for which a program has no registers to keep the weight in backward, or both ways; and, in float32, none for
+# both of layer_norm's sums, whose backward is launched twice then.
+LONG = {
+    "reads-the-weight-again-in-backward": (torch.bfloat16, 5000, (True, False), 1),
+    "reads-the-weight-again": (torch.bfloat16, 8200, (False, False), 2),
+    "two-launches": (torch.float32, 4200, (True, False), 2),
+}
+
+
+@pytest.mark.parametrize("of", LONG)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
+def test_long_rows(name: str, of: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.layer_norm import launch as of_layer
+    from weft.kernels.rms_norm import launch
+    from weft.kernels.rows import Tile
+
+    dtype, width, keeps, launches = LONG[of]
+    tiles = ((Tile.of(width, each), each) for each in (launch.FORWARD_ELEMENTS, launch.BACKWARD_ELEMENTS))
+    assert tuple(launch.keeps_weight(*tile) for tile in tiles) == keeps
+    launched: list[int] = []
+    backward = of_layer._backward
+    monkeypatch.setattr(of_layer, "_backward", lambda *given: (launched.append(1), backward(*given))[1])
+    errs_no_more_than_torch(name, dtype, (2,), width, "cpu")
+    assert len(launched) == ("layer_norm" in name) * launches
 
 
 @pytest.mark.parametrize("name", LAYERS)

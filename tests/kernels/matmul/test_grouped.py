@@ -37,7 +37,7 @@ def ends(sizes: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("sizes", "rows", "K", "M"),
     [
