@@ -40,6 +40,8 @@ EIGHT = A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
         pytest.param(
             A.bfloat16(), B.bfloat16(), {"accumulate_into": torch.zeros(4, 8).half()}, "give torch.float32", id="sum-dtype"
         ),
+        pytest.param(*EIGHT, {"accumulate_into": torch.zeros(4, 8)}, "takes factors of 16 bits at least", id="sum-of-eight-bits"),
+        pytest.param(A, B, {"accumulate_into": torch.zeros(4, 8, device="meta")}, "lie on cpu and meta", id="sum-elsewhere"),
         pytest.param(
             A, B, {"accumulate_into": torch.zeros(4, 8), "activation": "relu"}, "beside accumulate_into", id="sum-of-relu"
         ),

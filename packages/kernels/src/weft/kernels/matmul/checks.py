@@ -143,8 +143,11 @@ def check_scale(
 
 def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *others: object) -> None:
     """Raises ValueError for what cannot be added in place. others: what may not be given beside it, or as it is by default."""
-    out = (*a.shape[:-1], b.shape[-1])
-    wanted = torch.promote_types(a.dtype, torch.float32) if a.dtype in WIDE else torch.float32
+    if a.dtype.itemsize == 1:
+        raise ValueError(
+            f"matmul: accumulate_into takes factors of 16 bits at least, got {a.dtype}; cast them with .to()"
+        )
+    out, wanted = (*a.shape[:-1], b.shape[-1]), torch.promote_types(a.dtype, torch.float32)
     if tuple(into.shape) != tuple(out) or into.dtype not in (wanted, a.dtype) or b.ndim != 2:
         raise ValueError(
             f"matmul: accumulate_into is {into.dtype} of shape {tuple(into.shape)}, for factors of {a.dtype} of shapes "
@@ -159,6 +162,7 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *others: object) -> N
         )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
         raise ValueError("matmul: accumulate_into records no gradient; call it under torch.no_grad()")
+    check_devices("matmul", a, into)
 
 
 def check_apart(op: str, into: Tensor) -> None:

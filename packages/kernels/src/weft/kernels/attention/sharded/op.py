@@ -51,8 +51,8 @@ def attention(
     and value are of the new tokens alone, and documents [..., capacity] of all that there is room for.
     Layouts: query, key and value alike, sharded on the leading dims or by whole heads, or the queries alone sharded on the
     tokens; documents sharded on the leading dims as they are. The output lies as `query`. Communication: none.
-    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit, RuntimeError for a cache where
-    gradients are recorded.
+    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit, RuntimeError for a
+    cache where gradients are recorded.
     """
     _check(query, key, value, head_dim)
     check_devices("attention", query, key, value, documents)
