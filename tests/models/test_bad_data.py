@@ -187,6 +187,34 @@ class TestPrepared:
         assert status == 2
         assert f"out/{name} is not what was prepared: its SHA-256 differs; copy it again" in err
 
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+    @pytest.mark.parametrize("change", ["changed", "missing"])
+    def test_a_tokenizer_that_is_another_is_not_trained_with(
+        self, change: str, name: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It would go with every checkpoint. The folder that was given has all files that are read of one."""
+        assert weft(capsys, "data", "train-tokenizer", "good.txt", "--vocab-size", "270", "--output", "bpe")[0] == 0
+        Path("bpe/special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+        assert weft(capsys, "data", "prepare", "good.txt", "--tokenizer", "bpe", "--output", "other")[0] == 0
+        command = ("train", "--data.path", "other", "--model.vocab-size", "270")
+        assert weft(capsys, *command)[0] == 0
+        path = Path("other/tokenizer", name)
+        value = json.loads(path.read_text())
+        path.unlink()
+        if change == "changed":
+            path.write_text(json.dumps({**value, "pad_token": "<|endoftext|>"}))
+        for each in (command, ("data", "verify", "other")):
+            status, _, err = weft(capsys, *each)
+            assert status == 2
+            assert f"{path} is not what was prepared: its SHA-256 differs; copy it again" in err
+
+    def test_a_file_that_was_put_beside_the_tokenizer_is_not_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("out/tokenizer/special_tokens_map.json").write_text('{"eos_token": "x"}')
+        for each in (("train", "--data.path", "out"), ("data", "verify", "out")):
+            status, _, err = weft(capsys, *each)
+            assert status == 2
+            assert "out/tokenizer/special_tokens_map.json is none of what was prepared; remove it" in err
+
     @pytest.mark.parametrize("number", [0, 3])
     def test_a_flipped_bit_is_found_by_the_rank_whose_share_it_is(self, number: int) -> None:
         """Three ranks of a run read of the files of four shards each once."""

@@ -118,11 +118,20 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
     manifest = read_manifest(folder)
-    for name, wanted in manifest.request["tokenizer"].items():
-        _check_sum(folder / TOKENIZER_FOLDER / name, wanted)
+    check_tokenizer(folder, manifest)
     for shard in manifest.shards:
         check_shard(folder, shard)
     return manifest
+
+
+def check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    """Reads the tokenizer's files. Raises ValueError where one is another than the manifest's, or more than these are there."""
+    wanted: dict[str, str] = manifest.request["tokenizer"]
+    for name, digest in wanted.items():
+        _check_sum(folder / TOKENIZER_FOLDER / name, digest)
+    for path in sorted((folder / TOKENIZER_FOLDER).iterdir()):
+        if path.name not in wanted and not path.name.startswith("."):
+            raise ValueError(f"{path} is none of what was prepared; remove it, or prepare it again")
 
 
 def check_shard(folder: Path, shard: Shard) -> None:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, read_manifest
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, check_tokenizer, read_manifest
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
 
@@ -193,6 +193,7 @@ def _find(path: Path | None) -> Corpus | Prepared:
     if path is None or not (path / MANIFEST).is_file():
         return find_corpus(path)
     manifest = read_manifest(path)
+    check_tokenizer(path, manifest)
     tokenizer = find_tokenizer(path / TOKENIZER_FOLDER)
     if tokenizer.sha256 != manifest.tokenizer:
         raise ValueError(f"{path / TOKENIZER_FOLDER} is not the tokenizer that {path} was prepared with; copy it again")
