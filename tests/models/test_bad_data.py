@@ -292,7 +292,7 @@ class TestPrepared:
         ("arguments", "message"),
         [
             pytest.param("--data.sequence-length 256", "out has 881 tokens", id="enough"),
-            pytest.param("--data.sequence-length 450 --model.max-seq-len 512", "out has 881 tokens, fewer than two sequences of data.sequence_length 450", id="fewer-than-a-batch"),
+            pytest.param("--data.sequence-length 450 --model.max-seq-len 512", "out has 881 tokens, fewer than two sequences of data.sequence_length 450", id="fewer-than-two-sequences"),
             pytest.param("--model.vocab-size 256", "model.vocab_size 256 is below 257", id="bytes"),
             pytest.param("--data.mixture out=1", "data.path out and data.mixture are both given", id="both"),
         ],
@@ -306,6 +306,40 @@ class TestPrepared:
         else:
             assert status == 2
             assert message in err
+
+    @pytest.mark.parametrize(
+        ("arguments", "note"),
+        [
+            pytest.param("--data.path small.txt --data.batch-size 119", None, id="enough"),
+            pytest.param(
+                "--data.path small.txt --data.batch-size 120",
+                "a step takes 120 sequences of small.txt, which has 119 to train on: some are taken 2 times in it",
+                id="one-too-few",
+            ),
+            pytest.param(
+                "--data.path small.txt --data.batch-size 4096",
+                "a step takes 4,096 sequences of small.txt, which has 119 to train on: some are taken 35 times in it",
+                id="few",
+            ),
+            pytest.param(
+                "--data.mixture small.txt=1 good.txt=3 --data.batch-size 512",
+                "a step takes 128 sequences of small.txt, which has 119 to train on: some are taken 2 times in it",
+                id="one-of-a-mixture",
+            ),
+        ],
+    )
+    def test_a_step_that_takes_more_than_there_is_says_so(
+        self, arguments: str, note: str | None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("small.txt").write_text(
+            "x" * 1000
+        )  # and the end: 1,001 tokens, of which 125 sequences are made, 6 held out
+        Path("good.txt").write_text("Call me by my layout. " * 200)
+        command = ("train", *arguments.split(), "--data.sequence-length", "8", "--mesh.dp", "1", "--mesh.tp", "1")
+        status, out, err = weft(capsys, *command)
+        assert (status, err) == (0, "")
+        said = [line for line in out.splitlines() if "to train on" in line]
+        assert said == ([f"{note}; give more text, or a smaller --data.batch-size"] if note else [])
 
     def test_a_vocabulary_larger_than_the_models_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert weft(capsys, "data", "train-tokenizer", "good.txt", "--vocab-size", "270", "--output", "bpe")[0] == 0

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,39 @@ def test_documents_of_a_row_are_as_if_each_were_alone(
 def test_without_packing_a_row_is_one_run(prepared: str) -> None:
     rows = Batches(find_data(Path(prepared)), sequence_length=T, batch_size=BATCH, seed=0).batch(0, slice(None))
     assert rows.positions is rows.documents is None
+
+
+def step_of_few(path: str) -> float:
+    """The loss of a first step of 4,096 sequences of 8 tokens."""
+    data = DataConfig(batch_size=4096, sequence_length=8)
+    settings = replace(config("llama", {"dp": 2, "tp": 1}, {}), data=data)
+    made = Trainer(
+        Run(recipe="small", config=settings, corpus=find_data(Path(path)), folder=Path("nowhere"), dp=2, tp=1),
+        torch.device("cpu"),
+    )
+    made.step(0)
+    return made.read(None)[0].loss
+
+
+def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: Path, pool: Pool) -> None:
+    """Of 1,001 tokens: the loss is the mean over those that are trained on, some once more than others."""
+    letters = random.Random(0).choices("abcdefgh", k=1000)
+    (path := tmp_path / "small.txt").write_text("".join(letters))
+    windows = torch.tensor([*"".join(letters).encode(), BYTE_END]).unfold(0, 9, 8)  # [125, 9]
+    batches = Batches(find_data(path), sequence_length=8, batch_size=4096, seed=0)
+    rows, held_out = batches.batch(0, slice(None)), batches.held_out(slice(None)).tokens
+    found = torch.cat([rows.tokens, rows.targets[:, -1:]], dim=1)
+    times = (found[:, None] == windows).all(2).sum(0)  # of each window in the batch
+    kept = ~(windows[:, None, :8] == held_out).all(2).any(1)
+    assert kept.sum() == 119 and set(times[kept].tolist()) == {34, 35} and times[~kept].sum() == 0
+    model = make_model(MODELS["llama"])
+    initialize(model, 0)
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).double().mT
+    losses = torch.nn.functional.cross_entropy(logits, windows[:, 1:], reduction="none").mean(1)
+    expected = (losses * times).sum().item() / 4096
+    for loss in pool.run(step_of_few, str(path), ranks=2):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.exhaustive

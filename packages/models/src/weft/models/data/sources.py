@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -208,6 +209,27 @@ def check_enough(data: Data, sequence_length: int) -> None:
                 f"{source.name} has {source.num_tokens} tokens, fewer than two sequences of data.sequence_length "
                 f"{sequence_length} and the next token, to train on one and hold one out; give more text or a shorter sequence"
             )
+
+
+def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
+    """What is to be said of each source of which a step takes more sequences than there are to train on; else nothing."""
+    parts = data.parts if isinstance(data, Mixture) else ((data, Fraction(1)),)
+    total, said = sum(weight for _, weight in parts), []
+    for source, weight in parts:
+        wanted = ceil(batch_size * weight / total)
+        if (
+            source.num_tokens > 3 * wanted * sequence_length
+        ):  # at least half of the sequences are trained on: it is not opened
+            continue
+        from .split import split
+
+        there = len(split(source.open(), sequence_length).trained)
+        if there < wanted:
+            said.append(
+                f"a step takes {wanted:,} sequences of {source.name}, which has {there:,} to train on: some are taken "
+                f"{ceil(wanted / there)} times in it; give more text, or a smaller --data.batch-size"
+            )
+    return said
 
 
 def check_vocabulary(data: Data, size: int) -> None:
