@@ -217,9 +217,7 @@ def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
     total, said = sum(weight for _, weight in parts), []
     for source, weight in parts:
         wanted = ceil(batch_size * weight / total)
-        if (
-            source.num_tokens > 3 * wanted * sequence_length
-        ):  # at least half of the sequences are trained on: it is not opened
+        if source.num_tokens > 4 * wanted * sequence_length:  # at least about half of them is trained on
             continue
         from .split import split
 
