@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ import torch
 from torch import nn
 from weft.models import GPTConfig, LlamaConfig, initialize
 from weft.models.cli import main
-from weft.models.data.batches import Batches
+from weft.models.data.batches import Batches, Rows
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
 from weft.models.train.loop import train
+from weft.models.train.recipes import recipe
+from weft.models.train.report import Metrics
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import no_reads
@@ -75,9 +78,46 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     with no_reads():
         made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    metrics = made.read(None)
-    assert all(0 < each.data_share < 1 for each in metrics)
-    return [first, *(each.loss for each in metrics)]
+    return [first, *(each.loss for each in made.read(None))]
+
+
+READING = 0.05  # seconds that a batch takes to be read, while no core is needed
+
+
+def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
+    """The share of each step spent waiting for its rows: of steps in turn, and of steps that no one could foresee, in seconds."""
+    settings = replace(recipe("llama-tiny"), steps=40, check=False)
+    run = Run(recipe="tiny", config=settings, corpus=find_data(Path(prepared)), folder=Path("nowhere"), dp=1, tp=1)
+    made = Trainer(run, torch.device("cpu"))
+    read = made._batches.batch
+
+    def slowly(step: int, rows: slice) -> Rows:
+        time.sleep(READING)
+        return read(step, rows)
+
+    made._batches.batch = slowly  # type: ignore[method-assign]
+    made.read_ahead(0)
+    tokens = settings.data.batch_size * settings.data.sequence_length
+    found: list[Metrics] = []
+    for step in (*range(6), 20):
+        made.begin_reading()
+        made.step(step)
+        found += made.read(None)
+    return (
+        [each.data_share for each in found[1:6]],
+        [each.data_share * tokens / each.tokens_per_second for each in found[6:]],
+    )
+
+
+def test_a_step_waits_for_its_data_for_less_than_a_hundredth_of_its_time(tmp_path: Path, pool: Pool) -> None:
+    """Of the default recipe, on one process, though to read a batch takes long: that is over before it is asked for."""
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": "weft and warp " * (n % 9)}) + "\n" for n in range(400))
+    )
+    prepare([tmp_path / "in.jsonl"], tmp_path / "prepared", tokenizer=byte_tokenizer())
+    ((in_turn, unforeseen),) = pool.run(waits_for_data, str(tmp_path / "prepared"), ranks=1)
+    assert min(in_turn) < 0.01  # the shortest: in others its thread may have waited for a core
+    assert min(unforeseen) >= READING  # it is counted in full where it could not be read ahead
 
 
 def alone(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
