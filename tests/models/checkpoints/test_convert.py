@@ -22,7 +22,8 @@ from weft.models import (
     save_checkpoint,
     save_pretrained,
 )
-from weft.models.checkpoint import shards
+from weft.models.checkpoint import checksums, shards
+from weft.models.checkpoint import convert as converting
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import MODEL, Manifest
 from weft.models.cli import main
@@ -105,6 +106,35 @@ def test_what_was_killed_is_not_in_the_way(direction: str, tmp_path: Path) -> No
     found, wanted = ({p.name: p.read_bytes() for p in (tmp_path / each).iterdir()} for each in ("out", "whole"))
     assert found == wanted
     assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_two_at_once_into_one_folder_are_refused(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second while the first writes its weights, which it then goes on with."""
+    model, _ = make(Case())
+    save_checkpoint(model, tmp_path / "checkpoint")
+    save_pretrained(model, tmp_path / "folder")
+    source = tmp_path / ("checkpoint" if direction == "there" else "folder")
+    write, said = shards.write_shard, list[str]()
+
+    def meanwhile(*arguments: Any) -> Any:
+        with pytest.raises(SystemExit, match="2"):
+            main(["convert", str(source), str(tmp_path / "out")])
+        said.append(capsys.readouterr().err)
+        return write(*arguments)
+
+    for module in (converting, checksums):
+        monkeypatch.setattr(module, "write_shard", meanwhile)
+    convert(source, tmp_path / "out")
+    assert said == [
+        f"weft convert: {tmp_path}/out is being made by another process; wait for it, or give another OUT\n"
+    ]
+    for (name, found), (_, wanted) in zip(
+        from_pretrained(tmp_path / "out").named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(found, wanted), name
 
 
 def save(case: Case, folder: Path) -> None:

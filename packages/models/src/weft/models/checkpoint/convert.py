@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from .huggingface import (
     read_config,
     read_slices,
     shards_of,
-    start_folder,
     weight_files,
     weights_of,
 )
@@ -32,7 +33,6 @@ from .manifest import (
     MANIFEST,
     MODEL,
     RUN,
-    DamagedCheckpoint,
     Manifest,
     StoredFile,
     StoredPart,
@@ -54,19 +54,46 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
     optimizer's state, and is of step 0: a run that is resumed from it begins with its weights. The files of a tokenizer go along.
     shard_bytes: of a file, at most, but for one of a single tensor.
     Returns the names of what stood beside and did not go along, such as code.
-    Raises ValueError for a source that is neither or not whole, and where the target exists; OSError where it cannot be written.
+    Raises ValueError for a source that is neither or not whole, and where the target exists or another process makes it;
+    OSError where it cannot be written.
     """
+    if (source / MANIFEST).is_file():
+        return _to_huggingface(source, target, shard_bytes)
+    return _to_checkpoint(source, target, shard_bytes)
+
+
+@contextmanager
+def _begun(target: Path) -> Iterator[None]:
+    """The folder beside the target, kept from others, and removed where it does not get its name.
+
+    Raises ValueError where the target exists, or another process makes it.
+    """
+    if beside(target).exists():
+        os.close(_lock(target))
+    begin_folder(target)
+    descriptor = _lock(target)
     try:
-        if (source / MANIFEST).is_file():
-            return _to_huggingface(source, target, shard_bytes)
-        return _to_checkpoint(source, target, shard_bytes)
-    except (OSError, DamagedCheckpoint):
+        yield
+    except BaseException:
         shutil.rmtree(beside(target), ignore_errors=True)
         raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(target: Path) -> int:
+    descriptor = os.open(beside(target), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"{target} is being made by another process; wait for it, or give another OUT") from None
+    return descriptor
 
 
 def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
-    with FolderReader(source) as reader:
+    with ExitStack() as opened:
+        reader = opened.enter_context(FolderReader(source))
         if CONFIG not in reader.manifest.files:
             raise ValueError(f"{source} is of a model of no family, which has no Hugging Face form")
         config = reader.manifest.document(source, CONFIG)
@@ -77,7 +104,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         parameters = {
             name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()
         }  # without data: for their sizes
-        start_folder(target, beside(target))
+        opened.enter_context(_begun(target))
         files: dict[str, StoredFile] = {}
         stored_tensors: dict[str, StoredTensor] = {}
         for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
@@ -113,7 +140,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
     with ExitStack() as opened:
         tensors = open_tensors(source, opened, weights.PREFIX, sums)
         check_tensors(model, tensors, source, weights)
-        begin_folder(target)
+        opened.enter_context(_begun(target))
         files: dict[str, StoredFile] = {}
         found: dict[str, StoredTensor] = {}
         for filename, names in _files(model, shard_bytes).items():
