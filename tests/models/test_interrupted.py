@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,12 +190,15 @@ class TestRecords:
             self.prepare(Path("out"))
         assert contents(Path("out")) == before
 
-    def test_a_whole_folder_that_was_damaged_says_what_to_remove(self) -> None:
-        os.truncate("whole/tokens-00000.bin", 8)
-        with pytest.raises(
-            ValueError, match=r"the manifest says \d+; copy it again, or prepare it again once whole is removed$"
-        ):
+    @pytest.mark.parametrize("name", ["tokens-00000.bin", "manifest.json"])
+    def test_a_whole_folder_that_was_damaged_says_what_to_remove(self, name: str) -> None:
+        before = contents(Path("whole"))
+        os.truncate(Path("whole", name), 8)
+        with pytest.raises(ValueError, match=r"whole/.*; (copy it again, or )?remove the folder and prepare it again$"):
             self.prepare(Path("whole"))
+        shutil.rmtree("whole")
+        self.prepare(Path("whole"))
+        assert contents(Path("whole")) == before
 
 
 @pytest.mark.exhaustive

@@ -237,6 +237,6 @@ def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, pr
     path = Path(prepared, "tokens-00001.bin")
     with path.open("r+b") as file:
         file.write(b"!")
-    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again"
+    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or remove the folder and prepare it again"
     assert pool.run(begun, prepared, verify, ranks=2) == [wanted if verify else ""] * 2
     assert Path(prepared).with_name(f"run-{verify}").exists() is not verify

@@ -58,7 +58,8 @@ def find_parts(
 ) -> list[Part]:
     """The documents under `inputs`, in order, in parts of about `part_bytes` each; a function of the files alone.
 
-    leave_out: a folder that is none of the input where it lies within one of its folders. Small files share a part; JSONL is cut between lines, Parquet between row groups, text nowhere.
+    Small files share a part; JSONL is cut between lines, Parquet between row groups, text nowhere.
+    leave_out: a folder that is none of the inputs, where it lies within one of them.
     Raises ValueError for a path that is missing, a Parquet file that is none or has not the column, and where all is empty.
     """
     parts: list[list[Piece]] = [[]]

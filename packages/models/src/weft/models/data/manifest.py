@@ -14,6 +14,7 @@ TOKENIZER_FOLDER = "tokenizer"
 FORMAT = "weft-tokens"
 VERSION = 1
 READ_BYTES = 1 << 20
+ANEW = "remove the folder and prepare it again"  # what is whole by its manifest is not made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Shard:
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 what = "is missing" if found is None else f"has {found} bytes, and the manifest says {size}"
-                raise ValueError(f"{file} {what}; copy it again, or prepare it again")
+                raise ValueError(f"{file} {what}; copy it again, or {ANEW}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +98,17 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} holds no prepared data: {error.strerror} ({MANIFEST}); run weft data prepare"
         ) from None
     except (ValueError, KeyError, AttributeError):
-        raise ValueError(f"{path} is not a manifest of prepared data; prepare it again") from None
+        raise ValueError(f"{path} is not a manifest of prepared data; {ANEW}") from None
     version = content.pop("version", None)
     if version != VERSION:
-        raise ValueError(
-            f"{path} is of version {version}; this reads version {VERSION}: update weft, or prepare it again"
-        )
+        raise ValueError(f"{path} is of version {version}; this reads version {VERSION}: update weft, or {ANEW}")
     if "sha256" in content and content.pop("sha256") != digest_of({"format": FORMAT, "version": version, **content}):
-        raise ValueError(f"{path} was changed after it was written; copy it again, or prepare it again")
+        raise ValueError(f"{path} was changed after it was written; copy it again, or {ANEW}")
     try:
         content = {name: content[name] for name in Manifest.__dataclass_fields__}
         manifest = Manifest(shards=tuple(map(read_shard, content.pop("shards"))), **content)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} lacks a part: {error}; prepare it again") from None
+        raise ValueError(f"{path} lacks a part: {error}; {ANEW}") from None
     for shard in manifest.shards:
         shard.check_sizes(folder, manifest.dtype)
     return manifest
@@ -131,7 +130,7 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> None:
         _check_sum(folder / TOKENIZER_FOLDER / name, digest)
     for path in sorted((folder / TOKENIZER_FOLDER).iterdir()):
         if path.name not in wanted and not path.name.startswith("."):
-            raise ValueError(f"{path} is none of what was prepared; remove it, or prepare it again")
+            raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
 def check_shard(folder: Path, shard: Shard) -> None:
@@ -142,7 +141,7 @@ def check_shard(folder: Path, shard: Shard) -> None:
 
 def _check_sum(path: Path, wanted: str) -> None:
     if not path.is_file() or file_sha256(path) != wanted:
-        raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again")
+        raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or {ANEW}")
 
 
 def file_sha256(path: Path) -> str:

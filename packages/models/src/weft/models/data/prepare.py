@@ -70,8 +70,9 @@ def prepare(
     """Makes a folder of token shards, or goes on with one that was begun; the same bytes by any number of workers and restarts.
 
     Each document is followed by the tokenizer's end; those without text, and files of a folder that are no text, are left
-    out and counted; so is `output`, where it lies within one. workers: processes; above 1 they are started by multiprocessing's forkserver, so a program must guard its
-    main module. progress: called with the bytes that are read, and those of all inputs.
+    out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
+    multiprocessing's forkserver, so a program must guard its main module. progress: called with the bytes that are read, and
+    those of all inputs.
     The manifest is written last: a folder that has one is whole. Raises ValueError for input that cannot be used, an output
     that holds something else or that another process is preparing, and where it cannot be written.
     """
@@ -139,10 +140,7 @@ def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
                 f"{output} is being prepared by another process; wait for it, or give another --output"
             ) from None
         if (output / MANIFEST).exists():
-            try:
-                found = read_manifest(output)
-            except ValueError as error:
-                raise ValueError(f"{error} once {output} is removed") from None
+            found = read_manifest(output)
             if found.request != request:
                 raise ValueError(
                     f"{output} holds other data, prepared from {_shown(found.request)}; give another --output"
