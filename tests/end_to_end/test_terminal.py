@@ -119,7 +119,7 @@ class TestStepsOfTraining:
         shown, after = " ".join(last.replace("━", "").split()).rsplit(" ", 1)
         assert after == "after"
         assert "…" not in sent
-        assert shown.startswith("step 3/3 ")
+        assert shown.startswith("step 3/3 100% ")
         assert shown.endswith(" ".join(str(some_metrics()).split()))
         assert max(map(len, ESCAPE.sub("", sent.replace("\r", "\n")).splitlines())) <= columns
 

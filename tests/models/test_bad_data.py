@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from weft.models.cli import main
-from weft.models.cli import train as train_command
-from weft.models.data.manifest import read_manifest
-from weft.models.data.prepare import prepare
-from weft.models.data.sources import check_share, find_data
-from weft.models.data.tokenizer import byte_tokenizer
-
-from tests.support.sample import Portion
 
 GOOD = '{"text": "good"}\n'
 
@@ -154,162 +146,6 @@ def test_a_line_of_ten_megabytes_is_a_document(kind: str, capsys: pytest.Capture
     lengths = [int(length) for shard in ends for length in np.diff([0, *shard])]
     assert len(ends) == 10  # the line lies in all of them, and belongs to the one in which it begins
     assert lengths == ([5, 10_000_001, 5] if kind == "bytes" else [lengths[0], 2_000_002, lengths[0]])
-
-
-class TestPrepared:
-    """A folder that was whole, and what is said once it is not."""
-
-    @pytest.fixture(autouse=True)
-    def prepared(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        prepare([Path("good.txt")], Path("out"), tokenizer=byte_tokenizer())
-        monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
-
-    def test_it_is_trained_on(self, capsys: pytest.CaptureFixture[str]) -> None:
-        status, out, err = weft(capsys, "train", "--data.path", "out")
-        assert (status, err) == (0, "")
-        assert "layers, on out; " in out
-
-    def test_a_shard_that_is_too_short_is_said_when_it_is_opened(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with Path("out/tokens-00000.bin").open("r+b") as file:
-            file.truncate(1000)
-        for command in (("train", "--data.path", "out"), ("data", "verify", "out")):
-            status, _, err = weft(capsys, *command)
-            assert status == 2
-            assert "out/tokens-00000.bin has 1000 bytes, and the manifest says 1762; copy it again" in err
-
-    @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents-00000.bin", "tokenizer/tokenizer.json"])
-    def test_a_flipped_bit_is_found_by_verify(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert weft(capsys, "data", "verify", "out")[0] == 0
-        content = bytearray(Path("out", name).read_bytes())
-        content[3] ^= 4
-        Path("out", name).write_bytes(content)
-        status, _, err = weft(capsys, "data", "verify", "out")
-        assert status == 2
-        assert f"out/{name} is not what was prepared: its SHA-256 differs; copy it again" in err
-
-    @pytest.mark.parametrize("number", [0, 3])
-    def test_a_flipped_bit_is_found_by_the_rank_whose_share_it_is(self, number: int) -> None:
-        """Three ranks of a run read of the files of four shards each once."""
-        prepare([Path("good.txt")] * 4, Path("four"), tokenizer=byte_tokenizer(), part_bytes=100)
-        data = find_data(Path("four"))
-        sizes = [path.stat().st_size for path in Path("four").glob("*.bin")]
-        assert len(sizes) == 2 * 4
-        shares = [check_share(data, rank, 3) for rank in range(3)]
-        assert sum(shares) == sum(sizes) and max(shares) == sum(sizes) // 2
-        with Path(f"four/tokens-{number:05}.bin").open("r+b") as file:
-            file.write(b"!")
-        with pytest.raises(
-            ValueError, match=rf"four/tokens-0000{number}\.bin is not what was prepared: its SHA-256 differs"
-        ):
-            check_share(data, 0, 3)
-        assert [check_share(data, rank, 3) for rank in (1, 2)] == shares[1:]
-
-    def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(self, portion: Portion) -> None:
-        """Spaces between its parts, and the name of its own sum, say nothing of the data."""
-        path, whole, found = Path("out/manifest.json"), Path("out/manifest.json").read_bytes(), 0
-        manifest = read_manifest(Path("out"))
-        for bit in portion.of(range(8 * len(whole)), every=40):
-            content = bytearray(whole)
-            content[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(content)
-            try:
-                assert read_manifest(Path("out")) == manifest
-            except ValueError as error:
-                assert str(error).startswith("out")
-                found += 1
-        assert found
-
-    def test_a_manifest_without_a_sum_is_read(self) -> None:
-        """As those are that were written before it had one."""
-        path, manifest = Path("out/manifest.json"), read_manifest(Path("out"))
-        content = json.loads(path.read_text())
-        del content["sha256"]
-        path.write_text(json.dumps(content))
-        assert read_manifest(Path("out")) == manifest
-        path.write_text(json.dumps({**content, "shards": None}))
-        with pytest.raises(ValueError, match=r"manifest\.json lacks a part"):
-            read_manifest(Path("out"))
-
-    @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents-00000.bin", "tokenizer/tokenizer.json"])
-    def test_a_missing_file_is_named(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-        Path("out", name).unlink()
-        status, _, err = weft(capsys, "train", "--data.path", "out")
-        assert status == 2
-        assert re.search(f"{Path(name).name}", err)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            pytest.param(
-                {"version": 2}, "manifest.json is of version 2; this reads version 1: update weft", id="newer"
-            ),
-            pytest.param({"format": "other"}, "manifest.json is not a manifest of prepared data", id="another-format"),
-            pytest.param(
-                {"shards": None}, "manifest.json was changed after it was written; copy it again", id="changed"
-            ),
-            pytest.param(None, "manifest.json is not a manifest of prepared data", id="no-json"),
-        ],
-    )
-    def test_a_manifest_that_is_another_is_refused(
-        self, change: dict[str, object] | None, message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        manifest = Path("out/manifest.json")
-        content = json.loads(manifest.read_text())
-        manifest.write_text("{" if change is None else json.dumps({**content, **change}))
-        status, _, err = weft(capsys, "train", "--data.path", "out")
-        assert status == 2
-        assert message in err
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            pytest.param("--data.sequence-length 256", "out has 881 tokens", id="enough"),
-            pytest.param("--data.sequence-length 450 --model.max-seq-len 512", "out has 881 tokens, fewer than two sequences of data.sequence_length 450", id="fewer-than-a-batch"),
-            pytest.param("--model.vocab-size 256", "model.vocab_size 256 is below 257", id="bytes"),
-            pytest.param("--data.mixture out=1", "data.path out and data.mixture are both given", id="both"),
-        ],
-    )  # fmt: skip
-    def test_a_run_that_does_not_fit_its_data_is_refused(
-        self, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        status, _, err = weft(capsys, "train", "--data.path", "out", *arguments.split())
-        if "256 " in f"{arguments} " and "sequence" in arguments:  # two sequences of 256 and more: it fits
-            assert status == 0
-        else:
-            assert status == 2
-            assert message in err
-
-    def test_a_vocabulary_larger_than_the_models_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert weft(capsys, "data", "train-tokenizer", "good.txt", "--vocab-size", "270", "--output", "bpe")[0] == 0
-        assert weft(capsys, "data", "prepare", "good.txt", "--tokenizer", "bpe", "--output", "other")[0] == 0
-        size = find_data(Path("other")).tokenizer.vocab_size
-        status, _, err = weft(capsys, "train", "--data.path", "other")
-        assert status == 2
-        assert (
-            f"model.vocab_size 257 is below {size}: the tokens of other; give --model.vocab-size {size} or more" in err
-        )
-        status, _, err = weft(capsys, "train", "--data.mixture", "out=1", "other=1")
-        assert status == 2
-        assert "data.mixture: other and out have different tokenizers; prepare both with one" in err
-
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            pytest.param(["latin.jsonl", "--skip-bad", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"),
-            pytest.param(["good.txt", "--output", "nothing/.."], "exists and holds something else", id="something-else"),
-            pytest.param(["good.txt", "--output", "good.txt"], "good.txt cannot be made: ", id="a-file"),
-            pytest.param(["good.txt", "--output", "/proc/x"], "/proc/x cannot be made: ", id="nobody-writes-there"),
-        ],
-    )  # fmt: skip
-    def test_an_output_that_is_taken_is_refused_and_left(
-        self, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        before = Path("out/manifest.json").read_bytes()
-        status, _, err = weft(capsys, "data", "prepare", *given)
-        assert status == 2
-        assert message in err
-        assert Path("out/manifest.json").read_bytes() == before
-        assert weft(capsys, "data", "prepare", "good.txt", "--output", "out")[0] == 0  # it is whole: nothing to do
 
 
 def test_inputs_that_have_changed_since_are_not_gone_on_with(

@@ -31,6 +31,7 @@ from weft.models import (
     save_lora,
     save_pretrained,
 )
+from weft.models.data.tokenizer import byte_tokenizer
 from weft.reshard import distribute, layout_of
 
 from tests.models.cases import gradients_off, theirs, whole
@@ -212,6 +213,31 @@ def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
     read.save_pretrained(str(tmp_path / "theirs"))
     back = load_lora(make(), tmp_path / "theirs")
     assert torch.equal(back(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("given", ["tokenizer", "base", "neither"])
+def test_the_tokenizer_is_saved_beside_adapters(given: str, tmp_path: Path) -> None:
+    """The one that is given, or else that of the folder of their model, with all its files."""
+    import transformers
+
+    model = stirred(lora(make(), RANK, ALPHA, TARGETS))
+    save_pretrained(make(), tmp_path / "model", tokenizer=byte_tokenizer())
+    (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}")
+    base = None if given == "neither" else str(tmp_path / "model")
+    save_lora(model, tmp_path / "adapters", base=base, tokenizer=byte_tokenizer() if given == "tokenizer" else None)
+    names = {path.name for path in (tmp_path / "adapters").iterdir()} - {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    files = {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {"tokenizer": files, "base": {*files, "chat_template.jinja"}, "neither": set()}[given]
+    for name in names:
+        assert (tmp_path / "adapters" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    if names:
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapters")
+        assert theirs("wärp").input_ids == list("wärp".encode())
+    tokens, _ = batch()
+    assert torch.equal(load_lora(make(), tmp_path / "adapters")(tokens), model(tokens))
 
 
 def saved_and_loaded(folder: str) -> list[bool]:

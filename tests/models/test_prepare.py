@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from weft.models.cli import main
 from weft.models.data.manifest import read_manifest, verify
@@ -22,18 +15,13 @@ from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, Tokenizer, byte_tokenizer, find_tokenizer
 
-TEXTS = [f"{'chapter ' * (n % 5)}{n}: wärp and weft ☃\n" for n in range(20)]
+from tests.models.texts import TEXTS, contents, write_jsonl, write_parquet, write_text
 
 
 @pytest.fixture(autouse=True)
 def disk_that_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync of this disk may take longer than all else here."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, by its path there."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def documents(folder: Path) -> list[list[int]]:
@@ -50,31 +38,6 @@ def documents(folder: Path) -> list[list[int]]:
 
 def as_bytes(texts: list[str]) -> list[list[int]]:
     return [[*text.encode(), BYTE_END] for text in texts if text]
-
-
-def write_text(folder: Path, texts: list[str]) -> Path:
-    folder.mkdir()
-    for number, text in enumerate(texts):
-        (folder / f"{number:03}.txt").write_text(text)
-    return folder
-
-
-def write_jsonl(folder: Path, texts: list[str], field: str = "text", **others: str) -> Path:
-    file = folder.with_suffix(".jsonl")
-    file.write_text(
-        "".join(
-            json.dumps({"number": n, **others, field: text}, ensure_ascii=bool(n % 2)) + "\n"
-            for n, text in enumerate(texts)
-        )
-    )
-    return file
-
-
-def write_parquet(folder: Path, texts: list[str], column: str = "text", **others: str) -> Path:
-    file, count = folder.with_suffix(".parquet"), len(texts)
-    columns = {"n": list(range(count)), **{name: [value] * count for name, value in others.items()}, column: texts}
-    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=7)
-    return file
 
 
 KINDS = [write_text, write_jsonl, write_parquet]
@@ -149,78 +112,6 @@ def test_a_manifest_says_what_there_is(tmp_path: Path) -> None:
             "tokenizer/tokenizer_config.json",
         )
     }
-
-
-@dataclass
-class Killed(BaseException):
-    """As by SIGKILL: nothing is cleaned up."""
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("after", [0, 1, 4])
-def test_what_was_interrupted_goes_on_to_the_same_bytes(
-    after: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ended in the middle of a shard, by any number of workers."""
-    given = write_jsonl(tmp_path / "in", TEXTS)
-    make = {"tokenizer": byte_tokenizer(), "part_bytes": 300}
-    prepare([given], tmp_path / "whole", **make)
-    renamed, rename = 0, os.rename
-
-    def ending(source: str, target: Path) -> None:
-        nonlocal renamed
-        renamed += "tokens-" in str(target)
-        if renamed > after:
-            raise Killed
-        rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", ending)
-        with pytest.raises(Killed):
-            prepare([given], tmp_path / "out", **make)
-    assert not (tmp_path / "out/manifest.json").exists()
-    assert len(list((tmp_path / "out").glob("part-*.json"))) == after
-    with pytest.raises(ValueError, match="out holds no prepared data: No such file"):
-        read_manifest(tmp_path / "out")
-    kept = {name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("tokens-*") for name in [file.name]}
-    prepare([given], tmp_path / "out", workers=workers, **make)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in kept.items()), "made once"
-    prepare([given], tmp_path / "out", **make)  # and again, there is nothing to do
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.exhaustive
-def test_a_command_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """The processes themselves, by SIGKILL, at moments of all kinds; with another count of workers each time."""
-    given = write_jsonl(tmp_path / "in", [text * 500 for text in TEXTS])
-    prepare([given], tmp_path / "whole", tokenizer=byte_tokenizer(), part_bytes=1 << 20)
-    command = [
-        sys.executable,
-        "-m",
-        "weft.models.cli",
-        "data",
-        "prepare",
-        str(given),
-        "--output",
-        str(tmp_path / "out"),
-        "--shard-mib",
-        "1",
-    ]
-    killed = 0
-    for attempt in range(40):
-        process = subprocess.Popen([*command, "--workers", str(attempt % 3 + 1)], stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 0.3 * attempt
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            killed += 1
-        elif process.returncode == 0:
-            break
-        process.wait()
-    assert process.returncode == 0 and killed
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 from weft.kernels import cross_entropy
@@ -12,6 +13,7 @@ from weft.models import Llama, PipelinePlan, forward_backward, initialize, paral
 from weft.models.tracing import traced
 
 from tests.models.cases import SMALL, some_tokens
+from tests.models.test_train_steps import trainer
 from tests.support.pool import Pool
 
 
@@ -36,6 +38,23 @@ def test_the_actions_of_a_stage_are_named(pool: Pool) -> None:
     found = pool.run(names_of_a_step, {"pp": 2}, ranks=2)
     # The first rank has a backward of activations and one of weights for each microbatch; its only stage is the first.
     assert found == [{"weft.forward": 2, "weft.backward": 4, "weft.sync": 1}] * 2
+
+
+def names_of_a_trained_step(text: str) -> Counter[str]:
+    """Of the second step of a run on one process, and of an evaluation."""
+    made = trainer(text, (1, 1, 1))
+    made.step(0)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        made.step(1)
+        made.held_out_loss()
+    return Counter(event.name for event in found.events() or () if event.name.startswith("weft."))
+
+
+def test_the_wait_for_data_and_the_update_are_named_too(tmp_path: Path, pool: Pool) -> None:
+    (tmp_path / "text.txt").write_text("a step waits for no device " * 30)
+    (found,) = pool.run(names_of_a_trained_step, str(tmp_path / "text.txt"), ranks=1)
+    parts = ("data", "forward", "backward", "sync", "clip", "optimizer", "evaluate")
+    assert found == {f"weft.{part}": 1 for part in parts}
 
 
 def test_nothing_is_recorded_where_nothing_is_profiled() -> None:

@@ -20,6 +20,7 @@ from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.train.plot import drawn, read_curves, save_picture
 from weft.models.train.recipes import TINY, recipe
+from weft.models.train.report import Report
 from weft.models.train.speed import flops_per_token, peak_flops
 from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
@@ -47,6 +48,34 @@ BELOW = "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  8.2 GFLOP/s  
 )  # fmt: skip
 def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
     assert str(some_metrics(**changes)) == line
+
+
+def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the first, the last and those at multiples of log_every."""
+    with Report(speaks=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
+        for step in range(1, 26):
+            shown.show(some_metrics(step=step, held_out_loss=2.0 if step % 7 == 0 else None))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line[5:7]) for line in lines] == [1, 7, 10, 14, 20, 21, 25]
+    assert [("held out 2.0000 (perplexity 7.389)" in line) for line in lines] == [
+        n % 7 == 0 for n in (1, 7, 10, 14, 20, 21, 25)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("held_out_loss", "perplexity"),
+    [
+        pytest.param(None, None, id="not-taken"),
+        pytest.param(math.log(20), pytest.approx(20), id="taken"),
+        pytest.param(1e5, math.exp(700), id="far"),
+        pytest.param(math.inf, math.exp(700), id="infinite"),
+        pytest.param(math.nan, pytest.approx(math.nan, nan_ok=True), id="nan"),
+    ],
+)
+def test_a_step_that_was_evaluated_has_its_perplexity(held_out_loss: float | None, perplexity: Any) -> None:
+    """As it is made, and as the loop adds it to a step that was taken; where numbers end it is their end."""
+    for metrics in (some_metrics(held_out_loss=held_out_loss), replace(some_metrics(), held_out_loss=held_out_loss)):
+        assert asdict(metrics)["perplexity"] == perplexity
 
 
 def multiplied(model: ModelConfig, T: int) -> int:
@@ -147,20 +176,59 @@ def test_tensorboard_has_the_numbers_of_each_step(tmp_path: Path) -> None:
     assert "mfu" not in found.Tags()["scalars"]
 
 
-def test_weights_and_biases_is_sent_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, float]] = []
+def test_a_run_that_goes_on_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    """Killed at step 5, it goes on from step 3, where an evaluation far off takes another turn."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for begins, ends, loss in ((1, 5, 3.0), (4, 6, 2.0)):
+        trackers = Trackers(("tensorboard",), tmp_path, recipe("llama-tiny"))
+        for step in range(begins, ends + 1):
+            trackers.add(some_metrics(step=step, loss=loss, held_out_loss=1e5 if step == 5 else None))
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [
+        (1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 2.0), (6, 2.0),
+    ]  # fmt: skip
+    assert [each.step for each in found.Scalars("held_out_loss")] == [5]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How Weights & Biases was begun, each time, and under "sent" what it was then sent."""
+    begun: list[dict[str, Any]] = []
 
     class Run:
         def log(self, numbers: dict[str, float], step: int) -> None:
-            sent.append((step, numbers["loss"]))
+            begun[-1]["sent"].append((step, numbers))
 
     def init(**options: Any) -> Run:
-        assert options["config"]["optimizer"]["lr"] == recipe("llama-tiny").optimizer.lr
+        begun.append({**options, "sent": []})
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
-    Trackers(("wandb",), tmp_path, recipe("llama-tiny")).add(some_metrics(step=7, loss=3.0))
-    assert sent == [(7, 3.0)]
+    return begun
+
+
+def test_weights_and_biases_is_sent_the_same(wandb: list[dict[str, Any]], tmp_path: Path) -> None:
+    trackers = Trackers(("wandb",), tmp_path, recipe("llama-tiny"))
+    trackers.add(some_metrics(step=7, loss=3.0))
+    trackers.add(some_metrics(step=8, held_out_loss=1e5))
+    (begun,) = wandb
+    assert begun["config"]["optimizer"]["lr"] == recipe("llama-tiny").optimizer.lr
+    assert [(step, numbers["loss"]) for step, numbers in begun["sent"]] == [(7, 3.0), (8, 3.25)]
+    assert begun["sent"][1][1]["perplexity"] == math.exp(700)
+    assert "perplexity" not in begun["sent"][0][1]
+
+
+def test_a_run_that_goes_on_is_the_same_at_weights_and_biases(wandb: list[dict[str, Any]], tmp_path: Path) -> None:
+    """And one in another folder is another."""
+    for name in ("one", "one", "two"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        Trackers(("wandb",), tmp_path / name, recipe("llama-tiny"))
+    assert all(each["resume"] == "allow" for each in wandb)
+    first, again, other = (each["id"] for each in wandb)
+    assert first == again != other
+    assert len(first) >= 8 and first.isalnum()
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,15 @@ import torch
 from torch import nn
 from weft.models import GPTConfig, LlamaConfig, initialize
 from weft.models.cli import main
-from weft.models.data.batches import Batches
+from weft.models.data.batches import Batches, Rows
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
 from weft.models.train.loop import train
+from weft.models.train.recipes import recipe
+from weft.models.train.report import Metrics
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import no_reads
@@ -74,9 +78,46 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     with no_reads():
         made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    metrics = made.read(None)
-    assert all(0 < each.data_share < 1 for each in metrics)
-    return [first, *(each.loss for each in metrics)]
+    return [first, *(each.loss for each in made.read(None))]
+
+
+READING = 0.05  # seconds that a batch takes to be read, while no core is needed
+
+
+def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
+    """The share of each step spent waiting for its rows: of steps in turn, and of steps that no one could foresee, in seconds."""
+    settings = replace(recipe("llama-tiny"), steps=40, check=False)
+    run = Run(recipe="tiny", config=settings, corpus=find_data(Path(prepared)), folder=Path("nowhere"), dp=1, tp=1)
+    made = Trainer(run, torch.device("cpu"))
+    read = made._batches.batch
+
+    def slowly(step: int, rows: slice) -> Rows:
+        time.sleep(READING)
+        return read(step, rows)
+
+    made._batches.batch = slowly  # type: ignore[method-assign]
+    made.read_ahead(0)
+    tokens = settings.data.batch_size * settings.data.sequence_length
+    found: list[Metrics] = []
+    for step in (*range(6), 20):
+        made.begin_reading()
+        made.step(step)
+        found += made.read(None)
+    return (
+        [each.data_share for each in found[1:6]],
+        [each.data_share * tokens / each.tokens_per_second for each in found[6:]],
+    )
+
+
+def test_a_step_waits_for_its_data_for_less_than_a_hundredth_of_its_time(tmp_path: Path, pool: Pool) -> None:
+    """Of the default recipe, on one process, though to read a batch takes long: that is over before it is asked for."""
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": "weft and warp " * (n % 9)}) + "\n" for n in range(400))
+    )
+    prepare([tmp_path / "in.jsonl"], tmp_path / "prepared", tokenizer=byte_tokenizer())
+    ((in_turn, unforeseen),) = pool.run(waits_for_data, str(tmp_path / "prepared"), ranks=1)
+    assert min(in_turn) < 0.01  # the shortest: in others its thread may have waited for a core
+    assert min(unforeseen) >= READING  # it is counted in full where it could not be read ahead
 
 
 def alone(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -111,6 +152,39 @@ def test_documents_of_a_row_are_as_if_each_were_alone(
 def test_without_packing_a_row_is_one_run(prepared: str) -> None:
     rows = Batches(find_data(Path(prepared)), sequence_length=T, batch_size=BATCH, seed=0).batch(0, slice(None))
     assert rows.positions is rows.documents is None
+
+
+def step_of_few(path: str) -> float:
+    """The loss of a first step of 4,096 sequences of 8 tokens."""
+    data = DataConfig(batch_size=4096, sequence_length=8)
+    settings = replace(config("llama", {"dp": 2, "tp": 1}, {}), data=data)
+    made = Trainer(
+        Run(recipe="small", config=settings, corpus=find_data(Path(path)), folder=Path("nowhere"), dp=2, tp=1),
+        torch.device("cpu"),
+    )
+    made.step(0)
+    return made.read(None)[0].loss
+
+
+def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: Path, pool: Pool) -> None:
+    """Of 1,001 tokens: the loss is the mean over those that are trained on, some once more than others."""
+    letters = random.Random(0).choices("abcdefgh", k=1000)
+    (path := tmp_path / "small.txt").write_text("".join(letters))
+    windows = torch.tensor([*"".join(letters).encode(), BYTE_END]).unfold(0, 9, 8)  # [125, 9]
+    batches = Batches(find_data(path), sequence_length=8, batch_size=4096, seed=0)
+    rows, held_out = batches.batch(0, slice(None)), batches.held_out(slice(None)).tokens
+    found = torch.cat([rows.tokens, rows.targets[:, -1:]], dim=1)
+    times = (found[:, None] == windows).all(2).sum(0)  # of each window in the batch
+    kept = ~(windows[:, None, :8] == held_out).all(2).any(1)
+    assert kept.sum() == 119 and set(times[kept].tolist()) == {34, 35} and times[~kept].sum() == 0
+    model = make_model(MODELS["llama"])
+    initialize(model, 0)
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).double().mT
+    losses = torch.nn.functional.cross_entropy(logits, windows[:, 1:], reduction="none").mean(1)
+    expected = (losses * times).sum().item() / 4096
+    for loss in pool.run(step_of_few, str(path), ranks=2):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.exhaustive
@@ -163,6 +237,6 @@ def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, pr
     path = Path(prepared, "tokens-00001.bin")
     with path.open("r+b") as file:
         file.write(b"!")
-    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again"
+    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or remove the folder and prepare it again"
     assert pool.run(begun, prepared, verify, ranks=2) == [wanted if verify else ""] * 2
     assert Path(prepared).with_name(f"run-{verify}").exists() is not verify

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import weakref
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from weft.models import from_pretrained, load_checkpoint, save_checkpoint, save_pretrained
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from weft.models import (
+    GPT,
+    GPTConfig,
+    from_pretrained,
+    initialize,
+    load_checkpoint,
+    save_checkpoint,
+    save_pretrained,
+)
+from weft.models.checkpoint import checksums, shards
 from weft.models.checkpoint import convert as converting
 from weft.models.checkpoint.convert import convert
-from weft.models.checkpoint.storage import FolderReader
+from weft.models.checkpoint.manifest import MODEL, Manifest
 from weft.models.cli import main
+from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.checkpoints.states import CASES, Case, fill_state, make
 from tests.models.folders import BASES, close, their_model, their_saved, tokens_for
@@ -36,6 +49,92 @@ def test_there_and_back_is_the_same(kind: str, tmp_path: Path) -> None:
     close(their_saved(tmp_path / "again")(tokens).logits, theirs(tokens).logits)
     for folder in ("checkpoint", "again"):
         assert json.loads((tmp_path / folder / "tokenizer.json").read_text()) == {"model": {"type": "BPE"}}
+
+
+TOKENIZER = {  # each of another content
+    **dict(byte_tokenizer().files),
+    "special_tokens_map.json": b'{"eos_token": "<|endoftext|>"}',
+    "added_tokens.json": b"{}",
+    "chat_template.jinja": b"{% for m in messages %}{{ m.content }};{% endfor %}",
+    "vocab.json": b'{"a": 0}',
+    "merges.txt": b"#version: 0.2\n",
+    "tokenizer.model": b"\x0a\x00",
+    "generation_config.json": b'{"eos_token_id": 256, "temperature": 0.5}',
+}
+CODE = {"modeling_llama.py": b"raise SystemExit", "training_args.bin": b"\x80\x02.", "README.md": b"# A model\n"}
+
+
+def test_all_that_stands_beside_the_weights_goes_along_or_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There and back; nothing that can run code goes along."""
+    import transformers
+
+    their_model("llama", vocab_size=257).save_pretrained(tmp_path / "theirs")
+    for name, content in {**TOKENIZER, **CODE, ".hidden": b""}.items():
+        (tmp_path / "theirs" / name).write_bytes(content)
+    (tmp_path / "theirs/runs").mkdir()
+    for source, target, left_out in (
+        ("theirs", "checkpoint", "README.md, modeling_llama.py, runs, training_args.bin"),
+        ("checkpoint", "again", None),
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            main(["convert", str(tmp_path / source), str(tmp_path / target)])
+        _, *said = capsys.readouterr().out.splitlines()
+        assert said == ([f"left out {left_out}: neither weights nor of a tokenizer"] if left_out else [])
+        for name, content in TOKENIZER.items():
+            assert (tmp_path / target / name).read_bytes() == content, name
+    weights = {"config.json", "model.safetensors", "checksums.json"}
+    assert {path.name for path in (tmp_path / "again").iterdir()} == weights | TOKENIZER.keys()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert said == "hi;"
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "again").eos_token_id == 256
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_what_was_killed_is_not_in_the_way(direction: str, tmp_path: Path) -> None:
+    model, _ = make(Case())
+    save_checkpoint(model, tmp_path / "checkpoint")
+    save_pretrained(model, tmp_path / "folder")
+    source = tmp_path / ("checkpoint" if direction == "there" else "folder")
+    convert(source, tmp_path / "whole")
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/part-00007.safetensors").write_bytes(b"half")
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", str(source), str(tmp_path / "out")])
+    found, wanted = ({p.name: p.read_bytes() for p in (tmp_path / each).iterdir()} for each in ("out", "whole"))
+    assert found == wanted
+    assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_two_at_once_into_one_folder_are_refused(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second while the first writes its weights, which it then goes on with."""
+    model, _ = make(Case())
+    save_checkpoint(model, tmp_path / "checkpoint")
+    save_pretrained(model, tmp_path / "folder")
+    source = tmp_path / ("checkpoint" if direction == "there" else "folder")
+    write, said = shards.write_shard, list[str]()
+
+    def meanwhile(*arguments: Any) -> Any:
+        with pytest.raises(SystemExit, match="2"):
+            main(["convert", str(source), str(tmp_path / "out")])
+        said.append(capsys.readouterr().err)
+        return write(*arguments)
+
+    for module in (converting, checksums):
+        monkeypatch.setattr(module, "write_shard", meanwhile)
+    convert(source, tmp_path / "out")
+    assert said == [
+        f"weft convert: {tmp_path}/out is being made by another process; wait for it, or give another OUT\n"
+    ]
+    for (name, found), (_, wanted) in zip(
+        from_pretrained(tmp_path / "out").named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(found, wanted), name
 
 
 def save(case: Case, folder: Path) -> None:
@@ -75,30 +174,67 @@ def test_what_was_converted_is_a_beginning(tmp_path: Path) -> None:
     close(model(tokens), theirs(tokens).logits)
 
 
-def test_no_more_than_a_tensor_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read for a tensor is gone when the next is asked for: counted where tensors are read."""
-    their_model("gpt2", n_layer=4).save_pretrained(tmp_path / "theirs")
-    alive: list[int] = [0, 0]  # bytes now, at most
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all tensors that an operation takes or makes, each storage once, as long as it is there; `most` at once."""
 
-    def counted(read: Any) -> Any:
-        def call(*arguments: Any) -> torch.Tensor:
-            tensor: torch.Tensor = read(*arguments)
-            alive[0] += tensor.nbytes
-            alive[1] = max(alive)
-            weakref.finalize(tensor, lambda nbytes: alive.__setitem__(0, alive[0] - nbytes), tensor.nbytes)
-            return tensor
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
 
-        return call
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen += [weakref.ref(each) for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)]
+        alive = [each for ref in self._seen if (each := ref()) is not None]
+        self._seen = list(map(weakref.ref, alive))
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in alive if each.is_cpu}
+        self.most = max(self.most, sum(storages.values()))
+        return result
 
-    monkeypatch.setattr(converting, "read_slices", counted(converting.read_slices))
-    monkeypatch.setattr(FolderReader, "read_whole", counted(FolderReader.read_whole))
-    convert(tmp_path / "theirs", tmp_path / "checkpoint")
-    there, alive[1] = alive[1], 0
-    convert(tmp_path / "checkpoint", tmp_path / "again")
-    with safe_open(tmp_path / "theirs/model.safetensors", framework="pt") as file:
-        largest = max(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert 0 < there <= 2 * largest  # one is dropped as the next is there
-    assert 0 < alive[1] <= 2 * largest
+
+def converted_at_most(source: Path, target: Path) -> int:
+    """Bytes of tensors that are there at once while it is converted."""
+    with Alive() as alive:
+        convert(source, target)
+    return alive.most
+
+
+SMALL = 32_000  # bytes of a thousand elements as words, their weights and products, by which the sums are taken
+
+
+@pytest.fixture
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are taken of a thousand elements at once, not of a million: of more than these tensors have."""
+    monkeypatch.setattr(shards, "_BLOCK", 1 << 10)
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_no_more_than_a_tensor_and_what_is_read_of_it_is_in_memory(tmp_path: Path) -> None:
+    """Of GPT-2, whose queries, keys and values are the parts of one tensor, which is the largest, and transposed."""
+    model = GPT(
+        GPTConfig(vocab_size=50, hidden_size=128, num_layers=3, num_heads=2, max_seq_len=16, intermediate_size=128)
+    )
+    initialize(model, 0)
+    save_checkpoint(model, tmp_path / "checkpoint")
+    part = model.get_parameter("h.0.attn.q_proj.weight").nbytes
+    there = converted_at_most(tmp_path / "checkpoint", tmp_path / "theirs")
+    assert 3 * part < there <= 3 * part + part + SMALL
+    back = converted_at_most(tmp_path / "theirs", tmp_path / "back")
+    assert part < back <= part + 3 * part + SMALL  # the file's tensor is mapped, so that it may be dropped at any time
+    for name, each in from_pretrained(tmp_path / "back").named_parameters():
+        assert torch.equal(each, model.get_parameter(name)), name
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_of_what_many_ranks_saved_a_part_is_in_memory_beside_the_tensor(tmp_path: Path, pool: Pool) -> None:
+    case = CASES["zero1-dp2-tp2"]
+    pool.run(save, case, tmp_path / "checkpoint", ranks=case.ranks)
+    found = converted_at_most(tmp_path / "checkpoint", tmp_path / "theirs")
+    tensors = Manifest.read(tmp_path / "checkpoint").tensors
+    largest = max((each for name, each in tensors.items() if name.startswith(MODEL)), key=lambda each: prod(each.shape))
+    part = max(prod(each.shape) for each in largest.parts)
+    assert part < prod(largest.shape)
+    assert 4 * prod(largest.shape) < found <= 4 * (prod(largest.shape) + part) + SMALL
 
 
 def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..data.tokenizer import Tokenizer, files_beside
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
 from .huggingface import attempt, is_parallel, raise_on_all, read_json, start_folder, weights_of_model, whole_parameter
@@ -39,10 +40,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
+def save_lora(
+    model: nn.Module, folder: str | Path, *, base: str | None = None, tokenizer: Tokenizer | None = None
+) -> None:
     """Writes the adapters alone, as `peft.PeftModel.from_pretrained` and `load_lora` read them.
 
     base: the name or folder of the model that they are for, which is written down.
+    tokenizer: its files are put into the folder; where None, those that stand in the folder `base`, if it is one.
     Adapters of layers that Hugging Face's model keeps as one, as GPT-2's q, k and v, are one adapter of that: its A has theirs
     one after the other, its B has theirs on the diagonal, and its rank and alpha are as many times as large.
     Communication: as of `save_pretrained`, of the adapters alone. Every rank calls it.
@@ -81,7 +85,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
             for name, own in parts.items()
             for leaf, whole in zip(("A", "B"), _as_one(own, of[name]), strict=True)
         }
-        error = attempt(_write, tensors, config, temporary, folder)
+        error = attempt(_write, tensors, config, base, tokenizer, temporary, folder)
         if error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     raise_on_all(error, parallel)
@@ -221,7 +225,17 @@ def _stored_layer(model: nn.Module, layer: str) -> Stored:
     return replace(stored, name=stored.name.removesuffix(".weight"))
 
 
-def _write(tensors: dict[str, Tensor], config: dict[str, Any], temporary: Path, folder: Path) -> None:
+def _write(
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    base: str | None,
+    tokenizer: Tokenizer | None,
+    temporary: Path,
+    folder: Path,
+) -> None:
+    documents = dict(tokenizer.files) if tokenizer is not None else {} if base is None else files_beside(Path(base))
+    for name, content in documents.items():
+        (temporary / name).write_bytes(content)
     save_file(tensors, temporary / FILE, metadata={"format": "pt"})
     (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     temporary.rename(folder)

@@ -28,12 +28,15 @@ def write_summed(
     stored: dict[str, StoredTensor] = {}
 
     def summed() -> Iterable[Tensor]:
-        for (name, (dtype, given)), tensor in zip(shapes.items(), tensors, strict=True):
+        each = iter(tensors)  # `zip` would hold a tensor until the next is made
+        for name, (dtype, given) in shapes.items():
             shape = tuple(given)
             starts = (0,) * len(shape)
+            tensor = next(each)
             part = StoredPart(starts, shape, path.name, positional_sum(tensor, shape, starts))
             stored[name] = StoredTensor(NAMES[dtype], shape, (part,))
             yield tensor
+            del tensor
 
     return write_shard(path, shapes, summed()), stored
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.tokenizer import FILES
 from ..families import make_model
-from .checksums import Sums, write_summed
+from .checksums import INDEX_FILE, Sums, write_summed
 from .huggingface import (
     SHARD_BYTES,
     check_tensors,
@@ -22,7 +24,7 @@ from .huggingface import (
     read_config,
     read_slices,
     shards_of,
-    start_folder,
+    weight_files,
     weights_of,
 )
 from .manifest import (
@@ -31,7 +33,6 @@ from .manifest import (
     MANIFEST,
     MODEL,
     RUN,
-    DamagedCheckpoint,
     Manifest,
     StoredFile,
     StoredPart,
@@ -42,29 +43,57 @@ from .manifest import (
 from .shards import DTYPES, positional_sum, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, beside, finish_folder
-from .stored import joined
+
+DOCUMENTS = (*FILES, "generation_config.json")  # what goes along as it is
 
 
-def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Writes the weights of a checkpoint of a run as a Hugging Face folder, or those of such a folder as a checkpoint.
 
-    What was read is in memory a tensor at a time, of those that Hugging Face's model has. A checkpoint made so has no
-    optimizer's state, and is of step 0: a run that is resumed from it begins with its weights.
+    No more is in memory than a tensor, of those that are written, and what is read for it from one file. A checkpoint made so has no
+    optimizer's state, and is of step 0: a run that is resumed from it begins with its weights. The files of a tokenizer go along.
     shard_bytes: of a file, at most, but for one of a single tensor.
-    Raises ValueError for a source that is neither or not whole, and where the target exists; OSError where it cannot be written.
+    Returns the names of what stood beside and did not go along, such as code.
+    Raises ValueError for a source that is neither or not whole, and where the target exists or another process makes it;
+    OSError where it cannot be written.
     """
+    if (source / MANIFEST).is_file():
+        return _to_huggingface(source, target, shard_bytes)
+    return _to_checkpoint(source, target, shard_bytes)
+
+
+@contextmanager
+def _begun(target: Path) -> Iterator[None]:
+    """The folder beside the target, kept from others, and removed where it does not get its name.
+
+    Raises ValueError where the target exists, or another process makes it.
+    """
+    if beside(target).exists():
+        os.close(_lock(target))
+    begin_folder(target)
+    descriptor = _lock(target)
     try:
-        if (source / MANIFEST).is_file():
-            _to_huggingface(source, target, shard_bytes)
-        else:
-            _to_checkpoint(source, target, shard_bytes)
-    except (OSError, DamagedCheckpoint):
+        yield
+    except BaseException:
         shutil.rmtree(beside(target), ignore_errors=True)
         raise
+    finally:
+        os.close(descriptor)
 
 
-def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> None:
-    with FolderReader(source) as reader:
+def _lock(target: Path) -> int:
+    descriptor = os.open(beside(target), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"{target} is being made by another process; wait for it, or give another OUT") from None
+    return descriptor
+
+
+def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
+    with ExitStack() as opened:
+        reader = opened.enter_context(FolderReader(source))
         if CONFIG not in reader.manifest.files:
             raise ValueError(f"{source} is of a model of no family, which has no Hugging Face form")
         config = reader.manifest.document(source, CONFIG)
@@ -75,34 +104,43 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> None:
         parameters = {
             name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()
         }  # without data: for their sizes
-        start_folder(target, beside(target))
+        opened.enter_context(_begun(target))
         files: dict[str, StoredFile] = {}
         stored_tensors: dict[str, StoredTensor] = {}
         for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
-
-            def values(tensors: Mapping[str, list[str]] = tensors) -> Iterator[Tensor]:
-                for names in tensors.values():
-                    yield joined([(weights.stored(name), reader.read_whole(f"{MODEL}{name}")) for name in names])
-
             shapes = {
                 tensor: (dtypes[names[0]], weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)))
                 for tensor, names in tensors.items()
             }
+
+            def values(
+                tensors: Mapping[str, list[str]] = tensors,
+                shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = shapes,
+            ) -> Iterator[Tensor]:
+                for tensor, names in tensors.items():
+                    dtype, shape = shapes[tensor]
+                    whole = torch.empty(shape, dtype=dtype)
+                    for name in names:
+                        reader.read_into(f"{MODEL}{name}", weights.stored(name).place(whole))
+                    yield whole
+                    del whole  # before the next is made
+
             files[filename], found = write_summed(beside(target) / filename, shapes, values())
             stored_tensors.update(found)
-        documents = {name: reader.manifest.content(source, name) for name in FILES if name in reader.manifest.files}
+        documents = {name: reader.manifest.content(source, name) for name in DOCUMENTS if name in reader.manifest.files}
         manifest = Manifest(stored_tensors, files, CHECKSUMS)
         finish_pretrained(parameters, config, manifest, documents, beside(target), target)
+        return _others(source, {MANIFEST, *reader.manifest.files})
 
 
-def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> None:
+def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
     config = read_config(source)
     weights, model = _model(source, config)
     sums = Sums(source)
     with ExitStack() as opened:
         tensors = open_tensors(source, opened, weights.PREFIX, sums)
         check_tensors(model, tensors, source, weights)
-        begin_folder(target)
+        opened.enter_context(_begun(target))
         files: dict[str, StoredFile] = {}
         found: dict[str, StoredTensor] = {}
         for filename, names in _files(model, shard_bytes).items():
@@ -125,12 +163,19 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> None:
                     part = StoredPart(starts, shape, filename, positional_sum(whole, shape, starts))
                     found[f"{MODEL}{name}"] = StoredTensor(file.get_dtype(), shape, (part,))
                     yield whole
+                    del whole  # before the next is made
 
             files[filename] = write_shard(beside(target) / filename, shapes, values())
         sums.check(None, torch.device("cpu"))
         documents = {RUN: as_document({}), CONFIG: as_document(weights.write_config(model))}
-        documents |= {name: sums.content(name) for name in FILES if (source / name).is_file()}
+        documents |= {name: sums.content(name) for name in DOCUMENTS if (source / name).is_file()}
         finish_folder(target, found, files, documents)
+        return _others(source, {CHECKSUMS, INDEX_FILE, *weight_files(source), *documents})
+
+
+def _others(source: Path, known: Iterable[str]) -> list[str]:
+    """What is in a folder beside what is known, in order, but for what is hidden."""
+    return sorted(path.name for path in source.iterdir() if path.name not in known and not path.name.startswith("."))
 
 
 def _model(source: Path, config: Mapping[str, Any]) -> tuple[Any, nn.Module]:

@@ -198,20 +198,8 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
     prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
     published GPT-2 was, and all names are of it.
     """
-    if (folder / INDEX_FILE).is_file():
-        index = read_json(folder / INDEX_FILE, "").get("weight_map")
-        if not isinstance(index, dict):
-            raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
-        filenames = sorted(set(index.values()))
-    elif (folder / SINGLE_FILE).is_file():
-        filenames = [SINGLE_FILE]
-    else:
-        raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
-            f"save the model with save_pretrained(..., safe_serialization=True)"
-        )
     tensors: dict[str, Callable[[], Any]] = {}
-    for filename in filenames:
+    for filename in weight_files(folder):
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
         sums.check_header(filename)
@@ -224,6 +212,21 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
     if any(name.startswith(prefix) for name in tensors):
         return tensors
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a folder. Raises ValueError where it has none."""
+    if (folder / INDEX_FILE).is_file():
+        index = read_json(folder / INDEX_FILE, "").get("weight_map")
+        if not isinstance(index, dict):
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
+        return sorted(set(index.values()))
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    raise ValueError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+        f"save the model with save_pretrained(..., safe_serialization=True)"
+    )
 
 
 def _slices(sums: Sums, file: Any, name: str) -> Any:
@@ -316,8 +319,10 @@ def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
 
 
 def start_folder(folder: Path, temporary: Path) -> None:
+    """Makes the folder that is to be renamed. Raises ValueError where there is one of that name, OSError where it cannot be."""
     if folder.exists():
         raise ValueError(f"{folder} exists; give another folder, or remove it")
+    shutil.rmtree(temporary, ignore_errors=True)  # what was left by one that was killed
     temporary.mkdir(parents=True)
 
 

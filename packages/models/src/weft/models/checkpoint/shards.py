@@ -52,6 +52,7 @@ def write_shard(
         file.write(header)
         for tensor in tensors:
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next is made
         file.flush()
         os.fsync(file.fileno())
     assert path.stat().st_size == len(header) + end, "every tensor is of the shape that was said"

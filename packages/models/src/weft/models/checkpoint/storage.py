@@ -170,16 +170,16 @@ class FolderReader(StorageReader):
         self.sums_of_pieces[name, number, piece] = positional_sum(tensor, part.shape, piece[0])
         return tensor
 
-    def read_whole(self, name: str) -> Tensor:
-        """A tensor, from all its parts. Raises DamagedCheckpoint where it is not as it was written."""
-        stored = self.manifest.tensors[name]
-        whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        for number, part in enumerate(stored.parts):
+    def read_into(self, name: str, whole: Tensor) -> None:
+        """Fills a tensor of the shape that is stored, of which a part is in memory at a time.
+
+        Raises DamagedCheckpoint where it is not as it was written.
+        """
+        for number, part in enumerate(self.manifest.tensors[name].parts):
             place = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.shape, strict=True))
             whole[place] = self.read(name, number, ((0,) * len(part.shape), part.shape))
         check_sums(self.folder, self.manifest, self.sums_of_pieces)
         self.sums_of_pieces.clear()
-        return whole
 
     def _file(self, filename: str) -> Any:
         if filename not in self._open:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -33,6 +32,12 @@ class Stored:
         found = (slice(start + first.start, start + first.stop), *rest)
         return found[::-1] if self.transposed else found
 
+    def place(self, whole: Tensor) -> Tensor:
+        """Where the parameter lies in the stored tensor, as it is in the model; what is written there is stored."""
+        own = whole.mT if self.transposed else whole
+        size = own.shape[0] // self.parts
+        return own[self.part * size : (self.part + 1) * size]
+
     def restored(self, read: Tensor) -> Tensor:
         """What was read of the stored tensor, as it is in the parameter."""
         return read.mT.contiguous() if self.transposed else read
@@ -40,9 +45,15 @@ class Stored:
 
 def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
     """The stored tensor of whole parameters, of which all its parts are given, in any order."""
-    ordered = sorted(parts, key=lambda each: each[0].part)
-    whole = torch.cat([tensor for _, tensor in ordered]) if len(ordered) > 1 else ordered[0][1]
-    return whole.mT.contiguous() if ordered[0][0].transposed else whole
+    given = list(parts)
+    first, tensor = given[0]
+    assert sorted(stored.part for stored, _ in given) == list(range(first.parts)), "all parts are given"
+    if first.parts == 1 and not first.transposed:
+        return tensor
+    whole = tensor.new_empty(first.shape(tuple(tensor.shape)))
+    for stored, tensor in given:
+        stored.place(whole).copy_(tensor)
+    return whole
 
 
 def grouped(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:

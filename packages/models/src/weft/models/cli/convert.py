@@ -9,12 +9,12 @@ from typing import Annotated
 import tyro
 
 from ..checkpoint.manifest import MANIFEST
-from ..terminal import PROGRAM
+from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint, newest_complete
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Makes a checkpoint of a run into a folder for transformers, or such a folder into a checkpoint, from which a run begins by `{PROGRAM} train --resume`. A tensor is in memory at a time.
+  Makes a checkpoint of a run into a folder for transformers, or such a folder into a checkpoint, from which a run begins by `{PROGRAM} train --resume`. The files of a tokenizer go along; code does not. A tensor is in memory at a time.
 
 Examples
   {PROGRAM} convert \\
@@ -50,9 +50,11 @@ def run(arguments: list[str]) -> int:
         from ..checkpoint.convert import convert
 
         try:
-            convert(source, options.target, shard_bytes=options.shard_bytes)
+            left_out = convert(source, options.target, shard_bytes=options.shard_bytes)
         except OSError as error:
             raise ValueError(f"{options.target} cannot be written: {error}") from None
         kind = f"a folder for transformers, from {source}" if (source / MANIFEST).is_file() else "a checkpoint"
     print(f"made {options.target}: {kind}")
+    if left_out:
+        print(f"left out {printable(', '.join(left_out))}: neither weights nor of a tokenizer")
     return 0

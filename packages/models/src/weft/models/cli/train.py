@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.manifest import RUN, Manifest
-from ..data.sources import check_enough, check_vocabulary, find_data
+from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
@@ -89,6 +89,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
     folder, resume, notes = _where(config, name)
+    notes = [*notes, *repeats(corpus, config.data.sequence_length, config.data.batch_size)]
     made = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
     )

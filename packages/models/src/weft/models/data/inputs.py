@@ -53,10 +53,13 @@ class LeftOut:
     bad: int
 
 
-def find_parts(inputs: Sequence[Path], columns: Columns, part_bytes: int) -> list[Part]:
+def find_parts(
+    inputs: Sequence[Path], columns: Columns, part_bytes: int, *, leave_out: Path | None = None
+) -> list[Part]:
     """The documents under `inputs`, in order, in parts of about `part_bytes` each; a function of the files alone.
 
     Small files share a part; JSONL is cut between lines, Parquet between row groups, text nowhere.
+    leave_out: a folder that is none of the inputs, where it lies within one of them.
     Raises ValueError for a path that is missing, a Parquet file that is none or has not the column, and where all is empty.
     """
     parts: list[list[Piece]] = [[]]
@@ -64,7 +67,7 @@ def find_parts(inputs: Sequence[Path], columns: Columns, part_bytes: int) -> lis
     for path in inputs:
         if not path.exists():
             raise ValueError(f"{path} does not exist; give files, or folders of them: text, JSONL or Parquet")
-        for file in files_under(path):
+        for file in files_under(path, leave_out):
             for piece in _pieces(file, path.is_file(), columns, part_bytes):
                 if parts[-1] and held + piece.nbytes > part_bytes:
                     parts.append([])

@@ -14,6 +14,7 @@ TOKENIZER_FOLDER = "tokenizer"
 FORMAT = "weft-tokens"
 VERSION = 1
 READ_BYTES = 1 << 20
+ANEW = "remove the folder and prepare it again"  # what is whole by its manifest is not made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,16 @@ class Shard:
         """Of the file of tokens, and of that of documents."""
         return f"tokens-{self.number:05}.bin", f"documents-{self.number:05}.bin"
 
+    def check_sizes(self, folder: Path, dtype: str) -> None:
+        """Raises ValueError where a file is missing, or of another size than what it holds of `dtype`."""
+        width = int(dtype.removeprefix("uint")) // 8
+        for name, size in zip(self.names, (self.tokens * width, self.documents * 8), strict=True):
+            file = folder / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes, and the manifest says {size}"
+                raise ValueError(f"{file} {what}; copy it again, or {ANEW}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -58,12 +69,12 @@ class Manifest:
         """Writes the file, whole or not at all."""
         counts = {name: sum(getattr(shard, name) for shard in self.shards) for name in ("tokens", "documents", "empty")}
         content = {"format": FORMAT, "version": VERSION, **counts, **asdict(self)}
-        content["sha256"] = _digest(content)
+        content["sha256"] = digest_of(content)
         write_whole(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def _digest(content: dict[str, Any]) -> str:
-    """The SHA-256 of what a manifest says, but for this sum itself."""
+def digest_of(content: dict[str, Any]) -> str:
+    """The SHA-256 of what a file of JSON says, but for this sum itself."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -87,46 +98,39 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} holds no prepared data: {error.strerror} ({MANIFEST}); run weft data prepare"
         ) from None
     except (ValueError, KeyError, AttributeError):
-        raise ValueError(f"{path} is not a manifest of prepared data; prepare it again") from None
+        raise ValueError(f"{path} is not a manifest of prepared data; {ANEW}") from None
     version = content.pop("version", None)
     if version != VERSION:
-        raise ValueError(
-            f"{path} is of version {version}; this reads version {VERSION}: update weft, or prepare it again"
-        )
-    if "sha256" in content and content.pop("sha256") != _digest({"format": FORMAT, "version": version, **content}):
-        raise ValueError(f"{path} was changed after it was written; copy it again, or prepare it again")
+        raise ValueError(f"{path} is of version {version}; this reads version {VERSION}: update weft, or {ANEW}")
+    if "sha256" in content and content.pop("sha256") != digest_of({"format": FORMAT, "version": version, **content}):
+        raise ValueError(f"{path} was changed after it was written; copy it again, or {ANEW}")
     try:
         content = {name: content[name] for name in Manifest.__dataclass_fields__}
-        shards = [
-            Shard(**{**each, "sha256": tuple(each["sha256"]), "skipped": tuple(each["skipped"])})
-            for each in content.pop("shards")
-        ]
-        manifest = Manifest(shards=tuple(shards), **content)
+        manifest = Manifest(shards=tuple(map(read_shard, content.pop("shards"))), **content)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} lacks a part: {error}; prepare it again") from None
-    _check_sizes(folder, manifest)
-    return manifest
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    width = int(manifest.dtype.removeprefix("uint")) // 8
+        raise ValueError(f"{path} lacks a part: {error}; {ANEW}") from None
     for shard in manifest.shards:
-        for name, size in zip(shard.names, (shard.tokens * width, shard.documents * 8), strict=True):
-            file = folder / name
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes, and the manifest says {size}"
-                raise ValueError(f"{file} {what}; copy it again, or prepare it again")
+        shard.check_sizes(folder, manifest.dtype)
+    return manifest
 
 
 def verify(folder: Path) -> Manifest:
     """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
     manifest = read_manifest(folder)
-    for name, wanted in manifest.request["tokenizer"].items():
-        _check_sum(folder / TOKENIZER_FOLDER / name, wanted)
+    check_tokenizer(folder, manifest)
     for shard in manifest.shards:
         check_shard(folder, shard)
     return manifest
+
+
+def check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    """Reads the tokenizer's files. Raises ValueError where one is another than the manifest's, or more than these are there."""
+    wanted: dict[str, str] = manifest.request["tokenizer"]
+    for name, digest in wanted.items():
+        _check_sum(folder / TOKENIZER_FOLDER / name, digest)
+    for path in sorted((folder / TOKENIZER_FOLDER).iterdir()):
+        if path.name not in wanted and not path.name.startswith("."):
+            raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
 def check_shard(folder: Path, shard: Shard) -> None:
@@ -137,7 +141,7 @@ def check_shard(folder: Path, shard: Shard) -> None:
 
 def _check_sum(path: Path, wanted: str) -> None:
     if not path.is_file() or file_sha256(path) != wanted:
-        raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or prepare it again")
+        raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or {ANEW}")
 
 
 def file_sha256(path: Path) -> str:
@@ -147,6 +151,21 @@ def file_sha256(path: Path) -> str:
         while part := file.read(READ_BYTES):
             digest.update(part)
     return digest.hexdigest()
+
+
+def write_record(path: Path, content: dict[str, Any]) -> None:
+    """Writes JSON with its own sum, whole or not at all."""
+    write_whole(path, json.dumps({"sha256": digest_of(content), "holds": content}).encode())
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """What `write_record` wrote; None where there is no file, or it was changed."""
+    try:
+        found = json.loads(path.read_bytes())
+        content: dict[str, Any] = found["holds"]
+        return content if found["sha256"] == digest_of(content) else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -20,7 +20,19 @@ from typing import Any
 from ..train.processes import ProcessFailed, run_together
 from ..versions import versions
 from .inputs import Columns, LeftOut, Part, find_parts, read_part
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, Shard, finish, read_manifest, read_shard, write_whole
+from .manifest import (
+    MANIFEST,
+    TOKENIZER_FOLDER,
+    Manifest,
+    Shard,
+    digest_of,
+    finish,
+    read_manifest,
+    read_record,
+    read_shard,
+    write_record,
+    write_whole,
+)
 from .text import first_words
 from .tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -35,13 +47,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every process is told."""
+    """What every process is told. request: the digest of what was asked for, and of what."""
 
     parts: tuple[Part, ...]
     columns: Columns
     tokenizer: Tokenizer
     dtype: str
     output: Path
+    request: str
 
 
 def prepare(
@@ -57,18 +70,28 @@ def prepare(
     """Makes a folder of token shards, or goes on with one that was begun; the same bytes by any number of workers and restarts.
 
     Each document is followed by the tokenizer's end; those without text, and files of a folder that are no text, are left
-    out and counted. workers: processes; above 1 they are started by multiprocessing's forkserver, so a program must guard its
-    main module. progress: called with the bytes that are read, and those of all inputs.
+    out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
+    multiprocessing's forkserver, so a program must guard its main module. progress: called with the bytes that are read, and
+    those of all inputs.
     The manifest is written last: a folder that has one is whole. Raises ValueError for input that cannot be used, an output
     that holds something else or that another process is preparing, and where it cannot be written.
     """
     columns = columns or Columns()
-    parts = find_parts(inputs, columns, part_bytes)
+    parts = find_parts(inputs, columns, part_bytes, leave_out=output)
     request = _request(inputs, parts, columns, tokenizer, part_bytes)
+    times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
+    wanted = {"request": request, "modified": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    job = _Job(parts=tuple(parts), columns=columns, tokenizer=tokenizer, dtype=dtype, output=output)
+    job = _Job(
+        parts=tuple(parts),
+        columns=columns,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        output=output,
+        request=digest_of(wanted),
+    )
     try:
-        with _begun(output, request, parts) as whole:
+        with _begun(job, wanted) as whole:
             if whole is None:
                 _make_shards(job, workers, progress)
                 whole = _end(job, request)
@@ -104,8 +127,9 @@ def _stopped(output: Path, error: OSError) -> ValueError:
 
 
 @contextmanager
-def _begun(output: Path, request: dict[str, Any], parts: Sequence[Part]) -> Iterator[Manifest | None]:
+def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
     """The folder, made or found, and kept from others; its manifest where it is whole already. Raises ValueError."""
+    output, request = job.output, wanted["request"]
     output.mkdir(parents=True, exist_ok=True)
     folder = os.open(output, os.O_RDONLY)
     try:
@@ -123,24 +147,29 @@ def _begun(output: Path, request: dict[str, Any], parts: Sequence[Part]) -> Iter
                 )
             yield found
             return
-        times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
-        modified = hashlib.sha256(json.dumps(times).encode()).hexdigest()
-        wanted = {"request": request, "modified": modified}
+        for partial in output.glob(f".{PROGRESS}.partial-*"):
+            partial.unlink()  # of one that was killed as it began
         if (output / PROGRESS).exists():
-            begun = json.loads((output / PROGRESS).read_text(encoding="utf-8"))
-            if begun != wanted:
+            begun = read_record(output / PROGRESS)
+            if begun is None:
+                if not any(_made(job, number) for number in range(len(job.parts))):
+                    raise ValueError(
+                        f"{output / PROGRESS} is not as it was written; remove {output}, or give another --output"
+                    )
+                write_record(output / PROGRESS, wanted)
+            elif begun != wanted:
                 changed = (
                     "the inputs have changed since" if begun["request"] == request else f"of {_shown(begun['request'])}"
                 )
                 raise ValueError(
                     f"{output} holds the beginning of another preparation: {changed}; remove it, or give another --output"
                 )
-            for partial in output.glob(".*.partial-*"):
+            for partial in (*output.glob(".*.partial-*"), *(output / TOKENIZER_FOLDER).glob(".*.partial-*")):
                 partial.unlink()
         elif any(output.iterdir()):
             raise ValueError(f"the output folder {output} exists and holds something else; give another --output")
         else:
-            write_whole(output / PROGRESS, json.dumps(wanted).encode())
+            write_record(output / PROGRESS, wanted)
         yield None
     finally:
         os.close(folder)
@@ -153,7 +182,7 @@ def _shown(request: dict[str, Any]) -> str:
 def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
     """The shards that are not there yet."""
     sizes = [sum(piece.nbytes for piece in part) for part in job.parts]
-    missing = [number for number in range(len(job.parts)) if not _record(job.output, number).exists()]
+    missing = [number for number in range(len(job.parts)) if _made(job, number) is None]
     total, there = sum(sizes), sum(sizes) - sum(sizes[number] for number in missing)
     progress(there, total)
     if min(workers, len(missing)) <= 1:
@@ -247,7 +276,7 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
         bad=left_out.bad,
         prompt=prompt,
     )
-    write_whole(_record(job.output, number), json.dumps(asdict(record)).encode())
+    write_record(_record(job.output, number), {"of": job.request, "shard": asdict(record)})
     report(size)
 
 
@@ -270,10 +299,24 @@ def _record(output: Path, number: int) -> Path:
     return output / f"part-{number:05}.json"
 
 
+def _made(job: _Job, number: int) -> Shard | None:
+    """A shard that is whole, and of this preparation; None where it is to be made."""
+    record = read_record(_record(job.output, number))
+    if record is None or record.get("of") != job.request:
+        return None
+    shard = read_shard(record["shard"])
+    try:
+        shard.check_sizes(job.output, job.dtype)
+    except ValueError:
+        return None
+    return shard
+
+
 def _end(job: _Job, request: dict[str, Any]) -> Manifest:
     """The tokenizer's files, and the manifest. Raises ValueError where there is no document."""
-    records = [_record(job.output, number) for number in range(len(job.parts))]
-    shards = [read_shard(json.loads(record.read_text(encoding="utf-8"))) for record in records]
+    shards = [shard for number in range(len(job.parts)) if (shard := _made(job, number)) is not None]
+    if len(shards) < len(job.parts):
+        raise ValueError(f"{job.output} was changed while it was made; the same command goes on")
     if not sum(shard.documents for shard in shards):
         shutil.rmtree(job.output)
         skipped = sum(len(shard.skipped) for shard in shards)

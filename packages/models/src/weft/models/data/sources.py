@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, read_manifest
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, check_tokenizer, read_manifest
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
 
@@ -193,6 +194,7 @@ def _find(path: Path | None) -> Corpus | Prepared:
     if path is None or not (path / MANIFEST).is_file():
         return find_corpus(path)
     manifest = read_manifest(path)
+    check_tokenizer(path, manifest)
     tokenizer = find_tokenizer(path / TOKENIZER_FOLDER)
     if tokenizer.sha256 != manifest.tokenizer:
         raise ValueError(f"{path / TOKENIZER_FOLDER} is not the tokenizer that {path} was prepared with; copy it again")
@@ -207,6 +209,25 @@ def check_enough(data: Data, sequence_length: int) -> None:
                 f"{source.name} has {source.num_tokens} tokens, fewer than two sequences of data.sequence_length "
                 f"{sequence_length} and the next token, to train on one and hold one out; give more text or a shorter sequence"
             )
+
+
+def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
+    """What is to be said of each source of which a step takes more sequences than there are to train on; else nothing."""
+    parts = data.parts if isinstance(data, Mixture) else ((data, Fraction(1)),)
+    total, said = sum(weight for _, weight in parts), []
+    for source, weight in parts:
+        wanted = ceil(batch_size * weight / total)
+        if source.num_tokens > 4 * wanted * sequence_length:  # at least about half of them is trained on
+            continue
+        from .split import split
+
+        there = len(split(source.open(), sequence_length).trained)
+        if there < wanted:
+            said.append(
+                f"a step takes {wanted:,} sequences of {source.name}, which has {there:,} to train on: some are taken "
+                f"{ceil(wanted / there)} times in it; give more text, or a smaller --data.batch-size"
+            )
+    return said
 
 
 def check_vocabulary(data: Data, size: int) -> None:

@@ -73,11 +73,15 @@ def find_corpus(path: Path | None) -> Corpus:
     return Corpus(str(path), files, _num_bytes(files), skipped, _first_words(files), sha256)
 
 
-def files_under(path: Path) -> list[Path]:
-    """The file, or those of the folder in the order of their names, without the hidden ones."""
+def files_under(path: Path, leave_out: Path | None = None) -> list[Path]:
+    """The file, or those of the folder in the order of their names, without the hidden ones, and those in `leave_out` within it."""
     if not path.is_dir():
         return [path]
     found = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    root = path.resolve()
+    if leave_out is not None and root in leave_out.resolve().parents:
+        out = path / leave_out.resolve().relative_to(root)
+        found = [file for file in found if not file.is_relative_to(out)]
     return [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
 
 

@@ -16,8 +16,22 @@ from typing import Any
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
-FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE)  # that a folder keeps beside a model
-CHAT_FILE = "chat_template.jinja"  # it goes into tokenizer_config.json, where transformers looks as well
+CHAT_FILE = "chat_template.jinja"  # `Tokenizer` has it in tokenizer_config.json, where transformers looks as well
+# What transformers makes a tokenizer of, in whatever folder it saved one. It is data: no name of code is among them.
+FILES = (
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    SPECIAL_FILE,
+    CHAT_FILE,
+    "chat_template.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where nothing says how a document ends
 BYTE_END = 256  # the token after each document, where a token is a byte
 BYTE_VOCAB_SIZE = 257  # odd: it shards unevenly
@@ -128,6 +142,11 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
         config["chat_template"] = (folder / CHAT_FILE).read_text(encoding="utf-8")
     files = {name: _as_file(each) for name, each in beside.items()} | {TOKENIZER_FILE: content}
     return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
+
+
+def files_beside(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer that stand in a model's folder, as they are, by name; none where that is no folder."""
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
 
 
 def config_file(end: str) -> bytes:

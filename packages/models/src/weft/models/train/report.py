@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
@@ -23,7 +23,7 @@ NAMED = 3  # files that are named of those that were left out
 # By how much the mean loss of two meshes may differ, relative: float32 keeps 24 bits of each of their sums, bfloat16 keeps 8,
 # and the errors of the tokens average out.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
-BESIDE_BAR = 134  # columns of what stands beside the bar: without as many and more there is none
+BESIDE_BAR = 139  # columns of what stands beside the bar: without as many and more there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Metrics:
     process. mfu: their share of the chip's peak; None where that is not known. memory_bytes: at the most so far, of this
     process, and memory_share of what its device has. communication_share: of the step's time, in which its work stood still
     for communication; data_share: in which the batch was still being read. seconds_left: to the last step. held_out_loss: None
-    in steps that do not take it.
+    in steps that do not take it. perplexity: e to that, at most e to 700, which is near the largest number that there is.
     """
 
     step: int
@@ -51,6 +51,11 @@ class Metrics:
     data_share: float
     seconds_left: float
     held_out_loss: float | None = None
+    perplexity: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.held_out_loss is not None:
+            object.__setattr__(self, "perplexity", math.exp(min(self.held_out_loss, 700)))
 
     def __str__(self) -> str:
         minutes, seconds = divmod(round(self.seconds_left), 60)
@@ -67,9 +72,7 @@ class Metrics:
             f"{left} left",
         ]
         if self.held_out_loss is not None:
-            shown.insert(
-                1, f"held out {self.held_out_loss:.4f} (perplexity {math.exp(min(self.held_out_loss, 700)):.4g})"
-            )
+            shown.insert(1, f"held out {self.held_out_loss:.4f} (perplexity {self.perplexity:.4g})")
         return "  ".join(shown)
 
 
@@ -164,7 +167,7 @@ class Report:
             yield _Steps(self, config, None)
             return
         room = min(self._console.width - BESIDE_BAR, 40)
-        columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
+        columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total} {task.percentage:3.0f}%")]
         columns += [BarColumn(bar_width=room)] if room > 0 else []
         columns += [TextColumn("{task.description}", table_column=Column())]  # the one that is wrapped
         with Progress(*columns, console=self._console) as bar:
@@ -184,7 +187,11 @@ class _Steps:
     def show(self, metrics: Metrics) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=metrics.step, description=str(metrics))
-        elif metrics.step in (1, self._config.steps) or metrics.step % self._config.log_every == 0:
+        elif (
+            metrics.step in (1, self._config.steps)
+            or metrics.step % self._config.log_every == 0
+            or metrics.held_out_loss is not None
+        ):
             width = len(str(self._config.steps))
             self._report.line(f"step {metrics.step:{width}}/{self._config.steps} {metrics.done:4.0%}  {metrics}")
 

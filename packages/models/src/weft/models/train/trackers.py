@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import uuid
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from .config import TrackerName, TrainConfig
 from .report import Metrics
 
+WANDB_ID = "wandb-id"  # in the run's folder: a run that goes on is the same there
 Send = Callable[[int, dict[str, float]], None]  # of a step
 
 
@@ -34,8 +35,6 @@ class Trackers:
             for name, value in dataclasses.asdict(metrics).items()
             if name != "step" and value is not None
         }
-        if metrics.held_out_loss is not None:
-            numbers["perplexity"] = math.exp(metrics.held_out_loss)
         for send in self._sends:
             send(metrics.step, numbers)
 
@@ -43,9 +42,12 @@ class Trackers:
 def _tensorboard(folder: Path, config: TrainConfig) -> Send:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = SummaryWriter(str(folder / "tensorboard"))
+    writer: Any = None
 
     def send(step: int, numbers: dict[str, float]) -> None:
+        nonlocal writer
+        # What a run that goes on had sent of this step and later ones, before it was ended, is not shown.
+        writer = writer or SummaryWriter(str(folder / "tensorboard"), purge_step=step)
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
         writer.flush()  # a run that is killed has them
@@ -56,7 +58,19 @@ def _tensorboard(folder: Path, config: TrainConfig) -> Send:
 def _wandb(folder: Path, config: TrainConfig) -> Send:
     import wandb
 
-    run: Any = wandb.init(project="weft", name=folder.name, dir=str(folder), config=dataclasses.asdict(config))
+    file = folder / WANDB_ID
+    name = file.read_text() if file.exists() else ""
+    if not name:
+        name = uuid.uuid4().hex
+        file.write_text(name)
+    run: Any = wandb.init(
+        project="weft",
+        name=folder.name,
+        dir=str(folder),
+        config=dataclasses.asdict(config),
+        id=name,
+        resume="allow",
+    )
     return lambda step, numbers: run.log(numbers, step=step)
 
 
