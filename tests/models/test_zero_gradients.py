@@ -56,7 +56,10 @@ def without_wait(zero: int) -> None:
     sync = GradientSync(model)
     x = distribute(torch.ones(4, 8, dtype=torch.bfloat16), Layout(mesh, {"dp": Shard(0)}))
     reshard(model(x).sum()).backward()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"gradient of weight is still on its way; call sync.wait\(\)"):
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"gradient of weight is still on its way; call sync.wait\(\)"),
+    ):
         model.weight.sub_(model.weight.grad)
     sync.wait()
     with torch.no_grad():
