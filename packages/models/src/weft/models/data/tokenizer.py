@@ -82,7 +82,7 @@ class Tokenizer:
 def open_library() -> Any:
     """The package `tokenizers`. Raises ValueError where it is not installed."""
     if find_spec("tokenizers") is None:
-        raise ValueError("tokenizers is not installed, which reads tokenizer.json; pip install 'weft-models[data]'")
+        raise ValueError("tokenizers is not installed, which reads tokenizer.json; pip install tokenizers")
     return import_module("tokenizers")
 
 
