@@ -13,7 +13,6 @@ import pytest
 
 from tests.architecture.rules import MAX_LINES, PACKAGES, ROOT, sources
 
-
 NOT_THERE = re.compile(r"pip install [^`,;\n]*\bweft-")  # as a package of an index
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def shown() -> Iterator[tuple[str, int | None, list[str]]]:
     """Of each command that trains: who starts it, how many processes that makes, and the arguments of `weft train`."""
     for kind, block in BLOCK.findall(PAGE):
         for words in commands(kind, block):
-            starts = [at + 2 for at, pair in enumerate(zip(words, words[1:], strict=False)) if pair in TRAIN]
+            starts = [at + 2 for at, pair in enumerate(pairwise(words)) if pair in TRAIN]
             for start in starts:
                 yield words[0], processes(words, block), words[start:]
 
