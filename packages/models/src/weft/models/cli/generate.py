@@ -56,7 +56,9 @@ def run(arguments: list[str]) -> int:
         if options.tokens < 0:
             raise ValueError(f"--tokens is {options.tokens}; it must be 0 or more")
         if not 0 <= options.temperature < float("inf"):
-            raise ValueError(f"--temperature is {options.temperature}; it must be >= 0, and 0 takes the likeliest token")
+            raise ValueError(
+                f"--temperature is {options.temperature}; it must be >= 0, and 0 takes the likeliest token"
+            )
         folder = find_checkpoint(options.folder)
         tokenizer = _find_tokenizer(folder)
         import torch
