@@ -133,6 +133,19 @@ def what_may_be_asked():
     assert torch.equal(to_global(weight.grad), expected(0, 0))
 
 
+def another_dtype():
+    """Gradients that are asked for in another dtype after a step."""
+    model, sync, _ = made()
+    for dtype in (torch.float64, torch.float32):
+        for weight in model.weights:
+            weight.grad_dtype = dtype
+        backward(forward(model, 0), 0)
+        assert model.weights[0].grad.dtype == dtype
+        sync.wait()
+        assert model.weights[0].grad.dtype == dtype
+        model.zero_grad()
+
+
 def compiled():
     """A graph may be made while gradients wait, and passes add up."""
     model, sync, _ = made()
@@ -244,6 +257,7 @@ def hooks_are_taken_off():
         pytest.param(partial(scaler_without_wait, True), id="scaler-unscales"),
         by_hand_without_wait,
         what_may_be_asked,
+        another_dtype,
         compiled,
         paused_and_never_waited_for,
         accumulation,

@@ -264,7 +264,7 @@ class GradientSync:
                 leaf.parameter.grad = None
                 self._bring(leaf, grad, False)
         if leaf.home.grad is None:
-            if leaf.stand_in is None:
+            if leaf.stand_in is None or not leaf.stand_in.fits(leaf.home):
                 leaf.stand_in = Waiting(leaf.home, leaf.name)
             leaf.home.grad = leaf.stand_in
 

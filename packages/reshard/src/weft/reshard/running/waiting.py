@@ -17,16 +17,19 @@ class Waiting(Tensor):
     """
 
     of: str
+    like: tuple[object, ...]
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> Waiting:
         """name: of the parameter."""
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # None: any will do
-        made: Waiting = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=dtype, device=parameter.device, storage_size=0
-        )
-        made.of = name
+        shape, dtype, device = like = _like(parameter)
+        made: Waiting = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, storage_size=0)
+        made.of, made.like = name, like
         return made
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether it can still be the parameter's `.grad`, which may have another dtype by now."""
+        return self.like == _like(parameter)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,6 +56,12 @@ class Waiting(Tensor):
         return (
             f"the gradient of {self.of} is still on its way; call sync.wait() between loss.backward() and what reads it"
         )
+
+
+def _like(parameter: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What torch asks of a parameter's gradient."""
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # None: any will do
+    return parameter.shape, dtype, parameter.device
 
 
 def _refuse(args: Any, kwargs: Any) -> NoReturn:
