@@ -19,6 +19,7 @@ from typing import get_args
 import pytest
 from weft.models.cli import main
 from weft.models.tracing import Traced
+from weft.models.train.recipes import TINY
 
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
@@ -184,7 +185,7 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 
 
 ONE_PROCESS = ("--mesh.dp", "1", "--mesh.tp", "1")
-# By recipe: the arguments of its commands in the README, and others, which have the losses of one process.
+# By recipe that takes a minute: the arguments of its commands in the README, and others, which have the losses of one process.
 SHOWN = {
     "llama-tiny": {
         "2x2": (),
@@ -193,10 +194,22 @@ SHOWN = {
         "sequence-parallel": ("--plan.sequence",),
         "stages-sharded-gradients": ("--mesh.pp", "2", "--mesh.dp", "2", "--plan.zero", "2"),
     },
+    "llama-tiny-tied": {"2x2": ()},
+    "qwen2-tiny": {"2x2": ()},
     "qwen3-tiny": {"context-sequence": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence")},
     "gpt-tiny": {"ulysses": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence", "--plan.context", "ulysses")},
 }
-LEARNT = {"llama-tiny": 2.1, "qwen3-tiny": 2.1, "gpt-tiny": 2.3}  # what the loss on held-out text is below in the end
+LEARNT = {
+    "llama-tiny": 2.1,
+    "llama-tiny-tied": 2.1,
+    "qwen2-tiny": 2.1,
+    "qwen3-tiny": 2.1,
+    "gpt-tiny": 2.3,
+}  # what the loss on held-out text is below in the end
+
+
+def test_every_recipe_that_takes_a_minute_is_compared() -> None:
+    assert set(SHOWN) == set(LEARNT) == set(TINY)
 
 
 def test_the_readmes_commands_are_among_those_compared() -> None:
@@ -209,7 +222,7 @@ def test_the_readmes_commands_are_among_those_compared() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.table  # minutes for each of ten runs
+@pytest.mark.table  # minutes for each of fourteen runs
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", SHOWN)
 def test_the_command_shown_has_one_loss_on_every_mesh(recipe: str, tmp_path: Path) -> None:
