@@ -125,6 +125,17 @@ def timed_alike(new: Run, old: Sequence[Run], kind: str) -> list[Run]:
     return [run for run in old if same_clock(new, run, kind)][-RUNS:]
 
 
+def counted(case: Case) -> dict[str, float]:
+    """The figures of a measured case that no clock takes: all of a counted one, those of EXACT of a timed one."""
+    if case.status != "measured":
+        return {}
+    return {
+        label: value
+        for label, value in case.numbers.items()
+        if not label.startswith("seconds") and (case.kind == "count" or label in EXACT)
+    }
+
+
 def counts(new: Run, old: Sequence[Run]) -> list[Count]:
     """What changed of Weft's counted figures, points of curves aside: no machine changes them."""
     before: dict[tuple[str, str, str], Case] = {}
@@ -133,9 +144,8 @@ def counts(new: Run, old: Sequence[Run]) -> list[Count]:
     return [
         Count(case, label, before[case.key].numbers[label], now)
         for case in new.cases
-        if case.ours and case.status == "measured" and case.key in before
-        for label, now in case.numbers.items()
-        if not label.startswith("seconds") and (case.kind == "count" or label in EXACT)
+        if case.ours and case.key in before
+        for label, now in counted(case).items()
         if before[case.key].numbers.get(label, now) != now
     ]
 

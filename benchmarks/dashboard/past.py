@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.compare import Change, timed_alike
+from benchmarks.compare import Change, counted, timed_alike
 from benchmarks.dashboard import charts
 from benchmarks.dashboard.blocks import title_of
 from benchmarks.dashboard.charts import Spec
@@ -119,7 +119,8 @@ def _groups(device: Device) -> Iterator[Group]:
     """Of each case that the newest run times by Weft, kernels first; then of each counted figure that has changed."""
     keys = sorted(_timed_keys(device), key=lambda key: (key[2] != TIMES["time"], key))
     keys += sorted(_changed_keys(device), key=lambda key: (key[0] == "compiled", key))
-    for title, some in itertools.groupby(keys, key=lambda key: title_of(key[0], _kind(key))):
+    timed = {case.group: case.kind for case in device.newest.cases if case.timed}
+    for title, some in itertools.groupby(keys, key=lambda key: _title(key, timed)):
         of_group = list(some)
         ways = ordered(
             case.way
@@ -134,6 +135,14 @@ def _groups(device: Device) -> Iterator[Group]:
         )
 
 
+def _title(key: Key, timed: Mapping[str, str]) -> str:
+    """timed: the groups of timed cases, and their kinds."""
+    group, kind = key[0], _kind(key)
+    if kind == "count" and group in timed:
+        return f"{title_of(group, timed[group])}, counted"
+    return title_of(group, kind)
+
+
 def _timed_keys(device: Device) -> set[Key]:
     return {(case.group, case.name, TIMES[case.kind]) for case in device.newest.cases if case.timed and case.ours}
 
@@ -143,8 +152,8 @@ def _changed_keys(device: Device) -> set[Key]:
     seen: dict[tuple[str, str, str, str], set[float]] = {}
     for run in device.runs.values():
         for case in run.cases:
-            if case.ours and case.kind == "count" and case.status == "measured":
-                for label, value in case.numbers.items():
+            if case.ours:
+                for label, value in counted(case).items():
                     seen.setdefault((*case.key, label), set()).add(value)
     now = {case.key for case in device.newest.cases if case.status == "measured"}
     return {
@@ -165,7 +174,7 @@ def _number(case: Case, label: str) -> tuple[float, float, float] | None:
     if TIMES.get(case.kind) == label:
         each = case.seconds
         return each.p20, each.median, each.p80
-    value = case.numbers.get(label) if case.kind == "count" else None
+    value = counted(case).get(label)
     return None if value is None else (value, value, value)
 
 

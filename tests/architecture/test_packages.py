@@ -13,6 +13,8 @@ import pytest
 
 from tests.architecture.rules import MAX_LINES, PACKAGES, ROOT, sources
 
+NOT_THERE = re.compile(r"pip install [^`,;\n]*\bweft-")  # as a package of an index
+
 
 def project(package: str) -> dict[str, Any]:
     with (ROOT / "packages" / package / "pyproject.toml").open("rb") as file:
@@ -67,7 +69,19 @@ def test_the_pages_say_from_where_to_install(package: str) -> None:
     """No package index has them yet."""
     page = (ROOT / "packages" / package / "README.md").read_text()
     assert f"./packages/{package}" in page
-    assert not re.search(r"pip install [^\n]*\bweft-", page)
+    assert not NOT_THERE.search(page)
+
+
+def test_no_page_and_no_message_installs_what_an_index_does_not_have() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/src/**/*.py")]
+    assert len(pages) > 100
+    found = [page.relative_to(ROOT).as_posix() for page in pages if NOT_THERE.search(page.read_text())]
+    assert found == []
+
+
+def test_what_an_index_does_not_have_is_caught() -> None:
+    assert NOT_THERE.search("`pip install 'weft-models[data]'`") and NOT_THERE.search("pip install -U weft-mesh")
+    assert not NOT_THERE.search("pip install ./packages/mesh ./packages/kernels, as weft-mesh is nowhere")
 
 
 def test_models_are_those_there_are() -> None:

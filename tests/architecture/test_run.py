@@ -105,6 +105,17 @@ def test_ctrl_c_while_nox_is_imported_is_one_line(checkout: Path) -> None:
     assert (done.returncode, done.stderr) == INTERRUPTED
 
 
+@pytest.mark.parametrize("arguments", [["test"], []], ids=["a-session", "the-list"])
+def test_ctrl_c_while_python_starts_is_one_line(checkout: Path, arguments: list[str]) -> None:
+    """Before its first line runs."""
+    if subprocess.run(["env", "--block-signal=INT", "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("env is not GNU's of 2019 or newer, and blocks no signal")
+    settings = with_nox(checkout)
+    write_script(checkout / ".venv/bin/python", f'#!/bin/sh\nkill -INT $$\nexec "{sys.executable}" "$@"\n')
+    done = run(checkout, *arguments, **settings)
+    assert (done.returncode, done.stderr) == INTERRUPTED
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks import compare
 from benchmarks.dashboard import changed, curves, past, sources
 from benchmarks.dashboard.changed import Changed
 from benchmarks.record import Case, Run
+from tests.benchmarks import results
 from tests.benchmarks.cases import case, counted, run
 from tests.benchmarks.results import count, host
 
@@ -167,6 +170,34 @@ def test_each_line_leads_to_the_chart_of_its_case_with_all_ways() -> None:
     assert places[("b", "Weft, memory above inputs and gradients")] == 2
     assert found.groups[0].ways == ("Weft", "torch"), "the noise is no way"
     assert {(way, at) for way, at, *_ in series[0].points} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_what_is_counted_beside_a_time_leads_to_a_chart_too() -> None:
+    """Of a kernel its memory, of a step its collectives."""
+    device = device_of(run(case(peak_bytes=100)), run(case(peak_bytes=200), minute=1))
+    found = past.past(device)
+    (line,) = changed.changed(device, found).lines
+    assert (line.of, line.place) == ("Weft, memory above inputs and gradients", 1)
+
+    runs = [cpu(host("step_time", "a", "Weft", 1.0, collectives=21 + at), minute=at) for at in (0, 1)]
+    device = device_of(*runs)
+    found = past.past(device)
+    (line,) = changed.changed(device, found).lines
+    assert (line.of, line.place) == ("Weft, collectives", 1)
+    timed, counted = found.groups
+    assert counted.title == f"{timed.title}, counted"
+    assert [[number for *_, number, _ in each.points] for each in counted.series] == [[21, 22]]
+
+
+@pytest.mark.parametrize("make", [results.of_a_gpu, results.of_two_machines])
+def test_each_line_of_a_page_leads_to_a_chart(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    for device in sources.read(make(tmp_path)).devices:
+        found = past.past(device)
+        said = changed.changed(device, found)
+        lines = (*said.lines, *said.compiled)
+        assert all(line.place is not None for line in lines), device.name
+        if make is results.of_two_machines:
+            assert {"collectives", "host time"} <= {line.of.removeprefix("Weft, ") for line in lines}
 
 
 def test_runs_of_one_machine_have_its_number() -> None:

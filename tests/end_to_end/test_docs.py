@@ -104,9 +104,20 @@ def test_every_kind_of_page_has_programs() -> None:
     assert {"quickstart", "mesh", "reshard", "kernels", "models", "guides"} <= names
 
 
-@pytest.mark.parametrize(
-    "page", sorted(path.stem for path in (ROOT / "docs/kernels").glob("*.md") if path.stem != "index")
-)
+@pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs/kernels").glob("*.md")))
 def test_a_page_of_kernels_begins_with_their_use(page: str) -> None:
     text = (ROOT / "docs/kernels" / f"{page}.md").read_text()
-    assert text.index("```python") < text.index("\n## ")
+    after = (text.find(mark) for mark in ("\n## ", "\n| "))
+    assert all(text.index("```python") < at for at in after if at >= 0)
+
+
+def test_the_quickstart_goes_on_with_the_run_that_it_shows() -> None:
+    """Its first block is the README's, whose sample is drawn with the same seed and after the same prompt."""
+    shown, page = (ROOT / "README.md").read_text(), (ROOT / "docs/quickstart.md").read_text()
+    (saved,) = re.findall(r"^saved (\S+): ", shown, re.MULTILINE)
+    ((command, text),) = re.findall(
+        r"^```sh\n(\./run generate .*?)\n```\n\n```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )
+    assert command == f"./run generate {saved} --prompt 'def '"
+    (sample,) = re.findall(r"^sample\n  \| (.*)$", shown, re.MULTILINE)
+    assert text.startswith(f"{sample}\n")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from typing import get_args
 import pytest
 from weft.models.cli import main
 from weft.models.tracing import Traced
+from weft.models.train.recipes import TINY
 
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
@@ -183,7 +185,7 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 
 
 ONE_PROCESS = ("--mesh.dp", "1", "--mesh.tp", "1")
-# By recipe: the arguments of its commands in the README, and others, which have the losses of one process.
+# By recipe that takes a minute: the arguments of its commands in the README, and others, which have the losses of one process.
 SHOWN = {
     "llama-tiny": {
         "2x2": (),
@@ -192,10 +194,22 @@ SHOWN = {
         "sequence-parallel": ("--plan.sequence",),
         "stages-sharded-gradients": ("--mesh.pp", "2", "--mesh.dp", "2", "--plan.zero", "2"),
     },
+    "llama-tiny-tied": {"2x2": ()},
+    "qwen2-tiny": {"2x2": ()},
     "qwen3-tiny": {"context-sequence": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence")},
     "gpt-tiny": {"ulysses": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence", "--plan.context", "ulysses")},
 }
-LEARNT = {"llama-tiny": 2.1, "qwen3-tiny": 2.1, "gpt-tiny": 2.3}  # what the loss on held-out text is below in the end
+LEARNT = {
+    "llama-tiny": 2.1,
+    "llama-tiny-tied": 2.1,
+    "qwen2-tiny": 2.1,
+    "qwen3-tiny": 2.1,
+    "gpt-tiny": 2.3,
+}  # what the loss on held-out text is below in the end
+
+
+def test_every_recipe_that_takes_a_minute_is_compared() -> None:
+    assert set(SHOWN) == set(LEARNT) == set(TINY)
 
 
 def test_the_readmes_commands_are_among_those_compared() -> None:
@@ -208,7 +222,7 @@ def test_the_readmes_commands_are_among_those_compared() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.table  # minutes for each of ten runs
+@pytest.mark.table  # minutes for each of fourteen runs
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", SHOWN)
 def test_the_command_shown_has_one_loss_on_every_mesh(recipe: str, tmp_path: Path) -> None:
@@ -298,6 +312,15 @@ BAD_INPUT = [
     pytest.param(("generate", "nowhere", "--prompt", "x"), r"nowhere is not a folder", id="no-folder"),
     pytest.param(("generate", "folder", "--prompt", "x"), r"folder has no checkpoint; give", id="no-checkpoint"),
     pytest.param(("generate", "folder", "--prompt", ""), r"--prompt is empty", id="no-prompt"),
+    pytest.param(
+        ("generate", "folder", "--prompt", "x", "--tokens", "-3"), r"--tokens is -3; it must be 0 or more", id="tokens"
+    ),
+    pytest.param(
+        ("generate", "folder", "--prompt", "x", "--temperature", "-1"), r"--temperature is -1.0; it", id="temperature"
+    ),
+    pytest.param(
+        ("generate", "folder", "--prompt", "x", "--temperature", "nan"), r"--temperature is nan; it", id="no-number"
+    ),
 ]
 
 
@@ -333,10 +356,16 @@ def test_bad_input_is_one_message(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bad_input_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+@pytest.fixture
+def untrained(tmp_path: Path) -> Path:
+    """A folder with a text, and a run that has no tokenizer for its model."""
     (tmp_path / "book.txt").write_text("Call me by my layout. " * 10)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text('{"vocab_size": 32000}')
+    return tmp_path
+
+
+def test_bad_input_is_told_before_torch_is_imported(untrained: Path) -> None:
     program = """
 import sys
 from weft.models.cli import main
@@ -346,6 +375,8 @@ for arguments in (
     ["train", "--model.vocab-size", "100"],
     ["generate", "nowhere", "--prompt", "x"],
     ["generate", "run", "--prompt", "x"],
+    ["generate", "run", "--prompt", "x", "--tokens", "-3"],
+    ["generate", "run", "--prompt", "x", "--temperature", "-1"],
 ):
     try:
         main(arguments)
@@ -353,9 +384,24 @@ for arguments in (
         assert end.code == 2
     assert "torch" not in sys.modules, arguments
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=untrained, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == 5, "one line each"
+    assert len(done.stderr.splitlines()) == 7, "one line each"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("train", "--output", "/proc/x"), id="train"),
+        pytest.param(("generate", "run", "--prompt", "x"), id="generate"),
+    ],
+)
+def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untrained: Path) -> None:
+    """Of a processor, from the start of Python on, with the standard library read as a run's text."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert weft(*arguments, cwd=untrained).returncode == 2
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 1.0
 
 
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:

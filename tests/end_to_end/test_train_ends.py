@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,20 @@ def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(tmp_path: Path
     assert seconds < 3 + MARGIN
 
 
+@pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that a launcher has started
+def test_the_ranks_of_torchrun_end_with_it(tmp_path: Path) -> None:
+    """By SIGKILL it can end none of them."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    status, _, seconds = _disturb(
+        tmp_path, 2, lambda parent, workers: os.kill(parent, signal.SIGKILL), program=(*torchrun, *WEFT[1:])
+    )
+    assert status == -signal.SIGKILL
+    assert seconds < MARGIN
+    lines = (tmp_path / "run/metrics.jsonl").read_text()
+    time.sleep(1.0)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == lines
+
+
 @pytest.mark.parametrize("seconds", [0.5, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.0, 2.0))])
 def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Path) -> None:
     with subprocess.Popen(
@@ -82,7 +97,11 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
 
 
 def _disturb(
-    folder: Path, ranks: int, disturb: Callable[[int, list[int]], None], *options: str
+    folder: Path,
+    ranks: int,
+    disturb: Callable[[int, list[int]], None],
+    *options: str,
+    program: tuple[str, ...] = WEFT,
 ) -> tuple[int, list[str], float]:
     """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status, what it said of it, and
     the seconds that it went on.
@@ -103,7 +122,7 @@ def _disturb(
         *options,
     )
     with subprocess.Popen(
-        [*WEFT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=_heeds_interrupts,
     ) as process:  # fmt: skip
         try:
@@ -128,7 +147,7 @@ def _heeds_interrupts() -> None:
 
 
 def _workers(parent: int, ranks: int) -> list[int]:
-    """Process ids of the ranks, in order: the children of the fork server, a child of `parent`."""
+    """Process ids of the ranks, in order: the children of `parent`, or of the fork server, which is one."""
 
     def children(pid: int) -> list[int]:
         found = []
@@ -138,4 +157,4 @@ def _workers(parent: int, ranks: int) -> list[int]:
                 found.append(int(status.parent.name))
         return sorted(found)
 
-    return next(workers for child in children(parent) if len(workers := children(child)) == ranks)
+    return next(workers for each in (*children(parent), parent) if len(workers := children(each)) == ranks)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -213,6 +214,33 @@ def on_ranks(name: str, given: str, lower: torch.dtype) -> None:
 @pytest.mark.parametrize("name", sorted(set(OPS) - {"grouped_matmul"}))  # whose rows no axis cuts
 def test_an_op_on_dtensors(pool: Pool, name: str, given: str, lower: torch.dtype) -> None:
     pool.run(on_ranks, name, given, lower, ranks=2)
+
+
+def by_group(loss: str, given: str, lower: torch.dtype) -> None:
+    """Of two ranks one has 5 of the 8 classes: its loss, and the gradients of what it holds, beside torch's of all classes."""
+    part = (slice(0, 5), slice(5, 8))[dist.get_rank()]
+    place = {"group": dist.group.WORLD, "vocab_start": part.start, "vocab_size": 8}
+    _, theirs, _, ids = OPS[loss]
+    operands = operands_of(loss, given, lower)
+    truth = found(theirs, ids, [operand.double() for operand in operands], None)
+    expected = found(theirs, ids, operands, lower)
+    if loss == "cross_entropy":
+        own = [operands[0][..., part].contiguous()]
+        ours = found(lambda ids, x: kernels.vocab_parallel_cross_entropy(x, ids, **place), ids, own, lower)
+    else:
+        options = {"chunk_tokens": 7, **place}
+        run = lambda ids, x, w: kernels.vocab_parallel_linear_cross_entropy(x, w, ids, **options)  # noqa: E731
+        ours = found(run, ids, [operands[0], operands[1][part]], lower)
+    for each in (truth, expected):  # the last one's gradient is of the rank's classes
+        each[-1] = each[-1][..., part] if loss == "cross_entropy" else each[-1][part]
+    compare(ours, expected, truth, lower)
+
+
+@LOWER
+@pytest.mark.parametrize("given", ["w", "l", "lw"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "linear_cross_entropy"])
+def test_a_vocab_parallel_loss_of_local_tensors(pool: Pool, loss: str, given: str, lower: torch.dtype) -> None:
+    pool.run(by_group, loss, given, lower, ranks=2)
 
 
 def inside(run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor]) -> list[Tensor]:

@@ -307,18 +307,14 @@ class TestDimsCountedFromTheEnd:
             pytest.param(lambda layout: layout.parts(1), id="parts"),
             pytest.param(lambda layout: layout.spec, id="spec"),
             pytest.param(lambda layout: layout.explain(), id="explain"),
-            pytest.param(lambda layout: infer.einsum("mk,kn->mn", layout, layout), id="einsum"),
             pytest.param(lambda layout: infer.elementwise("gelu", False, layout), id="elementwise"),
             pytest.param(lambda layout: infer.whole("softmax", "it", layout, 0), id="whole"),
-            pytest.param(lambda layout: infer.transpose(layout, (1, 0)), id="transpose"),
             pytest.param(lambda layout: infer.concat(0, layout), id="concat"),
             pytest.param(lambda layout: infer.split(layout, 0), id="split"),
-            pytest.param(lambda layout: infer.embedding(layout, layout, 1), id="embedding"),
-            pytest.param(lambda layout: infer.gather(layout, layout, 0, 2), id="gather"),
             pytest.param(lambda layout: infer.gradient(layout, layout, layout, [layout]), id="gradient"),
         ],
     )
-    def test_without_a_shape_it_is_refused(self, call):
+    def test_where_nothing_says_the_number_of_dims_it_is_refused(self, call):
         with pytest.raises(
             LayoutError, match=r"'tp' of .* shards dim -1, counted from the end .* layout.resolved\(shape"
         ):
@@ -328,6 +324,29 @@ class TestDimsCountedFromTheEnd:
         last, counted = Layout(GRID, "tp: S(-1)"), Layout(GRID, "tp: S(1)")
         assert infer.reduction("sum", last, (4, 6), [0]) == infer.reduction("sum", counted, (4, 6), [0])
         assert infer.reshape(last, (4, 6), (2, 2, 6)) == infer.reshape(counted, (4, 6), (2, 2, 6))
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda layout: infer.einsum("mk,kn->mn", Layout(GRID), layout), id="einsum"),
+            pytest.param(lambda layout: infer.einsum("mk,kn->mn", layout, Layout(GRID, "tp: S(0)")), id="contracted"),
+            pytest.param(
+                lambda layout: infer.elementwise("add", True, layout, layout, shapes=[(4, 6), (4, 6)]), id="elementwise"
+            ),
+            pytest.param(lambda layout: infer.transpose(layout, (1, 0)), id="transpose"),
+            pytest.param(lambda layout: infer.embedding(Layout(GRID), layout, 1), id="embedding"),
+            pytest.param(lambda layout: infer.gather(layout, layout, 0, 2), id="gather"),
+        ],
+    )
+    def test_where_the_operation_says_the_number_of_dims_it_is_taken(self, call):
+        assert call(Layout(GRID, "tp: S(-1)")) == call(Layout(GRID, "tp: S(1)"))
+        with pytest.raises(LayoutError, match=r"axis 'tp' shards dim -3 of .*, which has 2 dims; reshard"):
+            call(Layout(GRID, "tp: S(-3)"))
+
+    def test_a_remedy_counts_from_the_front(self):
+        with pytest.raises(LayoutError, match=r"reshard operand 1 \('kn'\) to \(dp: R, tp: S\(0\)\)") as caught:
+            infer.einsum("mk,kn->mn", Layout(GRID, "tp: S(-1)"), Layout(GRID))
+        assert caught.value.nearest == (Layout(GRID, "tp: S(1)"), Layout(GRID, "tp: S(0)"))
 
     def test_a_dim_that_there_is_not(self):
         with pytest.raises(LayoutError, match=r"shards dim -3 of a tensor of shape \(4, 6\), which has 2 dims"):

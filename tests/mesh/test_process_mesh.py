@@ -60,6 +60,8 @@ def test_coordinate_and_rank_at_are_inverse(mesh):
     assert [mesh.rank_at(**mesh.coordinate(rank)) for rank in mesh.ranks] == list(mesh.ranks)
     coordinates = [tuple(mesh.coordinate(rank).values()) for rank in mesh.ranks]
     assert coordinates == list(itertools.product(*map(range, mesh.shape)))
+    assert [mesh.rank_at(*coordinate) for coordinate in coordinates] == list(mesh.ranks)
+    assert mesh.rank_at(*(-1 for _ in mesh.shape)) == mesh.ranks[-1]
     assert mesh.coordinate(99) is None
     assert 99 not in mesh
     assert all(rank in mesh for rank in mesh.ranks)
@@ -364,6 +366,11 @@ GRID = ProcessMesh.grid(dp=2, tp=3)
         pytest.param(lambda: GRID.axis_size(-3), "no axis -3", id="position-negative"),
         pytest.param(lambda: GRID.axis_size(True), "no axis True", id="position-bool"),
         pytest.param(lambda: GRID.select(tp=3), "index 3 is outside axis 'tp'", id="select"),
+        pytest.param(
+            lambda: GRID.rank_at(0), "got 1 indices by position; give one for each of dp, tp", id="rank-at-too-few"
+        ),
+        pytest.param(lambda: GRID.rank_at(0, tp=0), "by position and some by name", id="rank-at-both"),
+        pytest.param(lambda: GRID.rank_at(0, 3), "index 3 is outside axis 'tp'", id="rank-at-position"),
         pytest.param(lambda: GRID.select(pp=0), "no axis 'pp'", id="select-unknown"),
         pytest.param(lambda: GRID.select(tp=1.0), "index along axis 'tp' is 1.0, which is no int", id="select-float"),
         pytest.param(lambda: GRID.select(tp=slice(0, 2.0)), "has a bound that is no int", id="select-float-bound"),

@@ -6,6 +6,7 @@ That they do is in test_least_communication.py.
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ CRITERION = partial(cross_entropy, denominator=float(ROWS * LENGTH))
 PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tensor": ({"tp": 2}, {}),
     "sequence": ({"tp": 2}, {"sequence": True, "recompute": "selective"}),
+    "sharded-parameters": ({"dp": 2, "tp": 2}, {"zero": 3, "sequence": True}),
     "all_gather-tensor": ({"cp": 2, "tp": 2}, {"context": "all_gather"}),
     "ulysses-sequence": ({"cp": 2, "tp": 2}, {"context": "ulysses", "sequence": True, "recompute": "full"}),
 }
@@ -93,7 +95,7 @@ def table() -> list[Any]:
 def test_a_mesh_errs_as_one_process_under_autocast(family: str, plan: str, pool: Any) -> None:
     truth, one = alone(family, torch.float64), alone(family, torch.bfloat16)
     sizes, _ = PLANS[plan]
-    for found in pool.run(on_a_mesh, family, plan, ranks=2 if "cp" not in sizes else 4):
+    for found in pool.run(on_a_mesh, family, plan, ranks=math.prod(sizes.values())):
         assert {name: each.dtype for name, each in found.items()} == dict.fromkeys(truth, torch.float32)
         assert float(found["loss"]) == pytest.approx(float(one["loss"]), rel=torch.finfo(torch.bfloat16).eps / 4)
         assert error(found, truth) <= 1.5 * error(one, truth)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from weft.models.train.launchers import adopt_launcher, first_host, world_of
+from weft.models.train.launchers import adopt_launcher, first_host, has_launcher, world_of
 from weft.models.train.meeting import meet
 
 from tests.support.limits import PATIENCE
@@ -77,6 +77,20 @@ def test_mpirun_on_several_machines_must_name_the_first() -> None:
 )
 def test_a_process_that_is_started_alone_is_no_world(said: dict[str, str]) -> None:
     assert world_of(said) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "stays"),
+    [
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, True, id="torchrun"),
+        pytest.param(SRUN, True, id="srun"),
+        pytest.param(OPEN_MPI, True, id="open-mpi"),
+        pytest.param(MPICH, True, id="mpich"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, False, id="by-hand"),
+    ],
+)
+def test_who_stays_beside_the_processes_it_has_started(said: dict[str, str], stays: bool) -> None:
+    assert has_launcher(said) == stays
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,37 @@ def test_float32_masters_of_bf16_parameters_move_alike_on_a_mesh(pool: Any) -> N
             torch.testing.assert_close(found_masters[name], master, atol=5e-4, rtol=0)
 
 
+def steps_in(dtype: torch.dtype, dp: int, tp: int, asked: torch.dtype | None) -> list[float]:
+    """Losses of a few steps, with a scaler where that is float16. asked: of the gradients; the parameters' where None."""
+    model, tokens, target = laid_out(dp, tp, make(CONFIG).to(dtype))
+    for parameter in model.parameters():
+        parameter.grad_dtype = asked or dtype
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype == torch.float16)
+    sync, optimizer = GradientSync(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(5):
+        loss = cross_entropy(model(tokens), target)
+        loss = reshard(loss) if isinstance(loss, DTensor) else loss
+        scaler.scale(loss).backward()
+        sync.wait()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(float(whole(loss)))
+    return losses
+
+
+def test_a_model_in_float16_with_a_scaler_trains_as_one_in_float32(pool: Any) -> None:
+    truth = steps_in(torch.float32, 1, 1, None)
+    assert truth[-1] < truth[0] - 0.1
+    near = pytest.approx(truth, rel=2 * torch.finfo(torch.float16).eps)
+    assert steps_in(torch.float16, 1, 1, torch.float32) == near
+    for losses in pool.run(steps_in, torch.float16, 2, 2, torch.float32, ranks=4):
+        assert losses == near
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        steps_in(torch.float16, 1, 1, None)
+
+
 def scaled_steps(frozen: bool) -> list[tuple[float, float]]:
     """Of two steps in float16 the scale afterwards, and how far the parameters moved. In the first, one shard has an inf."""
     model, tokens, target = laid_out(2, 2, make(CONFIG).half())

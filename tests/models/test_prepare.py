@@ -138,6 +138,14 @@ class TestTokenizers:
         assert documents(tmp_path / "out") == [[*found.encode(text), found.end] for text in TEXTS]
         assert find_data(tmp_path / "out").tokenizer == found
 
+    @pytest.mark.parametrize("name", ["learned", "bytes"])
+    def test_bytes_are_those_of_the_text_and_not_of_the_ends_of_documents(self, name: str, learned: Path) -> None:
+        found = find_tokenizer(learned) if name == "learned" else byte_tokenizer()
+        for text in [*TEXTS, "日本語 <|endoftext|>", ""]:
+            tokens = found.encode(text)
+            assert found.num_bytes([found.end, *tokens, found.end]) == len(text.encode())
+        assert found.num_bytes(found.encode("語")[:-1]) in (2, 3), "what is cut"
+
     def test_learning_it_again_gives_the_same_files(self, learned: Path, tmp_path: Path) -> None:
         main_status(
             [

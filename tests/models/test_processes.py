@@ -66,6 +66,14 @@ if __name__ == "__main__":
 """
 
 
+# Starts one that ends with it, as a launcher of another make would, and waits.
+LAUNCHER = """
+import subprocess, sys
+computes = "from weft.models.train.processes import end_with_parent; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
+subprocess.run([sys.executable, "-c", computes])
+"""
+
+
 @contextmanager
 def running(
     folder: Path, function: str = "sleep", ctrl_c: signal.Handlers = signal.SIG_DFL
@@ -131,6 +139,21 @@ def test_they_end_with_the_one_that_started_them(tmp_path: Path, how: signal.Sig
 def test_what_computes_ends_too(tmp_path: Path) -> None:
     with running(tmp_path, "compute") as (process, _):
         process.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_what_a_launcher_has_started_ends_with_it(how: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == "there\n"
+            launcher.send_signal(how)
+            launcher.wait(PATIENCE)
+            wait_for_the_end(launcher.pid)
+        finally:
+            os.killpg(launcher.pid, signal.SIGKILL) if of_session(launcher.pid) else None
 
 
 def test_ctrl_c_is_heard_by_all_and_told_by_one(tmp_path: Path) -> None:

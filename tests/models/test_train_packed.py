@@ -18,6 +18,7 @@ from torch import nn
 from weft.models import GPTConfig, LlamaConfig, initialize
 from weft.models.cli import main
 from weft.models.data.batches import Batches, Rows
+from weft.models.data.learn import train_tokenizer
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
@@ -25,7 +26,7 @@ from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
-from weft.models.train.report import Metrics
+from weft.models.train.report import Metrics, next_steps
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import no_reads
@@ -215,6 +216,32 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
     prompt = tokenizer("the whale", return_tensors="pt")
     expected = tokenizer.decode(theirs.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0])
     assert weft("generate", run, "--prompt", "the whale", "--tokens", "8", "--temperature", "0") == expected + "\n"
+
+
+def closing(prepared: str, vocab_size: int) -> tuple[float, str]:
+    """Of a run: bytes for each token of the held-out text, and the closing line for two losses."""
+    settled = config("llama", {"dp": 1, "tp": 1}, {})
+    settled = replace(settled, model=replace(settled.model, vocab_size=vocab_size))
+    run = Run(recipe="llama-tiny", config=settled, corpus=find_data(Path(prepared)), folder=Path("run"), dp=1, tp=1)
+    a_token = Trainer(run, torch.device("cpu")).held_out_bytes()
+    return a_token, next_steps(run, (math.log(8), math.log(2)), 1.0, a_token=a_token, on_cpu=True).splitlines()[0]
+
+
+def test_bits_a_byte_are_of_the_text_whatever_the_tokenizer(pool: Pool, tmp_path: Path) -> None:
+    """Losses of 3 bits and 1 bit a token, over the characters that a token of the held-out text has: it is ASCII."""
+    text = tmp_path / "in.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"the whale {n} and the sea"}) for n in range(400)))
+    tokenizer = train_tokenizer([text], tmp_path / "bpe", vocab_size=300)
+    for name, each in {"bpe": tokenizer, "bytes": byte_tokenizer()}.items():
+        prepare([text], tmp_path / name / "data", tokenizer=each)
+        data = find_data(tmp_path / name / "data")
+        targets = Batches(data, sequence_length=T, batch_size=BATCH, seed=0).held_out(slice(None)).targets.flatten()
+        characters = [len(each.decode([token])) for token in targets.tolist() if token != each.end]
+        expected = sum(characters) / len(targets)
+        assert expected > 1.5 if name == "bpe" else 0.9 < expected < 1
+        (found,) = pool.run(closing, str(tmp_path / name / "data"), each.vocab_size, ranks=1)
+        bits = f"{3 / expected:.2f} -> {1 / expected:.2f} bits a byte"
+        assert found == (pytest.approx(expected), f"loss on held-out text 2.0794 -> 0.6931, {bits}, in 1 s")
 
 
 def begun(prepared: str, verify: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.models import Llama, initialize, parallelize
+from weft.models.cli.train import _settle
 from weft.models.data.text import Corpus
 from weft.models.families import make_model
+from weft.models.rope_scaling import DynamicRopeScaling
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig, mesh_sizes
 from weft.models.train.folder import check_new, find_checkpoint
 from weft.models.train.learning_rate import learning_rate
@@ -96,15 +99,45 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
         pytest.param(lambda: DataConfig(batch_size=0), r"data\.batch_size is 0", id="batch"),
         pytest.param(lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr is nan", id="lr"),
         pytest.param(
-            lambda: TrainConfig(model=recipe("llama-tiny").model, data=DataConfig(sequence_length=257)),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256",
+            lambda: TrainConfig(model=recipe("gpt-tiny").model, data=DataConfig(sequence_length=257)),
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a GPT-2 with more is another model",
             id="sequence",
+        ),
+        pytest.param(
+            lambda: TrainConfig(
+                model=replace(recipe("llama-tiny").model, rope_scaling=DynamicRopeScaling(factor=2.0)),
+                data=DataConfig(sequence_length=257),
+            ),
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a Llama with more is another model",
+            id="sequence-of-dynamic-rope",
         ),
     ],
 )
 def test_a_config_is_checked_when_it_is_made(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "llama3.2-1b"])
+def test_a_rotary_model_says_the_length_that_it_is_trained_on(name: str) -> None:
+    """So `generate`, and whoever reads its config.json, takes contexts as long."""
+    config = recipe(name)
+    longer = config.model.max_seq_len + 1
+    made = replace(config, data=replace(config.data, sequence_length=longer))
+    assert made.model == replace(config.model, max_seq_len=longer)
+    assert replace(made, data=config.data).model.max_seq_len == longer, "one that was asked for stays"
+
+
+def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("warp and weft. " * 200)
+    run, _ = _settle(["--data.path", "text.txt", "--data.sequence-length", "512"], None)
+    assert run.config.model.max_seq_len == 512
+    assert run.notes == ("model.max_seq_len is 512, as data.sequence_length; llama-tiny has 256",)
+    usual, _ = _settle(["--data.path", "text.txt"], None)
+    assert usual.notes == ()
 
 
 @pytest.mark.parametrize(

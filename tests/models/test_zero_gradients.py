@@ -49,6 +49,29 @@ def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(zero: int, pool: 
         assert torch.equal(grad, torch.full((8,), 260.0, dtype=torch.bfloat16))
 
 
+def without_wait(zero: int) -> None:
+    """The gradient of a shard is on its way, and what asks for it is told so."""
+    model, mesh = Weighted(), ProcessMesh.grid(dp=2)
+    parallelize(model, mesh, ParallelPlan(zero=zero))
+    sync = GradientSync(model)
+    x = distribute(torch.ones(4, 8, dtype=torch.bfloat16), Layout(mesh, {"dp": Shard(0)}))
+    reshard(model(x).sum()).backward()
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"gradient of weight is still on its way; call sync.wait\(\)"),
+    ):
+        model.weight.sub_(model.weight.grad)
+    sync.wait()
+    with torch.no_grad():
+        model.weight.sub_(model.weight.grad)
+    assert torch.equal(whole(model.weight), torch.full((8,), -3.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_an_update_by_hand_before_wait_is_refused(zero: int, pool: Any) -> None:
+    pool.run(without_wait, zero, ranks=2)
+
+
 def whole_gradients_alive(zero: int, bucket_bytes: int) -> tuple[int, int]:
     """The most bytes of whole gradients in a backward pass, and of all parameters."""
     trained = Trained({"dp": 2}, CONFIG, {"zero": zero}, bucket_bytes=bucket_bytes)

@@ -99,10 +99,9 @@ def held_by(tensors: Any) -> int:
     """Bytes of the memory of tensors, each storage counted once."""
     storages = {}
     for each in tensors:
-        local = each.to_local() if isinstance(each, DTensor) else each
-        storages[local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()] = (
-            local.untyped_storage().nbytes()
-        )
+        storage = (each.to_local() if isinstance(each, DTensor) else each).untyped_storage()
+        if storage.nbytes():  # what stands in for a gradient on its way has none, and no address
+            storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -1,6 +1,9 @@
 """A step of an optimizer before `sync.wait()` would leave parameters as they are: it is an error. What else may come between."""
 
+import copy
 import gc
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.reshard.test_gradients import Model, backward, expected, inputs
 
 DATA = ProcessMesh.grid(dp=2)
 BATCH = "dp: S(0)"
+ON_ITS_WAY = r".*the gradient of weights\.0 is still on its way; call sync\.wait\(\) between loss\.backward\(\)"
 
 
 def forward(model, seed):
@@ -66,15 +70,92 @@ def norm_without_wait():
         assert clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
-def scaler_without_wait():
-    """It finds no gradients, and does not come to the optimizer's step: no scale and no parameter changes, and it is an error."""
+def scaler_without_wait(unscales):
+    """It is told before it changes its scale or a parameter, and goes on after."""
     model, sync, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(sum(output.to_local().sum() for output in forward(model, 0))).backward()
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=ON_ITS_WAY):
+        scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
     sync.wait()
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+UPDATES = {
+    "in-place": lambda p: p.sub_(p.grad),
+    "scaled": lambda p: p.sub_(0.1 * p.grad),
+    "foreach": lambda p: torch._foreach_add_([p], [p.grad], alpha=-1.0),
+    "local": lambda p: p.to_local().sub_(p.grad.to_local()),
+    "data": lambda p: p.data.sub_(p.grad.data),
+    "norm-of-torch": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),
+    "value-of-torch": lambda p: torch.nn.utils.clip_grad_value_([p], 1.0),
+    "number": lambda p: p.grad.abs().max().item(),
+    "added": lambda p: p.grad.add_(1.0),
+    "zeroed": lambda p: p.grad.zero_(),
+}
+
+
+def by_hand_without_wait():
+    """In buckets that have left and in such that have not; and what was refused changed nothing."""
+    for bucket_bytes in (1, 2**20):
+        model, sync, _ = made(2, bucket_bytes)
+        backward(forward(model, 0), 0)
+        before = [to_global(weight).clone() for weight in model.weights]
+        for name, update in UPDATES.items():
+            with torch.no_grad(), pytest.raises((RuntimeError, AttributeError), match=ON_ITS_WAY):
+                update(model.weights[0])
+                raise AssertionError(name)
+        assert all(torch.equal(to_global(weight), was) for weight, was in zip(model.weights, before, strict=True))
+        sync.wait()
+        with torch.no_grad():
+            for weight in model.weights:
+                weight.sub_(weight.grad)
+        for i, weight in enumerate(model.weights):
+            assert torch.equal(to_global(weight), before[i] - expected(0, i))
+
+
+def what_may_be_asked():
+    """What it is like, and that it is there; a copy of the model has none."""
+    model, sync, _ = made()
+    backward(forward(model, 0), 0)
+    weight = model.weights[0]
+    grad = weight.grad
+    assert (grad.shape, grad.dtype, grad.device) == (weight.shape, weight.dtype, weight.device)
+    assert grad.untyped_storage().nbytes() == 0
+    assert re.match(f"<{ON_ITS_WAY}", repr(grad))
+    assert not hasattr(grad, "to_local")
+    assert copy.deepcopy(model).weights[0].grad is None
+    model.zero_grad()  # gives up nothing that is on its way
+    assert weight.grad is None
+    sync.wait()
+    assert torch.equal(to_global(weight.grad), expected(0, 0))
+
+
+def another_dtype():
+    """Gradients that are asked for in another dtype after a step."""
+    model, sync, _ = made()
+    for dtype in (torch.float64, torch.float32):
+        for weight in model.weights:
+            weight.grad_dtype = dtype
+        backward(forward(model, 0), 0)
+        assert model.weights[0].grad.dtype == dtype
+        sync.wait()
+        assert model.weights[0].grad.dtype == dtype
+        model.zero_grad()
+
+
+def compiled():
+    """A graph may be made while gradients wait, and passes add up."""
+    model, sync, _ = made()
+    backward(forward(model, 0), 0)
+    scaled = torch.compile(lambda weight: weight * 2, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(to_global(scaled(model.weights[0])), 2 * to_global(model.weights[0]))
+    backward(forward(model, 10), 10)
+    sync.wait()
+    assert torch.equal(to_global(model.weights[0].grad), expected(0, 0) + expected(10, 0))
 
 
 def paused_and_never_waited_for():
@@ -149,6 +230,7 @@ def closed():
     model, sync, optimizer = made()
     backward(forward(model, 0), 0)
     sync.close()
+    assert all(weight.grad is None for weight in model.weights)
     optimizer.step()
 
 
@@ -171,7 +253,12 @@ def hooks_are_taken_off():
     "function",
     [
         norm_without_wait,
-        scaler_without_wait,
+        pytest.param(partial(scaler_without_wait, False), id="scaler-steps"),
+        pytest.param(partial(scaler_without_wait, True), id="scaler-unscales"),
+        by_hand_without_wait,
+        what_may_be_asked,
+        another_dtype,
+        compiled,
         paused_and_never_waited_for,
         accumulation,
         evaluation,

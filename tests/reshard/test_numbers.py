@@ -61,7 +61,8 @@ def test_no_number_leaves_a_partial_tensor(pool, op):
 
 
 def refusals_of_torch():
-    return {name: refuses(call, addend("sum")) for name, call in REFUSED_BY_TORCH.items()}
+    both = {"addend": addend("sum"), "whole": reshard(addend("sum"))}
+    return {(name, of): refuses(call, x) for name, call in REFUSED_BY_TORCH.items() for of, x in both.items()}
 
 
 def refuses(call, x):

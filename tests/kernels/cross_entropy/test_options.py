@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import cross_entropy, linear_cross_entropy
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import distribute, reshard, to_global
 
 from tests.kernels.cross_entropy.cases import (
     ASKED,
@@ -174,6 +177,59 @@ def test_uint8_targets_are_class_ids(device):
     narrow = loss_and_gradient(logits, target.to(torch.uint8), upstream)
     for ours, wide in zip(narrow, loss_and_gradient(logits, target, upstream), strict=True):
         assert torch.equal(ours, wide)
+
+
+def test_uint8_targets_may_be_ignored_as_255(device):
+    logits, target, upstream = make(7, 200, device)
+    target[:3] = 255
+    narrow = loss_and_gradient(logits, target.to(torch.uint8), upstream, ignore_index=255)
+    for ours, wide in zip(narrow, loss_and_gradient(logits, target, upstream, ignore_index=255), strict=True):
+        assert torch.equal(ours, wide)
+    assert not narrow[1][:3].any() and narrow[1][3:].any()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 255])
+def test_uint8_targets_of_the_linear_loss(device, ignore_index):
+    hidden, weight = (
+        torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).to(device) for rows in (7, 200)
+    )
+    _, target, _ = make(7, 200, device)
+    target[0], target[1] = 156, 255 if ignore_index == 255 else 199
+    found = []
+    for each in (target, target.to(torch.uint8)):
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        loss = linear_cross_entropy(*leaves, each, ignore_index=ignore_index, chunk_tokens=3)
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    for wide, narrow in zip(*found, strict=True):
+        assert torch.equal(wide, narrow)
+
+
+def uint8_on_a_mesh(placements: str, ignore_index: int) -> None:
+    """The logits by tokens and by classes, the targets by tokens."""
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    logits, target, _ = make(7, 201, "cpu")
+    target[0], target[1] = 156, 255 if ignore_index == 255 else 200
+    found = []
+    for dtype in (torch.int64, torch.uint8):
+        leaf = distribute(logits, Layout(mesh, placements)).detach().requires_grad_()
+        rows = distribute(target.to(dtype), Layout(mesh, "dp: S(0)"))
+        loss = reshard(cross_entropy(leaf, rows, ignore_index=ignore_index))
+        loss.backward()
+        found.append([to_global(loss.detach()), to_global(leaf.grad)])
+    for wide, narrow in zip(*found, strict=True):
+        assert torch.equal(wide, narrow)
+    torch.testing.assert_close(found[1][0], F.cross_entropy(logits, target, ignore_index=ignore_index))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 255])
+@pytest.mark.parametrize("placements", ["dp: S(0)", "dp: S(0), tp: S(1)"])
+def test_uint8_targets_on_a_mesh(pool, placements, ignore_index):
+    pool.run(uint8_on_a_mesh, placements, ignore_index, ranks=4)
+
+
+def test_the_first_line_says_where_the_classes_are():
+    """torch's are dim 1: of [N, C, C] that is another number, silently."""
+    assert "logits [..., V], whose last dim is the classes" in inspect.getdoc(cross_entropy).splitlines()[0]
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (2, 5, 5), (2, 5, 3, 4), (5,)], ids=str)

@@ -35,7 +35,7 @@ class Layout:
     placements: {"dp": Shard(0)} (absent axes replicate), a sequence with one placement per axis, or text such as
         "dp: S(0), tp: P(sum)". Where several axes shard one dim, the first is the major one: in a mapping or a
         sequence that is the mesh's order; in text the order as written, so "tp: S(0), dp: S(0)" cuts by tp first.
-        A dim below 0 counts from the end; what has no tensor to count on, as `infer`, asks for `resolved(shape)`.
+        A dim below 0 counts from the end; what does not know how many dims there are asks for `resolved(shape)`.
     Raises LayoutError for an axis that the mesh does not have, or a number of placements that is not its own.
     """
 

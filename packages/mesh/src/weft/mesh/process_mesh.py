@@ -146,8 +146,18 @@ class ProcessMesh:
         index = _index(self, as_int("a rank", rank))
         return None if index is None else dict(zip(self.axis_names, index, strict=True))
 
-    def rank_at(self, /, **index: int) -> int:
-        """The rank at one index per axis: `mesh.rank_at(dp=0, tp=1)`. An index below 0 counts from the end."""
+    def rank_at(self, /, *position: int, **index: int) -> int:
+        """The rank at one index per axis, by name or in their order: `mesh.rank_at(dp=0, tp=1)`, `mesh.rank_at(0, 1)`.
+
+        An index below 0 counts from the end.
+        """
+        if position:
+            if index or len(position) != self.ndim:
+                raise ValueError(
+                    f"rank_at got {len(position)} indices by position{' and some by name' if index else ''}; give one for "
+                    f"each of {', '.join(self.axis_names)}, in this order or by name"
+                )
+            index = dict(zip(self.axis_names, position, strict=True))
         if set(index) != set(self.axis_names):
             raise ValueError(f"rank_at got {sorted(index)}; give one index for each of {', '.join(self.axis_names)}")
         return self._ranks.at([self._checked(name, index[name]) for name in self.axis_names])

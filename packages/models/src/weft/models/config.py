@@ -48,6 +48,11 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def is_longer_alike(self) -> bool:
+        """Whether with a higher max_seq_len it is the same model, that says another length."""
+        raise NotImplementedError
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, a tied table counted once."""
         raise NotImplementedError
@@ -134,6 +139,11 @@ class RotaryConfig(ModelConfig):
             raise ValueError(
                 f"{where}: head_dim {self.head_dim} is too small for dynamic rope scaling; make it 4 or more"
             )
+
+    @property
+    def is_longer_alike(self) -> bool:
+        """Whether with a higher max_seq_len it is the same model: but where its wavelengths follow from that."""
+        return not isinstance(self.rope_scaling, DynamicRopeScaling)
 
     @property
     def rotary(self) -> Rotary:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..arguments import as_shape
 from ..layout import Layout
 from ..placement import Placement
-from .terms import Operation, Placements, checked_dims, infer, letters, never, one_reduction
+from .terms import Operation, Placements, checked_dims, infer, least_ndim, letters, never, one_reduction
 
 
 def elementwise(
@@ -42,7 +42,7 @@ def _elementwise(
 ) -> Layout:
     whole = ""
     if shapes is None:
-        output = letters(max((dim + 1 for layout in layouts for dim in layout.shard_order), default=0))
+        output = letters(least_ndim(layouts))
         terms: tuple[str, ...] = (output,) * len(layouts)
     else:
         if len(shapes) != len(layouts):
@@ -95,7 +95,7 @@ def whole(name: str, what: str, layout: Layout, dims: int | Sequence[int]) -> La
 
 @lru_cache(maxsize=65536)
 def _whole(name: str, what: str, layout: Layout, dims: tuple[int, ...]) -> Layout:
-    term = letters(1 + max((*dims, *layout.shard_order), default=0))
+    term = letters(least_ndim((layout,), *dims))
     return infer(
         Operation(
             name, (term,), term, never, operands=(what,),

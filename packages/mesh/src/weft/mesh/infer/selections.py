@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..arguments import as_shape
 from ..layout import Layout
 from ..placement import Partial, Placement, Replicate
-from .terms import Operation, Placements, checked_dims, infer, letters, one_reduction
+from .terms import Operation, Placements, checked_dims, infer, least_ndim, letters, one_reduction
 
 
 def embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
@@ -67,7 +67,7 @@ def concat(dim: int, *layouts: Layout) -> Layout:
 
 @lru_cache(maxsize=65536)
 def _concat(dim: int, layouts: tuple[Layout, ...]) -> Layout:
-    term = letters(1 + max((dim, *(sharded for layout in layouts for sharded in layout.shard_order))))
+    term = letters(least_ndim(layouts, dim))
     why = f"the parts of dim {dim} together are no part of the whole dim"
     return infer(
         Operation("concat", (term,) * len(layouts), term, one_reduction, whole=term[dim], why_whole=why), layouts
@@ -84,7 +84,7 @@ def split(layout: Layout, dim: int) -> Layout:
 
 @lru_cache(maxsize=65536)
 def _split(layout: Layout, dim: int) -> Layout:
-    term = letters(1 + max((dim, *layout.shard_order)))
+    term = letters(least_ndim((layout,), dim))
     why = f"a piece of dim {dim} lies on some of its ranks alone"
     return infer(
         Operation("split", (term,), term, one_reduction, whole=term[dim], why_whole=why, operands=("it",)), (layout,)

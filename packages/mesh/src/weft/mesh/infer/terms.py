@@ -50,6 +50,7 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
 
     Raises LayoutError where the local parts do not fit together, or would not give the output's.
     """
+    layouts = [_counted(operation, position, layout) for position, layout in enumerate(layouts)]
     answer = judge(operation, layouts)
     if isinstance(answer, Layout):
         return answer
@@ -65,15 +66,8 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
 
 
 def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
-    """The output's layout, or why there is none. Raises LayoutError for a dim that an operand does not have."""
+    """The output's layout, or why there is none."""
     mesh = one_mesh(layouts)
-    for position, (term, layout) in enumerate(zip(operation.terms, layouts, strict=True)):
-        for dim, axes in layout.shard_order.items():
-            if dim >= len(term):
-                raise LayoutError(
-                    f"{operation.name}: axis {axes[0]!r} shards dim {dim} of {operation.operand(position)}, which has "
-                    f"{len(term)} dims; reshard it to Replicate() on {axes[0]!r}"
-                )
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
         placement = _on_axis(operation, tuple(layout[axis] for layout in layouts))
@@ -92,6 +86,25 @@ def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
                 )
     majors_first = {axis: placements[axis] for axes in orders.values() for axis in axes}
     return Layout.in_order(mesh, majors_first | placements)
+
+
+def _counted(operation: Operation, position: int, layout: Layout) -> Layout:
+    """An operand's layout, each dim counted from the front. Raises LayoutError for a dim that the operand does not have."""
+    ndim = len(operation.terms[position])
+    for dim, axes in layout.shard_order.items():
+        if not -ndim <= dim < ndim:
+            raise LayoutError(
+                f"{operation.name}: axis {axes[0]!r} shards dim {dim} of {operation.operand(position)}, which has "
+                f"{ndim} dims; reshard it to Replicate() on {axes[0]!r}"
+            )
+    return layout.resolved((1,) * ndim)
+
+
+def least_ndim(layouts: Sequence[Layout], *dims: int) -> int:
+    """The dims that there are at least, where `dims` are named. Raises LayoutError for one of a layout's that is counted from the end."""
+    for layout in layouts:
+        layout.check_counted()
+    return 1 + max((*dims, *(dim for layout in layouts for dim in layout.shard_order)), default=-1)
 
 
 def one_mesh(layouts: Sequence[Layout], operation: str = "") -> ProcessMesh:

@@ -1,6 +1,7 @@
 """The `weft` command: a module for each of its commands, imported when it is called.
 
-Until `main` answers Ctrl-C, a traceback does: so nothing but itself is imported before.
+Until `main` answers Ctrl-C, Python does, by a traceback or in silence: so nothing but itself is imported before. The tens of
+milliseconds in which Python itself starts stay: no package has a say before them. `./run` puts Ctrl-C off until they are over.
 """
 
 from __future__ import annotations

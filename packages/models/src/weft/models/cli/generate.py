@@ -53,6 +53,12 @@ def run(arguments: list[str]) -> int:
     with refusing("generate"):
         if not options.prompt:
             raise ValueError("--prompt is empty; give a text to go on with")
+        if options.tokens < 0:
+            raise ValueError(f"--tokens is {options.tokens}; it must be 0 or more")
+        if not 0 <= options.temperature < float("inf"):
+            raise ValueError(
+                f"--temperature is {options.temperature}; it must be >= 0, and 0 takes the likeliest token"
+            )
         folder = find_checkpoint(options.folder)
         tokenizer = _find_tokenizer(folder)
         import torch

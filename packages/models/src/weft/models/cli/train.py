@@ -15,6 +15,7 @@ from ..train.folder import check_again, check_new, checkpoints, find_to_resume, 
 from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
 from ..train.logged import METRICS, read_logged
+from ..train.recipes import recipe
 from ..train.report import describe
 from ..train.saved import check_same_run
 from ..train.toml import as_toml
@@ -90,6 +91,12 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     check_enough(corpus, config.data.sequence_length)
     folder, resume, notes = _where(config, name)
     notes = [*notes, *repeats(corpus, config.data.sequence_length, config.data.batch_size)]
+    usual = recipe(name).model.max_seq_len
+    if config.model.max_seq_len == config.data.sequence_length > usual:
+        notes = [
+            *notes,
+            f"model.max_seq_len is {config.model.max_seq_len}, as data.sequence_length; {name} has {usual}",
+        ]
     made = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
     )

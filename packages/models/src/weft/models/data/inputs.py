@@ -166,7 +166,7 @@ def _text_of(line: bytes, field: str) -> str | _Bad:
 
 def _open_parquet(file: Path) -> Any:
     if find_spec("pyarrow") is None:
-        raise ValueError(f"pyarrow is not installed, which reads {file}; pip install 'weft-models[data]'")
+        raise ValueError(f"pyarrow is not installed, which reads {file}; pip install pyarrow")
     try:
         return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True)
     except ValueError as error:  # as pyarrow's own error is

@@ -76,6 +76,11 @@ class Tokenizer:
         """The text of the tokens in pieces, each as soon as its last token is there; as `decode`."""
         return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens)
 
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        """Bytes of the text of the tokens, in UTF-8. The end of a document has none; a character that is cut has those of U+FFFD."""
+        text = [token for token in tokens if token != self.end]
+        return len(text) if self.is_bytes else len(self._library.decode(text, skip_special_tokens=False).encode())
+
     @cached_property
     def _library(self) -> Any:
         opened = open_library().Tokenizer.from_str(dict(self.files)[TOKENIZER_FILE].decode())
@@ -91,7 +96,7 @@ class Tokenizer:
 def open_library() -> Any:
     """The package `tokenizers`. Raises ValueError where it is not installed."""
     if find_spec("tokenizers") is None:
-        raise ValueError("tokenizers is not installed, which reads tokenizer.json; pip install 'weft-models[data]'")
+        raise ValueError("tokenizers is not installed, which reads tokenizer.json; pip install tokenizers")
     return import_module("tokenizers")
 
 

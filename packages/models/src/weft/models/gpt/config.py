@@ -55,6 +55,11 @@ class GPTConfig(ModelConfig):
         return "GPT-2"
 
     @property
+    def is_longer_alike(self) -> bool:
+        """Whether with a higher max_seq_len it is the same model: each position has a row of a table."""
+        return False
+
+    @property
     def head_dim(self) -> int:
         """Width of a head."""
         return self.hidden_size // self.num_heads

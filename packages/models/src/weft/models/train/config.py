@@ -193,10 +193,12 @@ class TrainConfig:
                 f"take as many, or leave profile out"
             )
         if self.data.sequence_length > self.model.max_seq_len:
-            raise ValueError(
-                f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
-                f"{self.model.max_seq_len}; lower the one or raise the other"
-            )
+            if not self.model.is_longer_alike:
+                raise ValueError(
+                    f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
+                    f"{self.model.max_seq_len}, and a {self.model.title} with more is another model; lower the one or raise the other"
+                )
+            object.__setattr__(self, "model", replace(self.model, max_seq_len=self.data.sequence_length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import PROGRAM
-from .processes import ProcessFailed, run_together
+from .launchers import has_launcher
+from .processes import ProcessFailed, end_with_parent, run_together
 
 if TYPE_CHECKING:
     from .config import Run
@@ -47,7 +48,7 @@ def launch(run: Run, *, gpus: int) -> int:
 
     Returns the exit status: 0, or 1 where the run stopped. SIGTERM ends it with 143, when the step under way is saved, and Ctrl-C
     by KeyboardInterrupt; a second one at once. When one process fails the others are ended, and its error is printed first,
-    with its rank. All end with this one.
+    with its rank. All end with this one, and this one with the launcher that started it.
     """
     if run.config.profile is not None:
         os.environ.setdefault(
@@ -88,6 +89,8 @@ def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
 
 
 def _join_world(run: Run, gpus: int) -> int:
+    if has_launcher(os.environ):
+        end_with_parent()
     from .meeting import meet
 
     _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus, **meet(run.config.timeout))

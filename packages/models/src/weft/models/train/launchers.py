@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 
 PORT = 29500  # torch's own
+# What torchrun, srun, Open MPI, or MPICH and Intel MPI set, each for the processes that are its children.
+OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def adopt_launcher() -> None:
@@ -17,6 +19,11 @@ def adopt_launcher() -> None:
     """
     for name, value in world_of(os.environ).items():
         os.environ.setdefault(name, value)
+
+
+def has_launcher(said: Mapping[str, str]) -> bool:
+    """Whether a launcher stays beside this process until it ends. Who sets RANK by hand, as over ssh, may go away before."""
+    return any(name in said for name in OF_A_LAUNCHER)
 
 
 def world_of(said: Mapping[str, str]) -> dict[str, str]:

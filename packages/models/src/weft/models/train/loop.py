@@ -136,5 +136,6 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     last = trainer.held_out_loss()
     if trainer.rank == 0:
         report.line(results.picture(report.width))
-    report.line(next_steps(run, saver.held_out_loss, last, seconds, on_cpu=device.type == "cpu"))
+    losses = saver.held_out_loss, last
+    report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
     return 0

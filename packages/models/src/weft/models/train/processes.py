@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 2.0  # for the others to end by themselves once one has failed, and again once they are told to
+LOOK_SECONDS = 0.5  # between two looks at who the parent is
 RAISED = 1  # exit status of a process whose function raised
 
 
@@ -123,7 +124,9 @@ def _end(started: list[ForkServerProcess], grace: float) -> None:
 def _call(rank: int, folder: str) -> None:
     """The life of a process."""
     # The first to be done: a parent that is gone already ends it, too.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it was started by multiprocessing"
+    _end_after(parent.join)  # the pipe is closed then that only the one that called `run_together` holds
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell has it for what runs in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it in silence: its parent speaks for all
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -136,12 +139,25 @@ def _call(rank: int, folder: str) -> None:
         sys.exit(RAISED)
 
 
-def _end_with_parent() -> None:
-    """Ends this process once the one that called `run_together` is gone: then the pipe is closed that only that one holds."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "it was started by multiprocessing"
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+def end_with_parent() -> None:
+    """Ends this process once the one that started it, which knows nothing of that, is gone, whatever this one does by then."""
+    parent = os.getppid()
+
+    def gone() -> None:
+        while os.getppid() == parent:  # an orphan is given to another
+            time.sleep(LOOK_SECONDS)
+
+    _end_after(gone)
+
+
+def _end_after(wait: Callable[[], object]) -> None:
+    """Ends this process once `wait`, in a thread of its own, returns."""
+
+    def end() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _report(folder: Path, rank: int) -> Path:

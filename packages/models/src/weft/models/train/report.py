@@ -229,10 +229,14 @@ def describe(run: Run, *, gpus: int) -> str:
     return f"{line}\nskipped {len(skipped)} file{'s' if len(skipped) > 1 else ''}, not UTF-8 text: {names}"
 
 
-def next_steps(run: Run, first: float, last: float, seconds: float, *, on_cpu: bool) -> str:
-    """The closing lines. first, last: the loss on the text that is held out, before the first step and after the last."""
-    unit = "byte" if run.corpus.tokenizer.is_bytes else "token"
-    bits = f"{first / math.log(2):.2f} -> {last / math.log(2):.2f} bits a {unit}"
+def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token: float, on_cpu: bool) -> str:
+    """The closing lines.
+
+    losses: on the text that is held out, before the first step and after the last. a_token: bytes of that text for each token,
+    so that runs of several tokenizers can be compared.
+    """
+    first, last = losses
+    bits = " -> ".join(f"{loss / math.log(2) / a_token:.2f}" for loss in losses) + " bits a byte"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"

@@ -20,7 +20,7 @@ def check_trackers(names: tuple[TrackerName, ...]) -> None:
     """Raises ValueError for one that is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise ValueError(f"track is {name}, which is not installed; pip install 'weft-models[{name}]' brings it")
+            raise ValueError(f"track is {name}, which is not installed; pip install {name}")
 
 
 class Trackers:

@@ -214,6 +214,12 @@ class Trainer:
         self.model.train()
         return total.item()
 
+    def held_out_bytes(self) -> float:
+        """Bytes of the held-out text for each token of it that is predicted."""
+        count = self._batches.num_held_out
+        rows = (self._batches.held_out(slice(row, row + 1)).targets[0].tolist() for row in range(count))
+        return max(1, sum(map(self._tokenizer.num_bytes, rows))) / (count * self._shape[1])
+
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()

@@ -22,6 +22,7 @@ from .api import reshard
 from .buckets import Bucket, Route
 from .dtensor import kind_of, layout_of, memory_of, wrap
 from .units import units_of
+from .waiting import Waiting
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -38,7 +39,7 @@ class _Leaf:
     aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its layout, and whether that is
     the target. travels: of one that was sent its kind, and how it travels.
     waits: whether a backward pass gave a gradient since `wait()`; came: also one that is to be sent; arrived: how often, and was not
-    sent. held: synchronized before, waiting for what is on its way.
+    sent. held: synchronized before, waiting for what is on its way. stand_in: in `home.grad` until then.
     """
 
     parameter: DTensor
@@ -53,6 +54,12 @@ class _Leaf:
     came: bool = False
     arrived: int = 0
     held: DTensor | None = None
+    stand_in: Waiting | None = None
+
+    @property
+    def grad(self) -> DTensor | None:
+        """What backward passes gave it since the last was sent."""
+        return _grad_of(self.parameter)
 
 
 class GradientSync:
@@ -60,9 +67,9 @@ class GradientSync:
 
     A gradient is Partial over every axis that sharded something its parameter was applied to, whichever dim that was;
     it says so itself, so no dim is looked for. Gradients that go the same way travel together: one collective for each
-    bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` is None, and a step of
-    a torch optimizer that holds such a parameter, or `clip_grad_norm_` of it, is a RuntimeError. An update by hand finds no
-    gradient. A further forward pass is no error: backward passes add up until `wait()`. A step is given up by `sync.wait()` and
+    bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` holds no numbers, and what
+    asks it for some is a RuntimeError: a step of a torch optimizer or an update by hand, torch's `clip_grad_norm_` or Weft's, a
+    GradScaler. A gradient that has its layout from the start is there at once. A further forward pass is no error: backward passes add up until `wait()`. A step is given up by `sync.wait()` and
     then `zero_grad()`, which alone clears nothing that is on its way.
 
     shard_over: axes (one, or several) over which the gradient of a parameter that is replicated there ends as a shard:
@@ -159,7 +166,7 @@ class GradientSync:
         neither an all-reduce nor a reduce-scatter.
         """
         for leaf in self._leaves:
-            if leaf.aside or leaf.parameter.grad is not None:
+            if leaf.aside or leaf.grad is not None:
                 self._add(leaf)
         if any(leaf.came for leaf in self._leaves):
             self._expected = tuple(leaf for leaf in self._leaves if leaf.came)
@@ -173,8 +180,9 @@ class GradientSync:
             if leaf.held is None:
                 continue
             home = leaf.home
-            if home.grad is not None:  # in its layout from the start
-                _accumulate(leaf, _dtensor(home.grad))
+            there = _grad_of(home)  # in its layout from the start
+            if there is not None:
+                _accumulate(leaf, there)
             held, leaf.held = leaf.held, None
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
             home.grad = held if dtype in (None, held.dtype) else _in_dtype(held, dtype)
@@ -189,6 +197,8 @@ class GradientSync:
             hook.remove()
         for leaf in self._leaves:
             _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
+            if isinstance(leaf.home.grad, Waiting):
+                leaf.home.grad = None
         self._hooks.clear()
         self._leaves = self._expected = ()
         self._unsynchronized = False
@@ -216,8 +226,10 @@ class GradientSync:
 
     def _set_aside(self, leaf: _Leaf, incoming: Tensor) -> None:
         """An older gradient that lies in another layout: added up, DTensor would move one of them unasked."""
-        assert leaf.parameter.grad is not None, "asked for where there is one"
-        older = _dtensor(leaf.parameter.grad)
+        older = leaf.grad
+        if older is None:  # on its way
+            leaf.parameter.grad = None
+            return
         if kind_of(older) is kind_of(_dtensor(incoming)):
             return
         layout = layout_of(older)
@@ -229,7 +241,7 @@ class GradientSync:
         leaf.waits = self._unsynchronized = True
         if self._paused and not leaf.at_once:
             return
-        if leaf.parameter.grad is None and not leaf.aside:  # it waits, as those of a zero-bubble schedule do
+        if leaf.grad is None and not leaf.aside:  # it waits, as those of a zero-bubble schedule do
             return
         leaf.came = True
         leaf.arrived += 1
@@ -240,17 +252,21 @@ class GradientSync:
 
     def _add(self, leaf: _Leaf) -> None:
         """Sends the leaf's gradients on their way, but for one that has its layout."""
-        for layout, grad in leaf.aside.items():
-            self._bring(leaf, grad, layout == leaf.target)
+        for layout, older in leaf.aside.items():
+            self._bring(leaf, older, layout == leaf.target)
         leaf.aside.clear()
-        if leaf.parameter.grad is not None:
-            grad = _dtensor(leaf.parameter.grad)
+        grad = leaf.grad
+        if grad is not None:
             if leaf.lies is None or leaf.lies[0] is not kind_of(grad):
                 layout = layout_of(grad)
                 leaf.lies = kind_of(grad), layout, layout == leaf.target
             if not leaf.lies[2]:
                 leaf.parameter.grad = None
                 self._bring(leaf, grad, False)
+        if leaf.home.grad is None:
+            if leaf.stand_in is None or not leaf.stand_in.fits(leaf.home):
+                leaf.stand_in = Waiting(leaf.home, leaf.name)
+            leaf.home.grad = leaf.stand_in
 
     def _bring(self, leaf: _Leaf, grad: DTensor, is_there: bool) -> None:
         """is_there: whether the gradient has its layout."""
@@ -353,6 +369,12 @@ def _ready_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor]
             alive._ready(alive._leaves[number])
 
     return ready
+
+
+def _grad_of(parameter: DTensor) -> DTensor | None:
+    """Its gradient, where there are numbers in it."""
+    grad = parameter.grad
+    return None if grad is None or isinstance(grad, Waiting) else _dtensor(grad)
 
 
 def _dtensor(tensor: Tensor) -> DTensor:
