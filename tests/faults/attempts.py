@@ -151,11 +151,12 @@ def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
     before = time.process_time()
     mine = victim is not None and torch.distributed.get_rank() == victim.rank
     with Fuse(victim, folder) if victim is not None and mine else contextlib.nullcontext():
-        assert _train(way, folder, resume) == 0
+        assert train_from(resume, way, folder) == 0
     return time.process_time() - before
 
 
-def _train(way: Way, folder: Path, resume: Path | None) -> int:
+def train_from(resume: Path | None, way: Way, folder: Path) -> int:
+    """The run in `folder`, from that checkpoint on."""
     text = folder.parent / "text.txt"
     config = replace(CONFIG, steps=way.steps, plan=PlanConfig(**way.plan), mesh=MeshConfig(pp=way.sizes.get("pp", 1)))
     run = Run(recipe="llama-tiny", config=config, corpus=find_corpus(text), folder=folder, resume=resume, **way.sizes)

@@ -172,6 +172,22 @@ def test_no_checkpoint_is_written_anew(config: TrainConfig, capsys: pytest.Captu
     assert "run/checkpoint-6 is newer than run/checkpoint-4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damaged", ["part-00000.safetensors", "manifest.json"])
+def test_what_is_damaged_is_passed_by_and_said(
+    damaged: str, config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree("run/checkpoint-4", "run/checkpoint-6")
+    Path(f"run/checkpoint-6/{damaged}").unlink()
+    launched = list[Run]()
+    monkeypatch.setattr("weft.models.cli.train.launch", lambda run, gpus: launched.append(run))
+    with pytest.raises(SystemExit):
+        main(["train", "--output", "run", "--resume"])
+    assert launched[0].resume == Path("run/checkpoint-4")
+    said = capsys.readouterr().out
+    assert f"run/checkpoint-6/{damaged} is missing" in said or "checkpoint-6 is no complete checkpoint" in said
+    assert "goes on from run/checkpoint-4\n" in said
+
+
 def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.txt").rename("moved.txt")
     asked(capsys, "--output", "run", "--resume", "--data.path", "moved.txt")

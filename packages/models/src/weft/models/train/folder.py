@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
@@ -95,6 +97,24 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
             continue
         return path, wrong
     return None, wrong
+
+
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Gives damaged checkpoints of steps after `after` another name, so that the run can save these steps; their new paths.
+
+    Raises ValueError where one of them is whole, as when another run has written it meanwhile.
+    """
+    newer = {step: path for step, path in checkpoints(folder).items() if step > after}
+    for path in newer.values():
+        with suppress(DamagedCheckpoint):
+            Manifest.read(path)
+            raise ValueError(f"{path} is newer than what this run goes on from; start it again with --resume")
+    return [_renamed(path) for path in newer.values()]
+
+
+def _renamed(path: Path) -> Path:
+    names = (f"{path.name}.damaged{f'-{count}' if count else ''}" for count in itertools.count())
+    return path.rename(next(free for name in names if not (free := path.with_name(name)).exists()))
 
 
 def find_to_resume(path: Path) -> Path:

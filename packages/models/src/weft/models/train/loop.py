@@ -88,9 +88,11 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         report.predicted(trainer.predicted)
     try:
         begins = saver.resume()
-        results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins)
+        aside = results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
+    if aside:
+        report.line(f"set aside, as damaged: {', '.join(map(str, aside))}")
     trainer.read_ahead(begins)
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()

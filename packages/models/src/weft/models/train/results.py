@@ -17,7 +17,7 @@ from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
-from .folder import CONFIG, lock, remove, tidy
+from .folder import CONFIG, lock, remove, set_aside, tidy
 from .logged import METRICS, read_logged
 from .plot import drawn, read_curves, save_picture
 from .report import Metrics, Part
@@ -40,6 +40,7 @@ class Results:
         self._metrics = folder / METRICS
         self._trackers: Trackers | None = None
         self._lock: int | None = None
+        self._aside: list[Path] = []
         self._error: Exception | None = None
 
     def __enter__(self) -> Results:
@@ -58,16 +59,18 @@ class Results:
         parts: Sequence[Part],
         *,
         step: int = 0,
-    ) -> None:
+    ) -> list[Path]:
         """Makes the folder, with all that is known before the first step; or takes it up again at `step`.
 
         Its metrics are then those up to that step: the lines of steps that are taken once more are cut off.
+        Returns, on the one that writes, where it has put damaged checkpoints of later steps.
         Communication: where there are several ranks, a broadcast of how it went on the one that writes.
         Raises ValueError where another run is in the folder, and as `read_logged`; OSError where it cannot be written; on
         every rank.
         """
         error = attempt(self._begin, recipe, config, plan, mesh, parts, step) if self._writes else None
         raise_on_all(error, dist.is_initialized())
+        return self._aside
 
     def _begin(
         self,
@@ -81,6 +84,7 @@ class Results:
         self._folder.mkdir(parents=True, exist_ok=config.resume is not None)
         self._lock = lock(self._folder)
         tidy(self._folder)
+        self._aside = set_aside(self._folder, step)
         self._cut(step)
         self._write(CONFIG, as_toml(recipe, config))
         kinds = {f"{general_name(part.name)}: {part.layout or 'whole'}": None for part in parts}
