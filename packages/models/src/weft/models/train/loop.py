@@ -15,6 +15,7 @@ from ..parallel.layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .config import Run
 from .folder import CHECKPOINT
+from .meeting import keeper_of_store
 from .profiling import profiled
 from .report import Part, next_steps
 from .results import NotWritten, Results
@@ -38,7 +39,7 @@ def train(run: Run, device: torch.device) -> int:
         _check_data(run.corpus)
     trainer = Trainer(run, device)
     with (
-        RollCall(lambda: trainer.doing) as roll,
+        RollCall(lambda: trainer.doing, keeper_of_store()) as roll,
         Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
     ):
         try:
