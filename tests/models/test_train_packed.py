@@ -74,7 +74,7 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     with no_reads():
         made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    metrics = made.read(None)
+    metrics = made.read()
     assert all(0 < each.data_share < 1 for each in metrics)
     return [first, *(each.loss for each in metrics)]
 

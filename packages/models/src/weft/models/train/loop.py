@@ -31,8 +31,8 @@ def train(run: Run, device: torch.device) -> int:
     Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
     Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
     and resumed as in `Saver`.
-    Raises TrainingError, on every rank, where the loss is not finite, where a checkpoint cannot be read or written, and where
-    data is not as it was prepared;
+    Raises TrainingError, on every rank, where the loss, the gradients or what is to be saved is not finite, where a checkpoint
+    cannot be read or written, and where data is not as it was prepared;
     Unanswered where a rank does not answer in the time that the run gives it.
     """
     if run.config.data.verify and run.corpus.is_prepared:
@@ -97,12 +97,40 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     trainer.read_ahead(begins)
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
-    start, stop = time.perf_counter(), 0
+    start, saved = time.perf_counter(), run.folder / CHECKPOINT
+    with vote.heeding():
+        stop = _take_steps(run, trainer, results, saver, vote, begins)
+        seconds = time.perf_counter() - start
+        if stop:
+            assert saver.last is not None, "the last step was saved"
+            saved = saver.last
+        else:
+            trainer.check_finite(config.steps, saver.last_written)
+            # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
+            results.save(trainer.model, CHECKPOINT)
+            vote.begin()
+            stop = vote.end()
+    if stop:
+        report.line(f"saved {saved}" + ("" if saved.name == CHECKPOINT else "; --resume goes on from there"))
+        return stop
+    if saver.count:
+        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
+    if trainer.pipeline is None:  # no rank of a pipeline can generate alone
+        report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
+    last = trainer.held_out_loss()
+    if trainer.rank == 0:
+        report.line(results.picture(report.width))
+    report.line(next_steps(run, saver.held_out_loss, last, seconds, on_cpu=device.type == "cpu"))
+    return 0
+
+
+def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, begins: int) -> int:
+    """The steps from `begins` on, until the last or until a rank is told to end; that signal, 0 where none was."""
+    report, config, stop = trainer.report, run.config, 0
     with (
         report.steps(config) as shown,
         profiled(config.profile, trainer.rank) as profiled_step,
         measured_by(trainer.waits),
-        vote.heeding(),
     ):
         trainer.begin_reading()
         for step in range(begins, config.steps):
@@ -114,7 +142,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
             evaluates = config.eval_every and (step + 1) % config.eval_every == 0
             if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                taken = trainer.read(saver.last)
+                taken = trainer.read(saver.last_written)
                 if evaluates:
                     taken[-1] = dataclasses.replace(taken[-1], held_out_loss=trainer.held_out_loss())
                     trainer.begin_reading()
@@ -122,22 +150,10 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
+                trainer.check_finite(step + 1, saver.last_written)
                 results.sync()
                 saver.save(step + 1)
             if stop:
                 break
         saver.wait()
-    if stop:
-        report.line(f"saved {saver.last}; --resume goes on from there")
-        return stop
-    seconds = time.perf_counter() - start
-    if saver.count:
-        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
-    results.save(trainer.model, CHECKPOINT)
-    if trainer.pipeline is None:  # no rank of a pipeline can generate alone
-        report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    last = trainer.held_out_loss()
-    if trainer.rank == 0:
-        report.line(results.picture(report.width))
-    report.line(next_steps(run, saver.held_out_loss, last, seconds, on_cpu=device.type == "cpu"))
-    return 0
+    return stop

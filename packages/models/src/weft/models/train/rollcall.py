@@ -77,7 +77,7 @@ class RollCall:
         here = self._doing()
         if silent:
             return Unanswered(
-                f"{_named(silent)} answered no more for {seconds:g} s, while the others waited in {here}", is_told
+                f"{named_ranks(silent)} answered no more for {seconds:g} s, while the others waited in {here}", is_told
             )
         behind = [rank for rank, doing in answers.items() if doing != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
@@ -104,5 +104,6 @@ def is_silence(error: RuntimeError) -> bool:
     return any(word in str(error) for word in ("imed out", "imeout"))
 
 
-def _named(ranks: list[int]) -> str:
+def named_ranks(ranks: list[int]) -> str:
+    """In words: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

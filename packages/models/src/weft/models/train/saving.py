@@ -89,6 +89,12 @@ class Saver:
         if self._error is not None:
             raise self._error
 
+    def last_written(self) -> Path | None:
+        """The last checkpoint that is whole, once what was begun has been written or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+        return self.last
+
     def _write(self, copy: Snapshot, folder: Path) -> None:
         start = time.perf_counter()
         try:
