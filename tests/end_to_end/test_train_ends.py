@@ -131,6 +131,33 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.exhaustive  # its sister is tests/models/test_train_pieces.py's of two runs that begin at once
+@pytest.mark.parametrize("named", [True, False])
+def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(named: bool, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = [*WEFT, "train", "--steps=1", "--mesh.dp=1", "--mesh.tp=1", *SMALL, *TINY]
+    started = [
+        subprocess.Popen(
+            [*command, "--output=run"] if named else command,
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    said = {run.returncode: run.stderr for run in map(_ended, started)}
+    if named:
+        assert sorted(said) in ([0, 1], [0, 2])  # the second one was refused as it began, or as the other had begun
+        assert re.fullmatch(r"\s*weft train: the output folder run exists; give another .*\n", said[max(said)])
+    else:
+        assert said == {0: ""}
+        assert len(list(tmp_path.glob("outputs/*/checkpoint/model.safetensors"))) == 2
+
+
+def _ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """A run once it has ended, and what it said of that."""
+    out, error = run.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(run.args, run.returncode, out, error)
+
+
 def _disturb(
     folder: Path,
     ranks: int,

@@ -35,6 +35,9 @@ def train(run: Run, device: torch.device) -> int:
     cannot be read or written, and where data is not as it was prepared;
     Unanswered where a rank does not answer in the time that the run gives it.
     """
+    folders = [run.folder]
+    dist.broadcast_object_list(folders, src=0)  # where none was given each has named one by its own clock
+    run = dataclasses.replace(run, folder=folders[0])
     if run.config.data.verify and run.corpus.is_prepared:
         _check_data(run.corpus)
     trainer = Trainer(run, device)
@@ -89,7 +92,9 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         report.predicted(trainer.predicted)
     try:
         begins = saver.resume()
-        aside = results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins)
+        aside = results.begin(
+            run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins, logged=saver.logged
+        )
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
     if aside:
@@ -107,7 +112,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         else:
             trainer.check_finite(config.steps, saver.last_written)
             # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
-            results.save(trainer.model, CHECKPOINT)
+            results.save(trainer.model)
             vote.begin()
             stop = vote.end()
     if stop:
@@ -152,7 +157,7 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
             if saves:
                 trainer.check_finite(step + 1, saver.last_written)
                 results.sync()
-                saver.save(step + 1)
+                saver.save(step + 1, results.logged)
             if stop:
                 break
         saver.wait()
