@@ -96,12 +96,14 @@ class Tally:
 
     kills: int = 0
     survived: int = 0
+    at_the_end: int = 0  # of the kills those after the last checkpoint, as while the model is exported
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(self.kills + other.kills, self.survived + other.survived)
+        return Tally(self.kills + other.kills, self.survived + other.survived, self.at_the_end + other.at_the_end)
 
     def __str__(self) -> str:
-        return f"{self.survived} of {self.kills} kills survived"
+        end = f" ({self.at_the_end} after the last step)" if self.at_the_end else ""
+        return f"{self.survived} of {self.kills} kills survived{end}"
 
 
 class Fuse:
