@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from weft.models import read_run
 from weft.models.train.folder import newest_complete
-from weft.models.train.launch import STOP_SECONDS
+from weft.models.train.launch import STOP_SECONDS, STOPPED
+from weft.models.train.processes import GRACE_SECONDS
+from weft.models.train.rollcall import ANSWER_SECONDS, STORE_SECONDS
 
 from tests.end_to_end.test_train import SMALL, WEFT
 from tests.support.limits import PATIENCE
 
-MARGIN = 60.0  # seconds, for what other programs take of the cores
+BUSY = 10.0  # seconds, for what other programs take of the cores
+SILENCE = 4  # seconds until a rank that does not answer is given up
+TEXT = "weft and warp. " * 40
+TINY = ("--model.num-layers=1", "--data.path=text.txt")
+DP2 = ("--mesh.dp=2", "--mesh.tp=1")
 
 
 @pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that fails
@@ -41,7 +48,7 @@ def test_one_dead_rank_ends_all(victim: int, ranks: int, tmp_path: Path) -> None
 def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, tmp_path: Path) -> None:
     ended, said, seconds = _disturb(tmp_path, 2, lambda parent, workers: os.kill(parent, how))
     assert ended == status
-    assert seconds < STOP_SECONDS + MARGIN  # the parent kills whoever takes longer than the first
+    assert seconds < STOP_SECONDS
     assert "Traceback" not in "".join(said)
     saved, wrong = newest_complete(tmp_path / "run")
     assert not wrong
@@ -52,17 +59,60 @@ def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, 
         assert saved is not None and read_run(saved)["step"] == len(lines) >= 3
 
 
-@pytest.mark.exhaustive
-def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(tmp_path: Path) -> None:
+MESHES = {"tp": ("--mesh.dp=1", "--mesh.tp=2"), "dp": DP2, "zero": (*DP2, "--plan.zero=3")}
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mesh", ["dp", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("tp", "zero"))])
+def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(mesh: str, victim: int, tmp_path: Path) -> None:
     status, said, seconds = _disturb(
-        tmp_path, 2, lambda parent, workers: os.kill(workers[1], signal.SIGSTOP), "--timeout", "3"
-    )
+        tmp_path, 2, lambda parent, workers: os.kill(workers[victim], signal.SIGSTOP), f"--timeout={SILENCE}",
+        mesh=MESHES[mesh],
+    )  # fmt: skip
     assert status == 1
     (line,) = said
     assert re.fullmatch(
-        r"weft train: rank 1 answered no more for 3 s, while the others waited in step \d+, \w+( \w+)?", line
+        rf"weft train: rank {victim} answered no more for {SILENCE} s, while the others waited in step \d+, \w+( \w+)?",
+        line,
     )
-    assert seconds < 3 + MARGIN
+    assert seconds < SILENCE + ANSWER_SECONDS + 2 * GRACE_SECONDS + BUSY
+
+
+@pytest.mark.exhaustive  # its sister is the one above, of ranks that one command has started
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_of_mpirun_that_is_stopped_is_named_by_the_other(victim: int, tmp_path: Path) -> None:
+    """Also rank 0, in whose process the store is."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [*WEFT, "train", "--steps=100000", "--log-every=1", "--output=run", *SMALL, *DP2, *TINY]
+    ranks = list[subprocess.Popen[str]]()
+    for rank in ("0", "1"):
+        said = {"SIZE": "2", "LOCAL_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+        world = {"MASTER_PORT": port, **{f"OMPI_COMM_WORLD_{name}": value for name, value in said.items()}}
+        with (tmp_path / f"out-{rank}").open("w") as out, (tmp_path / f"error-{rank}").open("w") as error:
+            options = [*command, f"--timeout={SILENCE}"]
+            ranks.append(
+                subprocess.Popen(
+                    options, cwd=tmp_path, env={**os.environ, **world}, stdout=out, stderr=error, text=True
+                )
+            )
+    try:
+        end = time.monotonic() + PATIENCE
+        while "step      3/" not in (tmp_path / "out-0").read_text():
+            assert time.monotonic() < end and all(each.poll() is None for each in ranks)
+            time.sleep(0.1)
+        ranks[victim].send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert ranks[1 - victim].wait(PATIENCE) == STOPPED
+        assert time.monotonic() - stopped < SILENCE + ANSWER_SECONDS + 2 * STORE_SECONDS + BUSY
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    said = (tmp_path / f"error-{1 - victim}").read_text()
+    assert f"\nweft train: rank {victim} answered no more for {SILENCE} s, while " in said and "Traceback" not in said
 
 
 @pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that a launcher has started
@@ -73,7 +123,7 @@ def test_the_ranks_of_torchrun_end_with_it(tmp_path: Path) -> None:
         tmp_path, 2, lambda parent, workers: os.kill(parent, signal.SIGKILL), program=(*torchrun, *WEFT[1:])
     )
     assert status == -signal.SIGKILL
-    assert seconds < MARGIN
+    assert seconds < GRACE_SECONDS + BUSY
     lines = (tmp_path / "run/metrics.jsonl").read_text()
     time.sleep(1.0)
     assert (tmp_path / "run/metrics.jsonl").read_text() == lines
@@ -96,31 +146,49 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.exhaustive  # its sister is tests/models/test_train_pieces.py's of two runs that begin at once
+@pytest.mark.parametrize("named", [True, False])
+def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(named: bool, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = [*WEFT, "train", "--steps=1", "--mesh.dp=1", "--mesh.tp=1", *SMALL, *TINY]
+    started = [
+        subprocess.Popen(
+            [*command, "--output=run"] if named else command,
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    said = {run.returncode: run.stderr for run in map(_ended, started)}
+    if named:
+        assert sorted(said) in ([0, 1], [0, 2])  # the second one was refused as it began, or as the other had begun
+        assert re.fullmatch(r"\s*weft train: the output folder run exists; give another .*\n", said[max(said)])
+    else:
+        assert said == {0: ""}
+        assert len(list(tmp_path.glob("outputs/*/checkpoint/model.safetensors"))) == 2
+
+
+def _ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """A run once it has ended, and what it said of that."""
+    out, error = run.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(run.args, run.returncode, out, error)
+
+
 def _disturb(
     folder: Path,
     ranks: int,
     disturb: Callable[[int, list[int]], None],
     *options: str,
     program: tuple[str, ...] = WEFT,
+    mesh: Sequence[str] = (),
 ) -> tuple[int, list[str], float]:
     """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status, what it said of it, and
     the seconds that it went on.
 
     Fails unless all its processes end.
     """
-    (folder / "text.txt").write_text("weft and warp. " * 40)
+    (folder / "text.txt").write_text(TEXT)
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
-    arguments += (
-        "--mesh.dp",
-        "1",
-        "--mesh.tp",
-        str(ranks),
-        "--model.num-layers",
-        "1",
-        "--data.path",
-        "text.txt",
-        *options,
-    )
+    arguments += (*(mesh or ("--mesh.dp=1", f"--mesh.tp={ranks}")), *TINY, *options)
     with subprocess.Popen(
         [*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=_heeds_interrupts,

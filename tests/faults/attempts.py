@@ -96,12 +96,14 @@ class Tally:
 
     kills: int = 0
     survived: int = 0
+    at_the_end: int = 0  # of the kills those after the last checkpoint, as while the model is exported
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(self.kills + other.kills, self.survived + other.survived)
+        return Tally(self.kills + other.kills, self.survived + other.survived, self.at_the_end + other.at_the_end)
 
     def __str__(self) -> str:
-        return f"{self.survived} of {self.kills} kills survived"
+        end = f" ({self.at_the_end} after the last step)" if self.at_the_end else ""
+        return f"{self.survived} of {self.kills} kills survived{end}"
 
 
 class Fuse:
@@ -151,11 +153,12 @@ def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
     before = time.process_time()
     mine = victim is not None and torch.distributed.get_rank() == victim.rank
     with Fuse(victim, folder) if victim is not None and mine else contextlib.nullcontext():
-        assert _train(way, folder, resume) == 0
+        assert train_from(resume, way, folder) == 0
     return time.process_time() - before
 
 
-def _train(way: Way, folder: Path, resume: Path | None) -> int:
+def train_from(resume: Path | None, way: Way, folder: Path) -> int:
+    """The run in `folder`, from that checkpoint on."""
     text = folder.parent / "text.txt"
     config = replace(CONFIG, steps=way.steps, plan=PlanConfig(**way.plan), mesh=MeshConfig(pp=way.sizes.get("pp", 1)))
     run = Run(recipe="llama-tiny", config=config, corpus=find_corpus(text), folder=folder, resume=resume, **way.sizes)

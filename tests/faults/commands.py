@@ -61,12 +61,12 @@ def survive_by_command(way: Way, folder: Path, victims: Sequence[Victim], truth:
         with _started(command, folder) as run:
             killed = [] if victim is None else _kill(victim, folder, partial(_ranks, run, way), run)
             status = run.wait(PATIENCE)
-        if not killed:
+        if not killed or status == 0:  # it had ended already
             assert status == 0, _said(folder)
             break
         assert status == 1 and "killed by SIGKILL; the other processes were ended" in _said(folder)
         kills += 1
-    return count_survived(folder, truth, starts, kills)
+    return count_survived(way, folder, truth, starts, kills)
 
 
 def survive_by_torchrun(way: Way, folder: Path, victims: Sequence[Victim], truth: Path) -> Tally:
@@ -82,7 +82,7 @@ def survive_by_torchrun(way: Way, folder: Path, victims: Sequence[Victim], truth
             ended += killed
             starts.append(max(checkpoints(folder), default=0))
         assert agent.wait(PATIENCE) == 0, _said(folder)
-    return count_survived(folder, truth, starts, len(starts) - 1)
+    return count_survived(way, folder, truth, starts, len(starts) - 1)
 
 
 def _kill(victim: Victim, folder: Path, ranks: Callable[[], list[int]], run: subprocess.Popen[bytes]) -> list[int]:

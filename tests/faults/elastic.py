@@ -45,10 +45,10 @@ def survive_under_torchrun(pool: Pool, way: Way, folder: Path, victims: Iterable
         print(error)
     starts = [int(line) for line in beside(folder, STARTS).read_text().split()]
     killed = beside(folder, KILLS)
-    return count_survived(folder, truth, starts, len(killed.read_text().split()) if killed.exists() else 0)
+    return count_survived(way, folder, truth, starts, len(killed.read_text().split()) if killed.exists() else 0)
 
 
-def count_survived(folder: Path, truth: Path, starts: Sequence[int], kills: int) -> Tally:
+def count_survived(way: Way, folder: Path, truth: Path, starts: Sequence[int], kills: int) -> Tally:
     """Of a run that was begun from the steps `starts`, one after the other, and killed so often: what it survived of that.
 
     Raises what is wrong where no rank was killed; else it is printed, and counted.
@@ -62,7 +62,7 @@ def count_survived(folder: Path, truth: Path, starts: Sequence[int], kills: int)
         print(error)
         return Tally(kills, 0)
     lost = sum(after < before for before, after in itertools.pairwise(starts))
-    return Tally(kills, kills - lost)
+    return Tally(kills, kills - lost, starts[1:].count(way.steps))
 
 
 def _attempt(way: Way, folder: Path, victims: list[Victim]) -> None:

@@ -1,7 +1,7 @@
-"""`./run test_faults`: so many kills that every moment of a run, saving and reading included, has had some.
+"""`./run test_faults`: so many kills that every moment of a run, saving, reading and exporting included, has had some.
 
-WEFT_KILLS says how many, WEFT_SEED where the draw of their moments begins. In workers that have torch loaded there are as many;
-of the commands as a user types them, which load it each time, there is one for ten of these.
+WEFT_KILLS says how many, WEFT_SEED where the draw of their moments begins. There are as many of the commands as a user types
+them, and as many in workers that have torch loaded, whose moments lie closer together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tests.support.pool import Pool
 KILLS = int(os.environ.get("WEFT_KILLS", "100"))
 SEED = int(os.environ.get("WEFT_SEED", "0"))
 KILLS_A_RUN = 10  # at most: then it is let go to its end, and compared
+AT_THE_END = 0.2  # of the kills those that are aimed at what comes after the last checkpoint
+EXPORT_SECONDS = 0.05  # of work, that it takes
 STEPS = 40  # of a run of the command: the first steps are all that is random of the time that a command takes
 RESTARTS: dict[str, Callable[[Pool, Way, Path, Iterable[Victim], Path], Tally]] = {
     "by-the-same-call": survive,
@@ -32,24 +34,22 @@ COMMANDS = {"by-the-same-command": survive_by_command, "by-torchrun-of-the-comma
 
 
 def victims(way: Way, work: float, seed: int) -> Iterator[Victim]:
-    """Of each attempt the rank that is killed, and when: mostly in its first half, so that there are many in a run."""
+    """Of each attempt the rank that is killed, and when: in its first half, so that there are many in a run, or at its end."""
     draw = random.Random(seed)
     while True:
+        if draw.random() < AT_THE_END:
+            yield Victim(draw.randrange(way.ranks), draw.uniform(0, EXPORT_SECONDS), after=way.steps)
         yield Victim(draw.randrange(way.ranks), draw.uniform(0, 0.5) * work, pause=draw.uniform(0, 0.02))
 
 
 def victims_along(way: Way, kills: int, seed: int) -> list[Victim]:
-    """As many, one in each part of the run's steps: soon after a checkpoint, also while the next is written."""
-    draw, part = random.Random(seed), way.steps // (kills + 1)
-    return [
+    """One in each part of the run's steps, soon after a checkpoint, also while the next is written; the last at the run's end."""
+    draw, part = random.Random(seed), way.steps // kills
+    chosen = [
         Victim(draw.randrange(way.ranks), draw.uniform(0, 0.2), after=part * number + draw.randrange(part))
-        for number in range(kills)
+        for number in range(kills - 1)
     ]
-
-
-def each_at_most(kills: int) -> list[int]:
-    """How many in each run."""
-    return [KILLS_A_RUN] * (kills // KILLS_A_RUN) + ([kills % KILLS_A_RUN] if kills % KILLS_A_RUN else [])
+    return [*chosen, Victim(draw.randrange(way.ranks), draw.uniform(0, EXPORT_SECONDS), after=way.steps)]
 
 
 @pytest.mark.faults
@@ -75,9 +75,10 @@ def test_the_command_survives_kills(name: str, restarts: str, tmp_path: Path) ->
     (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
     way, truth, found = replace(WAYS[name], steps=STEPS), tmp_path / "truth", Tally()
     complete_by_command(way, truth)
-    wanted = -(-KILLS // 10 // len(WAYS))
-    for number, kills in enumerate(each_at_most(wanted)):
-        chosen = victims_along(way, kills, SEED + number)
-        found += COMMANDS[restarts](way, tmp_path / f"run-{number}", chosen, truth)
-    print(f"\n{name}, {restarts}: {found}, {len(each_at_most(wanted))} runs compared with one never killed")
-    assert found.survived == found.kills == wanted
+    wanted, runs = -(-KILLS // len(WAYS) // len(COMMANDS)), 0
+    while found.kills < wanted:
+        chosen = victims_along(way, min(wanted - found.kills, KILLS_A_RUN), SEED + runs)
+        found += COMMANDS[restarts](way, tmp_path / f"run-{runs}", chosen, truth)
+        runs += 1
+        print(f"\n{name}, {restarts}: {found}, {runs} runs compared with one never killed")
+    assert found.survived == found.kills

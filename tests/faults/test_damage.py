@@ -14,9 +14,19 @@ from weft.models.checkpoint import shards
 from weft.models.checkpoint.manifest import DamagedCheckpoint, Manifest
 from weft.models.cli.generate import _find_tokenizer
 from weft.models.data.tokenizer import byte_tokenizer
-from weft.models.train.folder import check_again, find_to_resume, keep, lock, newest_complete
+from weft.models.train.folder import (
+    check_again,
+    checkpoints,
+    find_to_resume,
+    keep,
+    lock,
+    newest_complete,
+    set_aside,
+)
 
+from tests.faults.attempts import Way, assert_same, complete, train_from
 from tests.models.checkpoints.states import Case, fill_state, make
+from tests.support.pool import Pool
 
 FILES = [
     "config.json",
@@ -161,6 +171,44 @@ def test_the_newest_that_is_whole_is_resumed(folder: Path) -> None:
         find_to_resume(newer)
     with pytest.raises(ValueError, match="has no checkpoint to go on with"):
         find_to_resume(folder.parent.parent)
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["cut-short", "without-manifest"])
+def test_a_run_goes_on_past_damaged_checkpoints_to_its_end(missing: bool, tmp_path: Path, pool: Pool) -> None:
+    (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
+    truth, run, way = tmp_path / "truth", tmp_path / "run", Way(sizes={"dp": 1, "tp": 1})
+    complete(pool, way, truth)
+    shutil.copytree(truth, run, ignore=shutil.ignore_patterns("checkpoint"))
+    for step in (6, 8):
+        if missing:
+            (run / f"checkpoint-{step}/manifest.json").unlink()
+        else:
+            os.truncate(run / f"checkpoint-{step}/part-00000.safetensors", 100)
+    damaged = {path: path.read_bytes() for path in run.glob("checkpoint-[68]/*")}
+    found, wrong = newest_complete(run)
+    assert found == run / "checkpoint-4" and len(wrong) == 2
+    assert pool.run(train_from, found, way, run, ranks=1) == [0]
+    assert_same(run, truth)
+    assert sorted(checkpoints(run)) == [4, 6, 8] and newest_complete(run) == (run / "checkpoint-8", [])
+    for path, content in damaged.items():
+        assert (run / f"{path.parent.name}.damaged" / path.name).read_bytes() == content
+
+
+def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-4.damaged"):
+        (tmp_path / name).mkdir()
+    assert set_aside(tmp_path, after=2) == [tmp_path / "checkpoint-4.damaged-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-4.damaged",
+        "checkpoint-4.damaged-1",
+    ]
+
+
+def test_a_newer_checkpoint_that_is_whole_is_not_set_aside(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint-4 is newer than what this run goes on from"):
+        set_aside(folder.parent, after=2)
+    read_all(folder)
 
 
 def test_the_last_are_kept_and_every_nth(tmp_path: Path) -> None:

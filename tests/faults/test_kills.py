@@ -45,7 +45,7 @@ def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth
 
     Raises what went wrong where no rank was killed; else it is printed, and counted.
     """
-    kills = lost = 0
+    kills = lost = at_the_end = 0
     try:
         for victim in victims:
             before = list(checkpoints(folder))
@@ -53,6 +53,7 @@ def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth
                 break
             kills += 1
             lost += list(checkpoints(folder))[-1:] < before[-1:]
+            at_the_end += way.steps in checkpoints(folder)
         else:
             complete(pool, way, folder)
         assert_same(folder, truth)
@@ -61,7 +62,7 @@ def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth
             raise
         print(error)
         return Tally(kills, 0)
-    return Tally(kills, kills - lost)
+    return Tally(kills, kills - lost, at_the_end)
 
 
 def _is_killed(pool: Pool, way: Way, folder: Path, victim: Victim) -> bool:
@@ -111,7 +112,17 @@ def test_a_kill_that_a_run_does_not_survive_is_counted(
 
     monkeypatch.setattr(f"{__name__}._is_killed", killed)
     monkeypatch.setattr(f"{__name__}.complete", lambda *arguments: [0.0])
-    assert str(survive(pool, WAYS["pp2"], run, [Victim(0)], truth)) == "0 of 1 kills survived"
+    assert str(survive(pool, WAYS["pp2"], run, [Victim(0)], truth)).startswith("0 of 1 kills survived")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_killed_after_its_last_step_exports_the_same(
+    rank: int, folder: Path, truths: Truths, pool: Pool
+) -> None:
+    """Its last checkpoint is whole, and its model is not there yet or has just come."""
+    (truth, _), way = truths("pp2"), WAYS["pp2"]
+    found = survive(pool, way, folder / f"killed-at-the-end-{rank}", [Victim(rank, after=way.steps)], truth)
+    assert (found.kills, found.survived, found.at_the_end) == (1, 1, 1)
 
 
 MESHES = [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
-from weft.models.train.logged import METRICS, read_logged
+from weft.models.train.logged import METRICS, Sum, check_logged, read_logged
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 
@@ -72,6 +74,44 @@ def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion:
             assert [each.step for each in found] == [1, 2, 3]
             read += 1
     assert read and refused
+
+
+def of_first(path: Path, lines: int) -> dict[str, Any]:
+    """What a checkpoint keeps of the first lines of a file."""
+    total = Sum()
+    for line in path.read_text().splitlines(keepends=True)[:lines]:
+        total.add(line)
+    return total.as_json()
+
+
+def test_with_its_sum_each_flipped_bit_is_told(portion: Portion, tmp_path: Path) -> None:
+    """Of the first two lines of three; what comes after them is not looked at."""
+    path = write(tmp_path, range(1, 4))
+    saved, whole = of_first(path, 2), path.read_bytes()
+    for bit in portion.of(range(8 * saved["bytes"]), every=8):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="was changed in its first 2 lines after they were written; copy the file"):
+            check_logged(path, saved)
+    for after in (whole, whole[: saved["bytes"]], whole[: saved["bytes"] + 5], whole + b"\0"):
+        path.write_bytes(after)
+        check_logged(path, saved)
+
+
+@pytest.mark.parametrize("left", [0, 5, 400, None], ids=["empty", "in-line-1", "in-line-2", "missing"])
+def test_with_its_sum_a_file_that_is_cut_short_is_told(left: int | None, tmp_path: Path) -> None:
+    path = write(tmp_path, range(1, 4))
+    saved = of_first(path, 3)
+    path.unlink() if left is None else os.truncate(path, left)
+    with pytest.raises(
+        ValueError, match=rf"metrics\.jsonl has {left or 0} bytes, and its 3 lines had {saved['bytes']} "
+    ):
+        check_logged(path, saved)
+
+
+def test_none_of_no_lines_are_missing(tmp_path: Path) -> None:
+    check_logged(tmp_path / METRICS, Sum().as_json())
 
 
 def test_a_run_that_cannot_go_on_leaves_them_as_they_are(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def trained(name: str, dp: int, tp: int, steps: int) -> list[Metrics]:
     trainer.first_step()
     for step in range(1, steps):
         trainer.step(step)
-    return trainer.read(None)
+    return trainer.read()
 
 
 @pytest.mark.exhaustive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 from dataclasses import asdict, replace
@@ -11,18 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.mesh import ProcessMesh
 from weft.models import read_run, save_checkpoint
 from weft.models.cli import main
 from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
+from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.folder import check_again
 from weft.models.train.recipes import recipe
+from weft.models.train.results import Results
 from weft.models.train.saved import check_same_run, describe_run
-from weft.models.train.toml import as_toml
+from weft.models.train.toml import as_toml, check_sum, with_sum
 
 from tests.models.metrics import some_metrics
+from tests.support.sample import Portion
 
 RECIPE = "qwen3-tiny"
 SMALL = replace(recipe(RECIPE).model, hidden_size=16, intermediate_size=24, num_layers=2)
@@ -150,6 +155,66 @@ def test_metrics_with_a_flipped_bit_are_refused_and_left(
     assert Path("run/metrics.jsonl").read_text() == written
 
 
+@pytest.mark.parametrize("left", [0, 40, None], ids=["empty", "in-line-1", "missing"])
+def test_metrics_that_are_lost_are_not_taken_for_none_yet(
+    left: int | None, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Results(Path("run"), writes=True)
+    for step in range(1, 7):
+        results.add(some_metrics(step=step))
+    run = Run(recipe=RECIPE, config=config, corpus=find_corpus(Path("text.txt")), dp=2, tp=1, folder=Path("run"))
+    save_checkpoint(make_model(SMALL), "run/checkpoint-6", run=describe_run(run, 6, 5.5, results.logged))
+    asked(capsys, "--output", "run", "--resume")
+    Path("run/metrics.jsonl").unlink() if left is None else os.truncate("run/metrics.jsonl", left)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--output", "run", "--resume"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"weft train: run/metrics.jsonl has {left or 0} bytes, and its 6 lines had ")
+    assert line.endswith("; copy the file again, or go on in a new folder with --resume PATH --output FOLDER")
+    asked(capsys, "--resume", "run/checkpoint-6", "--output", "other")
+
+
+def test_a_flipped_bit_in_the_options_of_the_run_is_refused(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("run/config.toml")
+    with Results(Path("run"), writes=True) as results:
+        results.begin(RECIPE, replace(config, resume="newest"), ParallelPlan(), ProcessMesh.grid(dp=1), [], step=4)
+    assert asked(capsys, "--output", "run", "--resume") == (RECIPE, config)
+    written = path.read_text()
+    path.write_text(written.replace("lr = 0.001", "lr = 0.005"))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--output", "run", "--resume"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "weft train: config run/config.toml was changed after it was written; copy it again, or, where that is meant, "
+        "remove its last line"
+    )
+    path.write_text(path.read_text().partition("# sha256")[0])
+    assert asked(capsys, "--output", "run", "--resume")[1].optimizer.lr == 0.005
+
+
+def test_each_flipped_bit_in_the_options_is_found_or_changes_none(
+    portion: Portion, config: TrainConfig, tmp_path: Path
+) -> None:
+    path, options = tmp_path / "config.toml", as_toml(RECIPE, config)
+    whole = with_sum(options).encode()
+    path.write_bytes(whole)
+    check_sum(path)
+    for place in portion.of(range(len(whole)), every=8):
+        content = bytearray(whole)
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        try:
+            check_sum(path)
+        except ValueError as error:
+            assert f"config {path} was changed after it was written" in str(error)
+        else:
+            assert content.startswith(options.encode())
+
+
 def test_a_checkpoint_has_the_versions_of_what_saved_it(config: TrainConfig) -> None:
     found = read_run("run/checkpoint-4")["versions"]
     assert found["python"] == platform.python_version() and found["torch"] == torch.__version__
@@ -170,6 +235,22 @@ def test_no_checkpoint_is_written_anew(config: TrainConfig, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["train", "--resume", "run/checkpoint-4"])
     assert "run/checkpoint-6 is newer than run/checkpoint-4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["part-00000.safetensors", "manifest.json"])
+def test_what_is_damaged_is_passed_by_and_said(
+    damaged: str, config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree("run/checkpoint-4", "run/checkpoint-6")
+    Path(f"run/checkpoint-6/{damaged}").unlink()
+    launched = list[Run]()
+    monkeypatch.setattr("weft.models.cli.train.launch", lambda run, gpus: launched.append(run))
+    with pytest.raises(SystemExit):
+        main(["train", "--output", "run", "--resume"])
+    assert launched[0].resume == Path("run/checkpoint-4")
+    said = capsys.readouterr().out
+    assert f"run/checkpoint-6/{damaged} is missing" in said or "checkpoint-6 is no complete checkpoint" in said
+    assert "goes on from run/checkpoint-4\n" in said
 
 
 def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:

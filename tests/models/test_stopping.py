@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from weft.models import read_run
+from weft.models import from_pretrained, read_run
 from weft.models.checkpoint.states import Snapshot
 from weft.models.data.text import find_corpus
 from weft.models.train import launch
@@ -19,6 +20,7 @@ from weft.models.train.config import DataConfig, Run, TrainConfig
 from weft.models.train.folder import newest_complete
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
+from weft.models.train.results import Results
 from weft.models.train.trainer import Trainer
 
 from tests.models.checkpoints.test_saver import MODEL
@@ -65,6 +67,30 @@ def test_a_signal_is_followed_by_one_step_at_most_and_one_checkpoint(
     saved, wrong = newest_complete(tmp_path / "run")
     assert saved is not None and not wrong
     assert read_run(saved)["step"] == len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == TOLD_IN + 1
+
+
+def told_to_end_as_it_exports(folder: Path) -> tuple[int, int]:
+    """The status of a run of which rank 1 is told to end when all steps are taken, and how many texts it has sampled."""
+    config = replace(CONFIG, steps=2)
+    run = Run(
+        recipe="llama-tiny", config=config, corpus=find_corpus(folder / "text.txt"), folder=folder / "run", dp=2, tp=1
+    )
+    sampled, save = list[Trainer](), Results.save
+
+    def told(results: Results, *arguments: Any) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        save(results, *arguments)
+
+    with patch.object(Results, "save", told), patch.object(Trainer, "sample", lambda trainer: sampled.append(trainer)):
+        return train(run, torch.device("cpu")), len(sampled)
+
+
+def test_a_signal_is_heeded_until_the_model_is_exported(tmp_path: Path, pool: Pool) -> None:
+    (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
+    (tmp_path / "run").mkdir()
+    assert pool.run(told_to_end_as_it_exports, tmp_path, ranks=2) == [(signal.SIGTERM, 0)] * 2
+    assert from_pretrained(tmp_path / "run/checkpoint").config.num_layers == MODEL.num_layers
 
 
 def test_ranks_that_do_not_end_then_are_killed_after_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

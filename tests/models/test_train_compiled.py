@@ -38,7 +38,7 @@ def trained(text: str, sizes: dict[str, Any], plan: dict[str, Any], compiles: bo
     for step in range(1, STEPS):
         made.step(step)
     graphs.append(counters["stats"]["unique_graphs"])
-    taken = made.read(None)
+    taken = made.read()
     return [number for each in taken for number in (each.loss, each.grad_norm or 0.0)], graphs
 
 

@@ -79,7 +79,7 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     with no_reads():
         made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    return [first, *(each.loss for each in made.read(None))]
+    return [first, *(each.loss for each in made.read())]
 
 
 READING = 0.05  # seconds that a batch takes to be read, while no core is needed
@@ -103,7 +103,7 @@ def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
     for step in (*range(6), 20):
         made.begin_reading()
         made.step(step)
-        found += made.read(None)
+        found += made.read()
     return (
         [each.data_share for each in found[1:6]],
         [each.data_share * tokens / each.tokens_per_second for each in found[6:]],
@@ -164,7 +164,7 @@ def step_of_few(path: str) -> float:
         torch.device("cpu"),
     )
     made.step(0)
-    return made.read(None)[0].loss
+    return made.read()[0].loss
 
 
 def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: Path, pool: Pool) -> None:

@@ -15,6 +15,7 @@ from weft.models import Llama, initialize, parallelize
 from weft.models.cli.train import _settle
 from weft.models.data.text import Corpus
 from weft.models.families import make_model
+from weft.models.parallel import ParallelPlan
 from weft.models.rope_scaling import DynamicRopeScaling
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, Run, TrainConfig, mesh_sizes
 from weft.models.train.folder import check_new, find_checkpoint
@@ -23,6 +24,7 @@ from weft.models.train.observe import CollectiveCount
 from weft.models.train.optimizer import clip_gradients
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe
+from weft.models.train.results import Results
 from weft.reshard import distribute, to_global
 
 
@@ -174,6 +176,15 @@ def test_whether_a_folder_can_be_made_is_told_and_leaves_nothing(
     with nullcontext() if wrong is None else pytest.raises(ValueError, match=f"the output folder {wrong}"):
         check_new(Path(folder))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "here"]
+
+
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> None:
+    """Both have found that it can be made."""
+    config, mesh = recipe("llama-tiny"), ProcessMesh.grid(dp=1)
+    with Results(tmp_path / "run", writes=True) as first, Results(tmp_path / "run", writes=True) as second:
+        first.begin("llama-tiny", config, ParallelPlan(), mesh, [])
+        with pytest.raises(ValueError, match=f"the output folder {tmp_path}/run exists; give another with --output"):
+            second.begin("llama-tiny", config, ParallelPlan(), mesh, [])
 
 
 @pytest.mark.parametrize(

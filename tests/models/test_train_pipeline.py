@@ -70,7 +70,7 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
     if made.rank == 0:
         assert [line.split()[-2:] for line in lines if line.endswith("as predicted")] == [["as", "predicted"]] * 3
         assert not any("NOT as predicted" in line for line in lines)
-    losses = [metrics.loss for metrics in made.read(None)]
+    losses = [metrics.loss for metrics in made.read()]
     return [first, *losses, made.held_out_loss()]
 
 

@@ -84,7 +84,7 @@ def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str
     with no_reads():
         for step in range(1, 3):
             made.step(step)
-    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read(None)])
+    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read()])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def broken_at_step_three(text: str) -> str:
     made.step(2)
     made.step(3)
     with pytest.raises(TrainingError) as caught:
-        made.read(None)
+        made.read()
     return str(caught.value)
 
 

@@ -96,11 +96,11 @@ class Manifest:
         """The manifest of a checkpoint, whose files are there in their sizes.
 
         name: CHECKSUMS, of a folder for transformers.
-        Raises ValueError for a folder without one and for one of a newer version, DamagedCheckpoint for one that is not whole.
+        Raises ValueError for one of a newer version, DamagedCheckpoint for a folder that has none, or is not whole.
         """
         path = folder / name
         if not path.is_file():
-            raise ValueError(
+            raise DamagedCheckpoint(
                 f"{folder} is no complete checkpoint: it has no {name}, which is written last; give another"
             )
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..train.config import TrainConfig, settled_plan
 from ..train.recipes import RECIPES, recipe, size_in_words
-from ..train.toml import read_toml
+from ..train.toml import check_sum, read_toml
 from .arguments import parse
 from .resuming import config_to_resume, on_a_mesh_that_fits, with_resume
 
@@ -25,6 +25,8 @@ def configured(arguments: Sequence[str], file: Path | None, *, command: str, abo
     asked = given.pop(0) if given and not given[0].startswith("-") else None
     of_file, options = (None, []) if file is None else read_toml(file)
     before = config_to_resume([*options, *given])
+    if before is not None:
+        check_sum(before)
     of_run, options_of_run = (None, []) if before is None else read_toml(before)
     name = asked or of_file or of_run or DEFAULT_RECIPE
     for path, known in ((file, of_file), (before, of_run)):

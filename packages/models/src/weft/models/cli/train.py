@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from ..checkpoint.manifest import RUN, Manifest
@@ -14,10 +14,10 @@ from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
-from ..train.logged import METRICS, read_logged
+from ..train.logged import METRICS, check_logged, read_logged
 from ..train.recipes import recipe
 from ..train.report import describe
-from ..train.saved import check_same_run
+from ..train.saved import check_same_run, logged_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import refusing, speaks
@@ -103,6 +103,8 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     if resume is not None:
         saved = Manifest.read(resume).document(resume, RUN)
         if speaks():  # of several at once, one cuts the lines that the others would read
+            if (logged := logged_of(saved, resume, folder)) is not None:
+                check_logged(folder / METRICS, logged)
             read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
     return replace(made, notes=tuple(notes)), gpu_count()
@@ -112,7 +114,7 @@ def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]
     """The run's folder, the checkpoint that it goes on with, and what is to be said of others. Raises ValueError."""
     folder = config.output
     if config.resume is None:
-        folder = folder or Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = folder or Path("outputs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     elif config.resume == NEWEST:
         if folder is None:
             raise ValueError("--resume goes on with the run in --output, which is not given; give it, or --resume PATH")

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 
 CHECKPOINT = "checkpoint"  # the last one, for transformers; those on the way are checkpoint-STEP
+NEW = f".{CHECKPOINT}.new"  # one that is whole, and takes the place of the last
 CONFIG = "config.toml"  # of the run: what a folder begins with
 
 
 def check_new(folder: Path) -> None:
-    """Raises ValueError where `folder` is there, or cannot be made: it is made and removed, since nothing else tells."""
-    made: list[Path] = []
+    """Raises ValueError where `folder` is there, or cannot be made: one like it is, and removed, since nothing else tells."""
     try:
         if folder.exists():
-            raise ValueError(
-                f"the output folder {folder} exists; give another with --output, or remove it; with --resume its run goes on"
-            )
-        for path in [*reversed(folder.parents), folder]:
-            if not path.exists():
-                path.mkdir()
-                made.append(path)
+            raise FileExistsError
+        there = next(path for path in folder.absolute().parents if path.exists())
+        # Under a name of its own: another run may be made there at the same time.
+        with TemporaryDirectory(prefix=".weft-", dir=there) as trial:
+            (trial / folder.absolute().relative_to(there)).mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"the output folder {folder} cannot be made: {error}; give another with --output") from None
-    finally:
-        for path in reversed(made):
-            path.rmdir()
+        raise _not_made(folder, error) from None
+
+
+def make_new(folder: Path) -> None:
+    """Makes the folder. Raises ValueError where it is there, as when another run has made it just now, or cannot be made."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise _not_made(folder, error) from None
+
+
+def _not_made(folder: Path, error: OSError) -> ValueError:
+    if isinstance(error, FileExistsError):
+        return ValueError(
+            f"the output folder {folder} exists; give another with --output, or remove it; with --resume its run goes on"
+        )
+    return ValueError(f"the output folder {folder} cannot be made: {error.strerror}; give another with --output")
 
 
 def check_again(folder: Path) -> None:
@@ -97,6 +111,24 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
     return None, wrong
 
 
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Gives damaged checkpoints of steps after `after` another name, so that the run can save these steps; their new paths.
+
+    Raises ValueError where one of them is whole, as when another run has written it meanwhile.
+    """
+    newer = {step: path for step, path in checkpoints(folder).items() if step > after}
+    for path in newer.values():
+        with suppress(DamagedCheckpoint):
+            Manifest.read(path)
+            raise ValueError(f"{path} is newer than what this run goes on from; start it again with --resume")
+    return [_renamed(path) for path in newer.values()]
+
+
+def _renamed(path: Path) -> Path:
+    names = (f"{path.name}.damaged{f'-{count}' if count else ''}" for count in itertools.count())
+    return path.rename(next(free for name in names if not (free := path.with_name(name)).exists()))
+
+
 def find_to_resume(path: Path) -> Path:
     """The checkpoint that `path` is, or the newest of the run whose folder that is. Raises ValueError for none."""
     if (path / MANIFEST).exists() or not path.is_dir():
@@ -118,14 +150,30 @@ def keep(folder: Path, last: int, every: int) -> None:
 
 def remove(path: Path) -> None:
     """Removes a folder, which is gone under its name before any of its files is."""
-    gone = path.with_name(f".{path.name}.removed")
+    gone = _gone(path)
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
     shutil.rmtree(gone)
 
 
+def _gone(path: Path) -> Path:
+    return path.with_name(f".{path.name}.removed")
+
+
+def exchange(new: Path, folder: Path) -> None:
+    """Puts a whole folder in the place of another, which is removed; `tidy` ends what a kill interrupts."""
+    gone = _gone(folder)
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    new.rename(folder)
+    shutil.rmtree(gone)
+
+
 def tidy(folder: Path) -> None:
-    """Removes what a run has left that was killed while it wrote or removed a checkpoint."""
-    for pattern in (f".{CHECKPOINT}*.partial*", f".{CHECKPOINT}*.removed"):
+    """Removes what a run has left that was killed while it wrote, exchanged or removed a checkpoint."""
+    if (folder / NEW).exists() and not (folder / CHECKPOINT).exists():
+        (folder / NEW).rename(folder / CHECKPOINT)
+    shutil.rmtree(folder / NEW, ignore_errors=True)
+    for pattern in (f"*{CHECKPOINT}*.partial*", f".{CHECKPOINT}*.removed"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)

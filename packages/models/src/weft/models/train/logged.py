@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 METRICS = "metrics.jsonl"
 
@@ -49,7 +52,36 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
     return found
 
 
-_REMEDY = "copy the file again, or move it away, and the metrics begin anew"
+_REMEDY = "copy the file again, or go on in a new folder with --resume PATH --output FOLDER"
+
+
+class Sum:
+    """How many lines a metrics.jsonl has, and by what they are known; a checkpoint keeps it."""
+
+    def __init__(self) -> None:
+        self._lines = self._nbytes = 0
+        self._sha256 = hashlib.sha256()
+
+    def add(self, text: str) -> None:
+        """Counts one more line, with its end."""
+        self._lines += 1
+        self._nbytes += len(text.encode())
+        self._sha256.update(text.encode())
+
+    def as_json(self) -> dict[str, Any]:
+        return {"lines": self._lines, "bytes": self._nbytes, "sha256": self._sha256.hexdigest()}
+
+
+def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the file begins with the lines that `Sum.as_json` speaks of."""
+    content = path.read_bytes()[: saved["bytes"]] if path.exists() else b""
+    if len(content) < saved["bytes"]:
+        raise ValueError(
+            f"{path} has {len(content)} bytes, and its {saved['lines']} lines had {saved['bytes']} when the checkpoint was "
+            f"saved; {_REMEDY}"
+        )
+    if hashlib.sha256(content).hexdigest() != saved["sha256"]:
+        raise ValueError(f"{path} was changed in its first {saved['lines']} lines after they were written; {_REMEDY}")
 
 
 def _read(line: bytes) -> Logged | None:

@@ -15,6 +15,7 @@ from ..parallel.layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .config import Run
 from .folder import CHECKPOINT
+from .meeting import keeper_of_store
 from .profiling import profiled
 from .report import Part, next_steps
 from .results import NotWritten, Results
@@ -30,15 +31,18 @@ def train(run: Run, device: torch.device) -> int:
     Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
     Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
     and resumed as in `Saver`.
-    Raises TrainingError, on every rank, where the loss is not finite, where a checkpoint cannot be read or written, and where
-    data is not as it was prepared;
+    Raises TrainingError, on every rank, where the loss, the gradients or what is to be saved is not finite, where a checkpoint
+    cannot be read or written, and where data is not as it was prepared;
     Unanswered where a rank does not answer in the time that the run gives it.
     """
+    folders = [run.folder]
+    dist.broadcast_object_list(folders, src=0)  # where none was given each has named one by its own clock
+    run = dataclasses.replace(run, folder=folders[0])
     if run.config.data.verify and run.corpus.is_prepared:
         _check_data(run.corpus)
     trainer = Trainer(run, device)
     with (
-        RollCall(lambda: trainer.doing) as roll,
+        RollCall(lambda: trainer.doing, keeper_of_store()) as roll,
         Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
     ):
         try:
@@ -88,18 +92,51 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         report.predicted(trainer.predicted)
     try:
         begins = saver.resume()
-        results.begin(run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins)
+        aside = results.begin(
+            run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins, logged=saver.logged
+        )
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
+    if aside:
+        report.line(f"set aside, as damaged: {', '.join(map(str, aside))}")
     trainer.read_ahead(begins)
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
-    start, stop = time.perf_counter(), 0
+    start, saved = time.perf_counter(), run.folder / CHECKPOINT
+    with vote.heeding():
+        stop = _take_steps(run, trainer, results, saver, vote, begins)
+        seconds = time.perf_counter() - start
+        if stop:
+            assert saver.last is not None, "the last step was saved"
+            saved = saver.last
+        else:
+            trainer.check_finite(config.steps, saver.last_written)
+            # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
+            results.save(trainer.model)
+            vote.begin()
+            stop = vote.end()
+    if stop:
+        report.line(f"saved {saved}" + ("" if saved.name == CHECKPOINT else "; --resume goes on from there"))
+        return stop
+    if saver.count:
+        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
+    if trainer.pipeline is None:  # no rank of a pipeline can generate alone
+        report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
+    last = trainer.held_out_loss()
+    if trainer.rank == 0:
+        report.line(results.picture(report.width))
+    losses = saver.held_out_loss, last
+    report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
+    return 0
+
+
+def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, begins: int) -> int:
+    """The steps from `begins` on, until the last or until a rank is told to end; that signal, 0 where none was."""
+    report, config, stop = trainer.report, run.config, 0
     with (
         report.steps(config) as shown,
         profiled(config.profile, trainer.rank) as profiled_step,
         measured_by(trainer.waits),
-        vote.heeding(),
     ):
         trainer.begin_reading()
         for step in range(begins, config.steps):
@@ -111,7 +148,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
             evaluates = config.eval_every and (step + 1) % config.eval_every == 0
             if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                taken = trainer.read(saver.last)
+                taken = trainer.read(saver.last_written)
                 if evaluates:
                     taken[-1] = dataclasses.replace(taken[-1], held_out_loss=trainer.held_out_loss())
                     trainer.begin_reading()
@@ -119,23 +156,10 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
+                trainer.check_finite(step + 1, saver.last_written)
                 results.sync()
-                saver.save(step + 1)
+                saver.save(step + 1, results.logged)
             if stop:
                 break
         saver.wait()
-    if stop:
-        report.line(f"saved {saver.last}; --resume goes on from there")
-        return stop
-    seconds = time.perf_counter() - start
-    if saver.count:
-        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
-    results.save(trainer.model, CHECKPOINT)
-    if trainer.pipeline is None:  # no rank of a pipeline can generate alone
-        report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    last = trainer.held_out_loss()
-    if trainer.rank == 0:
-        report.line(results.picture(report.width))
-    losses = saver.held_out_loss, last
-    report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
-    return 0
+    return stop

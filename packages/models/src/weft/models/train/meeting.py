@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from datetime import timedelta
@@ -21,6 +22,11 @@ def meet(timeout: float) -> dict[str, Any]:
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     return {"store": of_this_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
+
+
+def keeper_of_store() -> str:
+    """Who has the store that the ranks meet in: torchrun's agent where it says so, as torch reads it; rank 0 otherwise."""
+    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:

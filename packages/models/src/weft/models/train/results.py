@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -17,11 +18,11 @@ from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
-from .folder import CONFIG, lock, remove, tidy
-from .logged import METRICS, read_logged
+from .folder import CHECKPOINT, CONFIG, NEW, exchange, lock, make_new, set_aside, tidy
+from .logged import METRICS, Sum, check_logged, read_logged
 from .plot import drawn, read_curves, save_picture
 from .report import Metrics, Part
-from .toml import as_toml
+from .toml import as_toml, with_sum
 from .trackers import Trackers
 
 
@@ -40,6 +41,8 @@ class Results:
         self._metrics = folder / METRICS
         self._trackers: Trackers | None = None
         self._lock: int | None = None
+        self._aside: list[Path] = []
+        self._sum = Sum()
         self._error: Exception | None = None
 
     def __enter__(self) -> Results:
@@ -58,16 +61,20 @@ class Results:
         parts: Sequence[Part],
         *,
         step: int = 0,
-    ) -> None:
+        logged: Mapping[str, Any] | None = None,
+    ) -> list[Path]:
         """Makes the folder, with all that is known before the first step; or takes it up again at `step`.
 
         Its metrics are then those up to that step: the lines of steps that are taken once more are cut off.
+        logged: what is known of these lines, as `check_logged` takes it.
+        Returns, on the one that writes, where it has put damaged checkpoints of later steps.
         Communication: where there are several ranks, a broadcast of how it went on the one that writes.
-        Raises ValueError where another run is in the folder, and as `read_logged`; OSError where it cannot be written; on
-        every rank.
+        Raises ValueError where another run is in the folder or has made it, and as `check_logged` and `read_logged`; OSError
+        where it cannot be written; on every rank.
         """
-        error = attempt(self._begin, recipe, config, plan, mesh, parts, step) if self._writes else None
+        error = attempt(self._begin, recipe, config, plan, mesh, parts, step, logged) if self._writes else None
         raise_on_all(error, dist.is_initialized())
+        return self._aside
 
     def _begin(
         self,
@@ -77,12 +84,19 @@ class Results:
         mesh: ProcessMesh,
         parts: Sequence[Part],
         step: int,
+        logged: Mapping[str, Any] | None,
     ) -> None:
-        self._folder.mkdir(parents=True, exist_ok=config.resume is not None)
+        if config.resume is None:
+            make_new(self._folder)
+        else:
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self._folder)
         tidy(self._folder)
+        if logged is not None:
+            check_logged(self._metrics, logged)
+        self._aside = set_aside(self._folder, step)
         self._cut(step)
-        self._write(CONFIG, as_toml(recipe, config))
+        self._write(CONFIG, with_sum(as_toml(recipe, config)))
         kinds = {f"{general_name(part.name)}: {part.layout or 'whole'}": None for part in parts}
         self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds, ""]))
         self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
@@ -94,10 +108,17 @@ class Results:
             self._error = attempt(self._add, metrics)
 
     def _add(self, metrics: Metrics) -> None:
+        line = json.dumps(dataclasses.asdict(metrics)) + "\n"
         with self._metrics.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+            file.write(line)
+        self._sum.add(line)
         if self._trackers is not None:
             self._trackers.add(metrics)
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """What is known of the lines of metrics.jsonl so far, on the rank that writes."""
+        return self._sum.as_json()
 
     def picture(self, width: int) -> str:
         """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
@@ -126,23 +147,28 @@ class Results:
         with self._metrics.open("a") as file:
             os.fsync(file.fileno())
 
-    def save(self, model: nn.Module, name: str) -> None:
-        """A folder that transformers loads, with the tokenizer, in the place of one that is there.
+    def save(self, model: nn.Module) -> None:
+        """The folder `checkpoint` that transformers loads, with the tokenizer, in the place of one that is there.
+
+        That one is removed when the new one is whole.
 
         Communication: as of `save_pretrained` and `sync`. Raises NotWritten as that does.
         """
         self.sync()
-        folder = self._folder / name
-        if self._writes and folder.exists():
-            remove(folder)
+        folder, new = self._folder / CHECKPOINT, self._folder / NEW
+        is_there = self._writes and folder.exists()
         try:
-            save_pretrained(model, folder, tokenizer=self._tokenizer)
+            save_pretrained(model, new if is_there else folder, tokenizer=self._tokenizer)
+            raise_on_all(attempt(exchange, new, folder) if is_there else None, dist.is_initialized())
         except OSError as error:
             raise NotWritten(f"the model could not be written: {error}") from error
 
     def _cut(self, step: int) -> None:
         if self._metrics.exists():
-            self._write(METRICS, "".join(line.text for line in read_logged(self._metrics, step)))
+            lines = read_logged(self._metrics, step)
+            self._write(METRICS, "".join(line.text for line in lines))
+            for line in lines:
+                self._sum.add(line.text)
 
     def _write(self, name: str, text: str) -> None:
         """Aside, and then under its name: whoever is killed here leaves the file that was there."""

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 EVERY_SECONDS = 1.0  # between two looks whether somebody asks
 ANSWER_SECONDS = 5 * EVERY_SECONDS
+STORE_SECONDS = 2 * EVERY_SECONDS  # for what the store itself takes to answer
 ASKED, CALLER = "roll call", "roll call/caller"
 
 
@@ -26,12 +27,12 @@ class Unanswered(RuntimeError):
 class RollCall:
     """While it is entered a thread of each rank says, when it is asked, what the rank is doing. One that was stopped does not.
 
-    doing: gives it, in words.
+    doing: gives it, in words. keeper: in whose process the store is; where that was stopped the store answers nobody.
     Communication: a look into the world's store, a second, beside the run.
     """
 
-    def __init__(self, doing: Callable[[], str]) -> None:
-        self._doing, self._store = doing, _get_default_store()
+    def __init__(self, doing: Callable[[], str], keeper: str) -> None:
+        self._doing, self._store, self._keeper = doing, _get_default_store(), keeper
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True)
@@ -42,10 +43,31 @@ class RollCall:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(STORE_SECONDS)
 
     def call(self, seconds: float) -> Unanswered:
-        """What is to be said after `seconds` of waiting in vain: the ranks that do not answer, or that are behind the others."""
+        """What is to be said after `seconds` of waiting in vain: the ranks that do not answer, or that are behind the others.
+
+        It returns within ANSWER_SECONDS + STORE_SECONDS. Where the store does not answer, each rank is to say so: none knows
+        what the others do.
+        """
+        found: list[Unanswered] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store went with its process
+                found.append(self._ask(seconds))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(ANSWER_SECONDS + STORE_SECONDS)
+        if found:
+            return found[0]
+        return Unanswered(
+            f"{self._keeper} answered no more for {seconds:g} s, while rank {self._rank} waited in {self._doing()}",
+            True,
+        )
+
+    def _ask(self, seconds: float) -> Unanswered:
         is_told = self._store.add(CALLER, 1) == 1
         self._store.set(ASKED, "")
         end = time.monotonic() + ANSWER_SECONDS
@@ -55,7 +77,7 @@ class RollCall:
         here = self._doing()
         if silent:
             return Unanswered(
-                f"{_named(silent)} answered no more for {seconds:g} s, while the others waited in {here}", is_told
+                f"{named_ranks(silent)} answered no more for {seconds:g} s, while the others waited in {here}", is_told
             )
         behind = [rank for rank, doing in answers.items() if doing != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
@@ -78,8 +100,10 @@ class RollCall:
 
 def is_silence(error: RuntimeError) -> bool:
     """Whether a collective failed since others did not come in time."""
-    return "imed out" in str(error)
+    # Of a collective on whose connection another one has timed out gloo says "Application timeout".
+    return any(word in str(error) for word in ("imed out", "imeout"))
 
 
-def _named(ranks: list[int]) -> str:
+def named_ranks(ranks: list[int]) -> str:
+    """In words: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

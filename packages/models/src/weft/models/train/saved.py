@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..versions import versions
 from .config import Run, TrainConfig
+from .logged import METRICS
 
 # What may not change: the numbers of the run would be those of neither.
 FIXED = ("seed", "model", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
@@ -18,10 +20,10 @@ FREE = (
 )
 
 
-def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
+def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What is to be known to go on from `step`. The random numbers and the order of the data follow from the seed and the step.
 
-    held_out_loss: before the first step.
+    held_out_loss: before the first step. logged: what is known of the lines of metrics.jsonl, as `Sum.as_json`.
     """
     return {
         "step": step,
@@ -32,7 +34,14 @@ def describe_run(run: Run, step: int, held_out_loss: float) -> dict[str, Any]:
         "data": _data_of(run),
         "mesh": run.axes,
         "versions": versions(),
+        **({} if logged is None else {METRICS: logged}),
     }
+
+
+def logged_of(saved: Mapping[str, Any], checkpoint: Path, folder: Path) -> Mapping[str, Any] | None:
+    """What a checkpoint says of the metrics in `folder`, where that is of its own run; None where it says nothing."""
+    logged: Mapping[str, Any] | None = saved.get(METRICS)
+    return logged if checkpoint.parent.resolve() == folder.resolve() else None
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:

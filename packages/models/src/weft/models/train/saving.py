@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from ..checkpoint.states import Snapshot, load_checkpoint, read_run, snapshot
 from ..tracing import traced
 from .config import Run
 from .folder import CHECKPOINT, keep
-from .saved import describe_run
+from .saved import describe_run, logged_of
 
 
 class NotSaved(RuntimeError):
@@ -38,6 +40,9 @@ class Saver:
         self._error: BaseException | None = None
         self.held_out_loss = float("nan")  # before the first step
         self.last: Path | None = None
+        self.logged: Mapping[str, Any] | None = (
+            None  # of the run that goes on: what its checkpoint says of metrics.jsonl
+        )
         self.count = 0
         self.blocked = self.writing = 0.0
 
@@ -57,18 +62,20 @@ class Saver:
         except DamagedCheckpoint as error:
             raise ValueError(f"{error} by --resume PATH") from None
         self.last = path
+        self.logged = logged_of(saved, path, self._run.folder)
         self.held_out_loss = saved.get("held_out_loss", self.held_out_loss)
         step: int = saved.get("step", 0)
         return step
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, logged: Mapping[str, Any] | None = None) -> None:
         """Copies all that is to be saved, and begins to write it; what is changed from now on does not show in the file.
 
+        logged: on rank 0, as in `describe_run`.
         Raises NotSaved, on every rank, where the checkpoint before could not be written.
         """
         start = time.perf_counter()
         self.wait()
-        document = describe_run(self._run, step, self.held_out_loss)
+        document = describe_run(self._run, step, self.held_out_loss, logged)
         with traced("copy"):
             tensors = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
             self._copy = tensors.copied(self._copy)
@@ -88,6 +95,12 @@ class Saver:
             ) from self._error
         if self._error is not None:
             raise self._error
+
+    def last_written(self) -> Path | None:
+        """The last checkpoint that is whole, once what was begun has been written or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+        return self.last
 
     def _write(self, copy: Snapshot, folder: Path) -> None:
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from .config import TrainConfig
 
 _OF_ONE_RUN = ("output", "resume")  # where its results go, and what it goes on with, is not taken over by another
 
+_SUM = "# sha256 of all above: "
+
 
 def as_toml(recipe: str, config: TrainConfig) -> str:
     """The recipe's name and every option that has a value; `weft train --config` takes it."""
@@ -19,6 +22,24 @@ def as_toml(recipe: str, config: TrainConfig) -> str:
 
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
     return tomlkit.dumps({"recipe": recipe, **_given(values)})
+
+
+def with_sum(text: str) -> str:
+    """The text of a TOML file, and below it a comment by which `check_sum` knows it."""
+    return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def check_sum(path: Path) -> None:
+    """Raises ValueError where a file of `with_sum` is not as it was written. One without that comment is passed by."""
+    try:
+        content = path.read_bytes()
+    except OSError:  # which `read_toml` tells of
+        return
+    text, found, total = content.rpartition(_SUM.encode())
+    if found and total != f"{hashlib.sha256(text).hexdigest()}\n".encode():
+        raise ValueError(
+            f"config {path} was changed after it was written; copy it again, or, where that is meant, remove its last line"
+        )
 
 
 def read_toml(path: Path) -> tuple[str | None, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from .observe import CollectiveCount
 from .optimizer import make_optimizer
 from .outline import Outline
 from .report import Metrics, Report
+from .rollcall import named_ranks
 from .speed import flops_per_token, peak_flops
 from .step import Found, find_gradients, find_loss
 
@@ -143,12 +145,12 @@ class Trainer:
         self.waits.take()
         self._read_at = time.perf_counter()
 
-    def read(self, last: Path | None) -> list[Metrics]:
+    def read(self, last: Callable[[], Path | None] = lambda: None) -> list[Metrics]:
         """The metrics of the steps since it was last called, in order. The host waits for the device once.
 
-        last: the checkpoint that an error names.
+        last: gives the checkpoint that an error names.
         Communication: none; where a loss is not finite, a gather of that step's parts.
-        Raises TrainingError for the first step whose loss is not finite, on every rank.
+        Raises TrainingError for the first step whose loss, or whose gradients' norm, is not finite, on every rank.
         """
         taken, self._taken = self._taken, []
         losses = torch.stack([each.found.loss for each in taken]).tolist()
@@ -156,9 +158,12 @@ class Trainer:
         seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
         waited_for_data, self._rows.waited = self._rows.waited, 0.0
         self.begin_reading()
-        for each, loss in zip(taken, losses, strict=True):
+        for each, loss, norm in zip(taken, losses, norms, strict=True):
             if not math.isfinite(loss):
-                raise TrainingError(self._explain(each, loss, last))
+                ranks = self._ranks_where(not math.isfinite(float(each.found.local_loss)))
+                raise TrainingError(self._explain(f"the loss is {loss} at step {each.step}, on {ranks}", last))
+            if not math.isfinite(norm):
+                raise TrainingError(self._explain(f"the gradients' norm is {norm} at step {each.step}", last))
         per_second = len(taken) * math.prod(self._shape) / seconds
         flops = per_second * self._flops_per_token / self.mesh.size
         used = peak_memory(self._device)
@@ -180,6 +185,36 @@ class Trainer:
             )
             for each, loss, norm in zip(taken, losses, norms, strict=True)
         ]
+
+    def check_finite(self, step: int, last: Callable[[], Path | None]) -> None:
+        """To be called before the model is written, after that step. The host waits for the device once.
+
+        last: gives the checkpoint that an error names.
+        Communication: an all-reduce of a number; where one is not finite, a gather.
+        Raises TrainingError, on every rank, where a weight or what the optimizer keeps is not finite.
+        """
+        bounds = [torch.stack(torch.aminmax(each)).float() for each in self._written()]
+        is_whole = torch.stack(bounds).isfinite().all() if bounds else torch.ones((), device=self._device)
+        is_whole = is_whole.to(torch.float32)
+        here = is_whole.clone()
+        dist.all_reduce(is_whole, op=dist.ReduceOp.MIN)
+        if not is_whole:
+            where = self._ranks_where(not here)
+            raise TrainingError(self._explain(f"weights are not finite after step {step}, on {where}", last))
+
+    def _written(self) -> Iterator[Tensor]:
+        """What this rank holds of the weights and the optimizer's state, where it is not empty."""
+        states = (each for state in self.optimizer.state.values() for each in state.values())
+        for each in (*self.model.parameters(), *states):
+            local = local_value(each) if isinstance(each, Tensor) else None
+            # What torch keeps elsewhere are numbers of steps.
+            if (
+                local is not None
+                and local.device.type == self._device.type
+                and local.is_floating_point()
+                and local.numel()
+            ):
+                yield local
 
     def first_step(self) -> None:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
@@ -263,15 +298,15 @@ class Trainer:
         )
         return float(find_loss(model, self._criterion, parts, self._computing))
 
-    def _explain(self, taken: _Taken, loss: float, saved: Path | None) -> str:
-        """Names the ranks whose own part of the loss is not finite. Communication: an all-gather of a number."""
-        parts: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(parts, float(taken.found.local_loss))
-        ranks = [rank for rank, part in enumerate(parts) if not math.isfinite(part)] or list(range(len(parts)))
-        last = saved or "none; set --save-every to keep some"
+    def _ranks_where(self, here: bool) -> str:
+        """Names the ranks on which that is so, all where it is on none. Communication: an all-gather of a bit."""
+        found: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(found, here)
+        return named_ranks([rank for rank, is_so in enumerate(found) if is_so] or list(range(len(found))))
+
+    def _explain(self, what: str, last: Callable[[], Path | None]) -> str:
         return (
-            f"the loss is {loss} at step {taken.step}, on rank{'s' if len(ranks) > 1 else ''} "
-            f"{', '.join(map(str, ranks))}; last checkpoint: {last}. A lower --optimizer.lr (now "
+            f"{what}; last checkpoint: {last() or 'none; set --save-every to keep some'}. A lower --optimizer.lr (now "
             f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
         )
 
