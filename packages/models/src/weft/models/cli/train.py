@@ -90,13 +90,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
     folder, resume, notes = _where(config, name)
-    notes = [*notes, *repeats(corpus, config.data.sequence_length, config.data.batch_size)]
-    usual = recipe(name).model.max_seq_len
-    if config.model.max_seq_len == config.data.sequence_length > usual:
-        notes = [
-            *notes,
-            f"model.max_seq_len is {config.model.max_seq_len}, as data.sequence_length; {name} has {usual}",
-        ]
+    notes = [*notes, *repeats(corpus, config.data.sequence_length, config.data.batch_size), *_lengthened(config, name)]
     made = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
     )
@@ -108,6 +102,13 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
     return replace(made, notes=tuple(notes)), gpu_count()
+
+
+def _lengthened(config: TrainConfig, name: str) -> list[str]:
+    """What is to be said of a model whose max_seq_len was raised to the sequences that it is trained on."""
+    longest, usual = config.model.max_seq_len, recipe(name).model.max_seq_len
+    raised = longest == config.data.sequence_length > usual
+    return [f"model.max_seq_len is {longest}, as data.sequence_length; {name} has {usual}"] if raised else []
 
 
 def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:
