@@ -343,3 +343,19 @@ def test_both_remedies_of_swiglu_linear_lead_to_its_output(pool: Pool) -> None:
     truth = torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)
     for found in pool.run(follows_the_remedies_of_swiglu_linear, ranks=2):
         torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def on_two_devices() -> str:
+    """What ranks of a mesh of two are told, and what those outside of it are given."""
+    x, vector = distribute(X.to("meta"), Layout(TWO, "tp: S(0)")), distribute(VECTOR, Layout(TWO))
+    if torch.distributed.get_rank() < 2:
+        with pytest.raises(ValueError) as caught:
+            kernels.rms_norm(x, vector)
+        return str(caught.value)
+    return f"{tuple(kernels.rms_norm(x, vector).shape)}"
+
+
+def test_a_rank_outside_of_the_mesh_is_asked_for_no_device(pool: Pool) -> None:
+    """torch's ops leave its empty parts on the CPU, a parameter's for one, wherever other ranks have theirs."""
+    told = "rms_norm: its operands lie on meta and cpu; move them to one device"
+    assert pool.run(on_two_devices) == [told, told, "(4, 8)", "(4, 8)"]

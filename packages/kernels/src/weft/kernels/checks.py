@@ -1,4 +1,4 @@
-"""What any op is given that does not go together: devices, and dtypes. These run in every call, so nothing is allocated for them."""
+"""Dtypes that ops take. What runs in every call allocates nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from torch import Tensor
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TOKEN_DTYPES = (torch.int32, torch.int64)
-
-
-def check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
-    """Raises ValueError for operands that lie on two devices, which it names."""
-    device = first.device
-    for other in others:
-        if other is not None and other.device != device:
-            raise ValueError(f"{op}: its operands lie on {device} and {other.device}; move them to one device")
 
 
 def check_floats(op: str, names: tuple[str, ...], *operands: Tensor | None) -> None:

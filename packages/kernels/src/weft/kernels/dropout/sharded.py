@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
-from ..checks import check_devices
 from ..elementwise import add
 from ..op import Op
 from ..order import checked_order, runs_within
 from ..random.philox import check_key
 from ..random.sharded import DTYPES, part_of
-from ..sharded import Shapes, Sharding, apply, autocasts, independent
+from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import function
 
 

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..checks import check_devices
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, independent
+from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import reference
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
-from ..checks import TOKEN_DTYPES, check_devices, check_floats
+from ..checks import TOKEN_DTYPES, check_floats
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts
+from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
 
 

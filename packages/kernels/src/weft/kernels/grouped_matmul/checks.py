@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backend import can_read
-from ..checks import WIDE, check_devices
+from ..checks import WIDE
 from ..matmul.checks import (
     check_activation_name,
     check_bias_dtype,
@@ -49,7 +49,6 @@ def check_grouped(
     check_out_dtype(OP, out_dtype)
     check_dtypes(OP, a, b)
     check_bias_dtype(OP, bias, a, out_dtype)
-    check_devices(OP, a, b, offsets, bias, residual, a_scale, b_scale)
     check_no_gradient(OP, a, b, a_scale, b_scale)
     check_scale(OP, "a_scale", a_scale, a, ((), (rows,)), "row of a")
     check_scale(OP, "b_scale", b_scale, b, ((), (groups,), (groups, columns)), "group, or each column of a group")
@@ -82,7 +81,6 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *oth
         raise ValueError(
             f"{OP}: accumulate_into takes factors of 16 bits at least, got {a.dtype}; cast them with .to()"
         )
-    check_devices(OP, a, b, offsets, into)
     check_offsets(offsets, shapes[1][0])
 
 

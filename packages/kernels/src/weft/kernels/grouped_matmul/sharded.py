@@ -20,7 +20,7 @@ from ..matmul.sharded.layouts import (
     whole,
 )
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts
+from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
 from .checks import check_accumulation, check_grouped
 
@@ -62,6 +62,7 @@ def grouped_matmul(
     Raises LayoutError for any other layouts; ValueError for shapes, dtypes, devices and options that do not go together, and on a CPU for
     offsets that fall, or end behind the rows.
     """
+    check_devices("grouped_matmul", a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
         others = (bias, activation, residual, out_dtype, alpha, beta, a_scale, b_scale)
         check_accumulation(a, b, offsets, accumulate_into, *others)

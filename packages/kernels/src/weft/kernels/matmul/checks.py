@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import WIDE, check_devices, check_floats
+from ..checks import WIDE, check_floats
 from .reference import ACTIVATIONS
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -49,7 +49,6 @@ def check_matmul(
     check_residual("matmul", residual, out)
     check_out_dtype("matmul", out_dtype)
     check_bias_dtype("matmul", bias, a, out_dtype)
-    check_devices("matmul", a, b, bias, residual, a_scale, b_scale)
     check_no_gradient("matmul", a, b, a_scale, b_scale)
     one = len(of_b) == 2
     check_scale("matmul", "a_scale", a_scale, a, ((), out[:-1]) if one else ((),), "row of a")
@@ -162,7 +161,6 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *others: object) -> N
         )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
         raise ValueError("matmul: accumulate_into records no gradient; call it under torch.no_grad()")
-    check_devices("matmul", a, into)
 
 
 def check_apart(op: str, into: Tensor) -> None:

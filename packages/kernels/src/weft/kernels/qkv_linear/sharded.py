@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
-from ..checks import check_devices
 from ..matmul.sharded.layouts import adds, check_operand, kept, of_rows_and_weight, rows_by_weight
 from ..matmul.sharded.linear import check_linear
 from ..op import Op
 from ..rope.sharded import check_tables, turned_layout
-from ..sharded import Shapes, Sharding, apply_many, autocasts
+from ..sharded import Shapes, Sharding, apply_many, autocasts, check_devices
 from . import function
 
 NAMES = ("queries", "keys", "values")

@@ -1,7 +1,18 @@
 """Ops on plain tensors and on DTensors: `apply` runs an `Op`, `Sharding` is what its rule answers."""
 
 from .autocast import autocasts, cast_for
+from .devices import check_devices
 from .rules import Shapes, Sharding, independent, of_several
 from .run import apply, apply_many
 
-__all__ = ["Shapes", "Sharding", "apply", "apply_many", "autocasts", "cast_for", "independent", "of_several"]
+__all__ = [
+    "Shapes",
+    "Sharding",
+    "apply",
+    "apply_many",
+    "autocasts",
+    "cast_for",
+    "check_devices",
+    "independent",
+    "of_several",
+]

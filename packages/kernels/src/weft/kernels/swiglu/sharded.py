@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..checks import check_devices, check_floats
+from ..checks import check_floats
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, independent
+from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import function
 
 FORMS = ("none", "tanh")

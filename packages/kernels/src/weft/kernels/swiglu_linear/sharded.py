@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
-from ..checks import check_devices
 from ..matmul.checks import check_wide
 from ..matmul.sharded.layouts import of_rows_and_weight, rows_by_weight, summed_axes, whole
 from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts
+from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ..swiglu import function as swiglu
 from . import function
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import WIDE, check_devices
+from ...checks import WIDE
 from ...dropout.sharded import check_dropout
 from ...op import Op
 from ...order import checked_order
-from ...sharded import apply, autocasts
+from ...sharded import apply, autocasts, check_devices
 from .. import reference
 from .cache import KeyValueCache
 from .layouts import reading_rule, rule

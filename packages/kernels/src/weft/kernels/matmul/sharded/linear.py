@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
-from ...checks import check_devices
 from ...op import Op
-from ...sharded import Shapes, Sharding, apply, autocasts
+from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
 from .. import function
 from ..checks import check_activation_name, check_bias_dtype, check_wide
 from .layouts import adds, check_activation, check_operand, kept, of_rows_and_weight, rows_by_weight, summed_axes

@@ -13,7 +13,7 @@ from weft.reshard.running.groups import name_of
 
 from ...launched import communicating
 from ...op import Op, Tensors
-from ...sharded import Shapes, Sharding, apply, autocasts
+from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ..checks import check_matmul, check_wide
 from ..function import matmul_backward, plain
 from ..reference import accumulate, rows_of, shaped
@@ -35,6 +35,7 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("all_gather_matmul", a, b)
+    check_devices("all_gather_matmul", a, b)
     return matmul(a, b) if b.ndim > 2 else apply(ALL_GATHER_MATMUL, a, b)
 
 
@@ -52,6 +53,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
     """
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("matmul_reduce_scatter", a, b)
+    check_devices("matmul_reduce_scatter", a, b)
     rows = dim + a.ndim if dim < 0 else dim
     if not 0 <= rows < a.ndim - 1:
         raise ValueError(

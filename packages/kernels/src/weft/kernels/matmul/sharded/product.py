@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
 from ...op import Op
-from ...sharded import Shapes, Sharding, apply, autocasts
+from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
 from .. import function
 from ..checks import check_accumulation, check_matmul
 from .layouts import GRADIENT, adds, check_activation, check_operand, check_residual_layout, kept, whole
@@ -52,6 +52,7 @@ def matmul(
     Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not go together.
     """
     check_matmul(a, b, bias, activation, residual, out_dtype, a_scale, b_scale)
+    check_devices("matmul", a, b, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
         check_accumulation(a, b, accumulate_into, bias, residual, a_scale, b_scale, activation, out_dtype, alpha, beta)
         with torch.no_grad():
