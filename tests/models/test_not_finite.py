@@ -28,9 +28,11 @@ HELPS = "A lower --optimizer.lr"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
-    (tmp_path / "run").mkdir()
-    return tmp_path
+    """Of a name that is in what is said of a rank that does not answer: it is not for these to be taken for that."""
+    folder = tmp_path / "timeout"
+    (folder / "run").mkdir(parents=True)
+    (folder / "text.txt").write_text("what was saved is whole. " * 40)
+    return folder
 
 
 def end_of(folder: Path, after: Callable[[Trainer, int], None] | None = None, **options: Any) -> str:

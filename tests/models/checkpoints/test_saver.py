@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from weft.models import LlamaConfig, load_checkpoint
 from weft.models.checkpoint.states import Snapshot
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.train.config import DataConfig, Run, TrainConfig
+from weft.models.train.folder import newest_complete
 from weft.models.train.loop import train
 from weft.models.train.optimizer import make_optimizer
 from weft.models.train.saving import Saver
@@ -115,6 +117,18 @@ def test_steps_go_on_while_a_write_is_held_up_and_do_not_show_in_it(folder: Path
         "others in the file of step 1": [],
         "others in the file of step 4": [],
     }
+
+
+def a_run_of_which_each_rank_has_named_a_folder(folder: Path) -> int:
+    run = run_in(folder, 2)
+    return train(replace(run, folder=folder / f"run-{dist.get_rank()}"), torch.device("cpu"))
+
+
+def test_ranks_that_have_named_other_folders_write_into_that_of_rank_0(folder: Path, pool: Pool) -> None:
+    """As those of a launcher, each by its own clock, where no folder was given."""
+    assert pool.run(a_run_of_which_each_rank_has_named_a_folder, folder, ranks=2) == [0, 0]
+    assert newest_complete(folder / "run-0") == (folder / "run-0/checkpoint-6", [])
+    assert not (folder / "run-1").exists()
 
 
 def a_run_whose_writes_wait_for_its_next_steps(folder: Path) -> list[str]:

@@ -49,6 +49,8 @@ def train(run: Run, device: torch.device) -> int:
             return _run(run, device, trainer, results)
         except (NotSaved, NotWritten) as error:
             raise TrainingError(str(error)) from error
+        except TrainingError:
+            raise
         except RuntimeError as error:
             if is_silence(error):
                 raise roll.call(run.config.timeout) from error
@@ -156,9 +158,10 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
                     shown.show(metrics)
                     results.add(metrics)
             if saves:
-                trainer.check_finite(step + 1, saver.last_written)
-                results.sync()
-                saver.save(step + 1, results.logged)
+                with saver.blocking():
+                    trainer.check_finite(step + 1, saver.last_written)
+                    results.sync()
+                    saver.save(step + 1, results.logged)
             if stop:
                 break
         saver.wait()

@@ -49,13 +49,15 @@ class RollCall:
         """What is to be said after `seconds` of waiting in vain: the ranks that do not answer, or that are behind the others.
 
         It returns within ANSWER_SECONDS + STORE_SECONDS. Where the store does not answer, each rank is to say so: none knows
-        what the others do.
+        what the others do. Where it is gone its process has ended, and has said why.
         """
         found: list[Unanswered] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the store went with its process
+            try:
                 found.append(self._ask(seconds))
+            except RuntimeError:
+                found.append(Unanswered(f"{self._keeper} has ended", False))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,7 @@ class Saver:
         self._error: BaseException | None = None
         self.held_out_loss = float("nan")  # before the first step
         self.last: Path | None = None
-        self.logged: Mapping[str, Any] | None = (
-            None  # of the run that goes on: what its checkpoint says of metrics.jsonl
-        )
+        self.logged: Mapping[str, Any] | None = None  # what the checkpoint that was read says of metrics.jsonl
         self.count = 0
         self.blocked = self.writing = 0.0
 
@@ -67,13 +66,19 @@ class Saver:
         step: int = saved.get("step", 0)
         return step
 
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """What is done within it is time that steps wait for a checkpoint."""
+        start = time.perf_counter()
+        yield
+        self.blocked += time.perf_counter() - start
+
     def save(self, step: int, logged: Mapping[str, Any] | None = None) -> None:
         """Copies all that is to be saved, and begins to write it; what is changed from now on does not show in the file.
 
         logged: on rank 0, as in `describe_run`.
         Raises NotSaved, on every rank, where the checkpoint before could not be written.
         """
-        start = time.perf_counter()
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss, logged)
         with traced("copy"):
@@ -82,7 +87,6 @@ class Saver:
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
         self._thread = threading.Thread(target=self._write, args=(self._copy, folder), daemon=True)
         self._thread.start()
-        self.blocked += time.perf_counter() - start
 
     def wait(self) -> None:
         """Returns when what was begun is written. Raises NotSaved, on every rank, where it could not be; what a collective does."""

@@ -193,12 +193,11 @@ class Trainer:
         Communication: an all-reduce of a number; where one is not finite, a gather.
         Raises TrainingError, on every rank, where a weight or what the optimizer keeps is not finite.
         """
-        bounds = [torch.stack(torch.aminmax(each)).float() for each in self._written()]
-        is_whole = torch.stack(bounds).isfinite().all() if bounds else torch.ones((), device=self._device)
-        is_whole = is_whole.to(torch.float32)
-        here = is_whole.clone()
-        dist.all_reduce(is_whole, op=dist.ReduceOp.MIN)
-        if not is_whole:
+        bounds = [each.float() for tensor in self._written() for each in torch.aminmax(tensor)]
+        here = torch.stack([torch.zeros((), device=self._device), *bounds]).isfinite().all().float()
+        everywhere = here.clone()
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        if not everywhere:
             where = self._ranks_where(not here)
             raise TrainingError(self._explain(f"weights are not finite after step {step}, on {where}", last))
 
@@ -206,15 +205,11 @@ class Trainer:
         """What this rank holds of the weights and the optimizer's state, where it is not empty."""
         states = (each for state in self.optimizer.state.values() for each in state.values())
         for each in (*self.model.parameters(), *states):
-            local = local_value(each) if isinstance(each, Tensor) else None
-            # What torch keeps elsewhere are numbers of steps.
-            if (
-                local is not None
-                and local.device.type == self._device.type
-                and local.is_floating_point()
-                and local.numel()
-            ):
-                yield local
+            # What torch keeps on another device are numbers of steps.
+            if isinstance(each, Tensor) and each.device.type == self._device.type and each.is_floating_point():
+                local = local_value(each)
+                if local.numel():
+                    yield local
 
     def first_step(self) -> None:
         """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""

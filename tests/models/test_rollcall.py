@@ -1,0 +1,74 @@
+"""The roll call where the store that it is made in does not answer, or is gone; in runs it is in test_train_ends.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from weft.models.train import rollcall
+from weft.models.train.rollcall import RollCall, is_silence
+
+
+class Store:
+    """As torch's, where each call does the same."""
+
+    def __init__(self, answer: Callable[[], object]) -> None:
+        self._answer = answer
+
+    def add(self, *arguments: object) -> object:
+        return self._answer()
+
+    set = check = get = add
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], rollcall.Unanswered]:
+    """What rank 1 of 2 finds after 4 s of silence, in a store whose calls do that."""
+    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(rollcall, "STORE_SECONDS", 0.2)
+    monkeypatch.setattr(rollcall.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(rollcall.dist, "get_world_size", lambda: 2)
+
+    def called(answer: Callable[[], object]) -> rollcall.Unanswered:
+        monkeypatch.setattr(rollcall, "_get_default_store", lambda: Store(answer))
+        with RollCall(lambda: "step 3, forward", "rank 0") as roll:
+            return roll.call(4)
+
+    return called
+
+
+def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., rollcall.Unanswered]) -> None:
+    never, begun = threading.Event(), time.monotonic()
+
+    def silent() -> object:
+        never.wait()
+        raise RuntimeError("the test is over")
+
+    try:
+        found = call(silent)
+        assert time.monotonic() - begun < 60  # it would be for ever
+    finally:
+        never.set()
+    assert str(found) == "rank 0 answered no more for 4 s, while rank 1 waited in step 3, forward"
+    assert found.is_told
+
+
+def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., rollcall.Unanswered]) -> None:
+    def gone() -> object:
+        raise RuntimeError("Connection reset by peer")
+
+    assert not call(gone).is_told
+
+
+@pytest.mark.parametrize(
+    ("said", "silent"),
+    [
+        ("Timed out waiting 4000ms for recv operation to complete", True),
+        ("Application timeout caused pair closure", True),
+        ("Connection closed by peer [127.0.0.1]:1234", False),
+    ],
+)
+def test_what_gloo_says_of_a_rank_that_does_not_answer(said: str, silent: bool) -> None:
+    assert is_silence(RuntimeError(said)) == silent
