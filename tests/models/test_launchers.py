@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from weft.models.train.launchers import adopt_launcher, first_host, has_launcher, world_of
+from weft.models.data.text import Corpus
+from weft.models.train import launch, meeting
+from weft.models.train.config import Run
+from weft.models.train.launchers import OF_A_LAUNCHER, adopt_launcher, first_host, has_launcher, world_of
 from weft.models.train.meeting import meet
+from weft.models.train.recipes import recipe
 
 from tests.support.limits import PATIENCE
 from tests.support.pool import Pool
@@ -91,6 +95,24 @@ def test_a_process_that_is_started_alone_is_no_world(said: dict[str, str]) -> No
 )
 def test_who_stays_beside_the_processes_it_has_started(said: dict[str, str], stays: bool) -> None:
     assert has_launcher(said) == stays
+
+
+@pytest.mark.parametrize("variables", [{"TORCHELASTIC_RUN_ID": "none"}, {}], ids=["torchrun", "by-hand"])
+def test_a_rank_watches_its_launcher_before_anything_else(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+    for name in OF_A_LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "end_with_parent", lambda: did.append("watches"))
+    monkeypatch.setattr(meeting, "meet", lambda timeout: did.append("meets") or {})
+    monkeypatch.setattr(launch, "_train", lambda *arguments, **world: did.append("trains"))
+    config = recipe("llama-tiny")
+    run = Run(recipe="llama-tiny", config=config, corpus=Corpus("none", (), 0), dp=1, tp=1, folder=Path("run"))
+    assert launch.launch(run, gpus=0) == 0
+    assert did == [*(["watches"] if variables else []), "meets", "trains"]
 
 
 @pytest.mark.parametrize(
