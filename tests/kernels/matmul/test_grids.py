@@ -74,6 +74,34 @@ def test_parts_are_those_of_all_batches(interpreted: None, splits: int, monkeypa
     assert_as_good_as_eager(z, expected(*given[:3]), expected(*wide[:3]))
 
 
+def test_groups_beyond_a_grid_are_launched_in_parts(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.grouped_matmul import launch
+
+    sums = Grids()
+    monkeypatch.setattr(launch.kernel, "weights_by_group", sums)
+    a, grad = torch.empty(4, 2), torch.empty(4, 3)
+    out = torch.empty(1).expand(70_000, 2, 3)
+    launch.weights(a, grad, torch.zeros(70_000, dtype=torch.int32), out, configuration=SMALL)
+    assert [grid for grid, _ in sums.launched] == [(1, LIMIT), (1, 70_000 - LIMIT)]
+
+
+def test_parts_of_groups_are_those_of_all(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.grouped_matmul import launch
+    from weft.kernels.matmul import launch as products
+
+    for each in (launch, products):
+        monkeypatch.setattr(each, "MOST_IN_GRID", 2)
+    sizes = [3, 0, 5, 1, 2]
+    a, grad = normal(12, 6, dtype=torch.float32), normal(12, 8, dtype=torch.float32)
+    out = torch.empty(5, 6, 8)
+    launch.weights(
+        a, grad, torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32), out, configuration=SMALL
+    )
+    parts = [each.split([*sizes, 1])[:-1] for each in (a, grad)]
+    for g, (rows, of_grad) in enumerate(zip(*parts, strict=True)):
+        assert_as_good_as_eager(out[g], rows.mT @ of_grad, rows.double().mT @ of_grad.double())
+
+
 TRITONS = {
     torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.float8_e4m3fnuz: "fp8e4b8", torch.float8_e5m2fnuz: "fp8e5b16"
 }  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..backend import device_of
 from ..matmul.configurations import Configuration
-from ..matmul.launch import chip_of, chosen_for, class_of, has_descriptor, precision, scratch
+from ..matmul.launch import MOST_IN_GRID, chip_of, chosen_for, class_of, has_descriptor, parts_of, precision, scratch
 from . import kernel
 
 
@@ -70,6 +70,10 @@ def weights(
     """See `reference.weights`."""
     count, K, M = out.shape
     if out.numel() == 0:
+        return
+    if count > MOST_IN_GRID:  # in parts
+        for part in parts_of(count):
+            weights(a, grad, offsets, out[part], alpha, first + part.start, accumulate, configuration)
         return
     aligned = all(each.stride(-1) == 1 and has_descriptor(each) for each in (a, grad))
     of = class_of(a.mT, grad, "grouped_weights", count)

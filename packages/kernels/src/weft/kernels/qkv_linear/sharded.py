@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
+from ..matmul.checks import check_bias_dtype, check_wide
 from ..matmul.sharded.layouts import adds, check_operand, kept, of_rows_and_weight, rows_by_weight
-from ..matmul.sharded.linear import check_linear
+from ..matmul.sharded.linear import check_sizes
 from ..op import Op
 from ..rope.sharded import check_tables, turned_layout
 from ..sharded import Shapes, Sharding, apply_many, autocasts, check_devices
@@ -44,13 +45,15 @@ def qkv_linear(
     Raises ValueError for shapes, dtypes and devices that do not go together, and LayoutError for other layouts.
     """
     for weight, bias in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
-        check_linear("qkv_linear", input, weight, bias)
+        check_sizes("qkv_linear", input, weight, bias)
+        check_bias_dtype("qkv_linear", bias, input)
+    check_wide("qkv_linear", input, q_weight, k_weight, v_weight)
     if (cos is None) != (sin is None):
         raise ValueError("qkv_linear takes cos and sin, or neither of them; give both")
     if cos is not None and sin is not None:
         for weight in (q_weight, k_weight):
             check_tables("qkv_linear", (*input.shape[:-1], weight.shape[0]), cos, sin)
-        check_devices("qkv_linear", input, cos, sin)
+    check_devices("qkv_linear", input, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin)
     tensors = (input, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin)
     q, k, v = apply_many(QKV_LINEAR, *tensors)
     return q, k, v

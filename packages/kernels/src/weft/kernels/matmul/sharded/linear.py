@@ -50,6 +50,14 @@ def linear(
 
 def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raises ValueError for shapes, dtypes and devices that do not go together."""
+    check_sizes(op, input, weight, bias)
+    check_wide(op, input, weight)
+    check_bias_dtype(op, bias, input)
+    check_devices(op, input, weight, bias)
+
+
+def check_sizes(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError for shapes that do not go together."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their last sizes "
@@ -59,9 +67,6 @@ def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) ->
         raise ValueError(
             f"{op} takes a bias of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}; expand or flatten it"
         )
-    check_wide(op, input, weight)
-    check_bias_dtype(op, bias, input)
-    check_devices(op, input, weight, bias)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
