@@ -13,7 +13,7 @@ from ..launched import launched
 from ..op import Tensors
 from ..swiglu import function as gates
 from . import reference
-from .configurations import MEASURED, Kind, kernel_runs, kind_of
+from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of
 from .reference import derivative, rows_of, shaped
 
 GATES = {
@@ -250,7 +250,7 @@ def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
     if not a.is_cuda:
         return kind != "plain"
     if not MEASURED:
-        return kind == "fused"
+        return kind in ONE_PASS
     from .launch import class_of
 
     return kernel_runs(class_of(a, b, kind))
