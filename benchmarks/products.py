@@ -119,7 +119,12 @@ class Factors:
         """a, of which these rows, b, up and the bias in float64, with the scales."""
         a, b, up, bias = (each.double() for each in (self.a[rows], self.b, self.up, self.bias))
         of_a, of_b = self.scales
-        return a if of_a is None else a * (of_a[rows, None] if of_a.ndim else of_a), b if of_b is None else b * of_b, up, bias
+        return (
+            a if of_a is None else a * (of_a[rows, None] if of_a.ndim else of_a),
+            b if of_b is None else b * of_b,
+            up,
+            bias,
+        )
 
     def with_one_scale(self) -> Factors:
         """Of each factor of 8 bits one, of all its elements."""
@@ -163,11 +168,10 @@ def with_gelu(given: Factors, configuration: Configuration | None = None) -> dic
     if of_a is not None:
         assert of_b is not None, "both have scales, or none has"
         scales = of_a, of_b
-        torchs = {"activation": "gelu", "out_dtype": bias.dtype}
-        scaled = torch.compile(_scaled_gelu, dynamic=False)
+        with_epilogue = torch.compile(_scaled_gelu, dynamic=False)
         return ways | {
-            TORCH: lambda: reference.product(a, b, bias, None, *scales, **torchs)[0],
-            EPILOGUE: lambda: scaled(a, b, *scales, bias),
+            TORCH: lambda: reference.product(a, b, bias, None, *scales, activation="gelu", out_dtype=bias.dtype)[0],
+            EPILOGUE: lambda: with_epilogue(a, b, *scales, bias),
         }
     compiled = torch.compile(_gelu, dynamic=False)
     tuned = torch.compile(_gelu, mode="max-autotune-no-cudagraphs", dynamic=False)
@@ -223,7 +227,9 @@ class What:
     truth: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     format: Format = BF16
 
-    def factors(self, M: int, N: int, K: int, device: str, format: Format | None = None, transposed: str = "b") -> Factors:
+    def factors(
+        self, M: int, N: int, K: int, device: str, format: Format | None = None, transposed: str = "b"
+    ) -> Factors:
         given = Factors.of(M, N, K, device, format or self.format, transposed)
         return given.with_one_scale() if self.of == "one_scale" else given
 

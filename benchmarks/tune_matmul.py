@@ -40,10 +40,9 @@ from weft.kernels.matmul.configurations import (
 from benchmarks import grouped_products
 from benchmarks.grouped_products import EXPERTS, Groups
 from benchmarks.launched import cost
+from benchmarks.measure_gpu import UNFINISHED
 from benchmarks.products import FORMATS, KERNEL, KINDS, SHAPES, TOKENS, TORCH, Format, Truth, Way, check
 from benchmarks.timing import Clock, Device, in_turn
-
-UNFINISHED = 75  # the exit status of what goes on when it is called again: EX_TEMPFAIL of sysexits.h
 
 CANDIDATES = (
     LARGE,
@@ -94,7 +93,9 @@ def of_weights(groups: int, sizes: tuple[int, int, int], format: Format, device:
 
     given = Groups.of(groups, *sizes, device, format)
     of = class_of(given.a.mT, given.grad, "grouped_weights", groups)
-    return Case(of, format, partial(grouped_products.truth_of_weights, given), partial(grouped_products.of_weights, given))
+    return Case(
+        of, format, partial(grouped_products.truth_of_weights, given), partial(grouped_products.of_weights, given)
+    )
 
 
 def cases(
@@ -132,9 +133,8 @@ def candidates(of: Class, format: Format) -> list[Configuration]:
 
     8 bits are summed twice, for which the widest tiles have too few registers.
     """
-    if format.dtype == torch.float32 and not format.tf32:
-        among = SINGLES
-    else:
+    among: tuple[Configuration, ...] = SINGLES
+    if format.dtype != torch.float32 or format.tf32:
         widest = 128 if format.dtype.itemsize == 1 else 256
         among = tuple(
             replace(each, tile_k=each.tile_k * 2 // format.dtype.itemsize)
@@ -237,7 +237,9 @@ def main() -> None:
     )
     parser.add_argument("--dtype", action="append", choices=FORMATS, help="may be repeated; all without it")
     parser.add_argument("--seconds", type=float, help="after which no other class is begun; the next call goes on")
-    parser.add_argument("--again", action="store_true", help="measure too what these versions have measured on this chip")
+    parser.add_argument(
+        "--again", action="store_true", help="measure too what these versions have measured on this chip"
+    )
     options = parser.parse_args()
     names: list[str] = options.dtype or [*FORMATS]
     left = tune(formats=[FORMATS[name] for name in names], seconds=options.seconds, again=options.again)
