@@ -58,7 +58,7 @@ CANDIDATES = (
     BY_POINTERS,
 )
 # float32 as it is, without tensor cores: what has few enough registers.
-SINGLES = (SINGLE, replace(SINGLE, tile_n=128), replace(SINGLE, tile_m=32))
+SINGLES = (SINGLE, replace(SINGLE, tile_m=32))
 
 
 @dataclass(frozen=True, slots=True)

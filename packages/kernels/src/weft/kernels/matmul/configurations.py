@@ -172,7 +172,7 @@ BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=4, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 SINGLE = Configuration(
-    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, descriptors=False
+    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, parts=2, descriptors=False
 )  # float32 without tensor cores
 INTERPRETED = Configuration(tile_m=16, tile_n=32, tile_k=16, warps=1, stages=1, group_m=2, parts=2)
 WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
@@ -212,7 +212,9 @@ def halved(configuration: Configuration) -> Configuration:
 def grouped(configuration: Configuration) -> Configuration:
     """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
     whole = _replaced(configuration, splits=1, specialized=False)
-    return _replaced(whole, warps=8) if whole == MIDDLE else whole
+    if whole == MIDDLE:
+        return _replaced(whole, warps=8)
+    return _replaced(whole, stages=2) if whole == SINGLE else whole
 
 
 def fitted(kind: Kind, configuration: Configuration) -> Configuration:
