@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.kernels.matmul import reference
 from weft.kernels.matmul.configurations import Configuration
 
-from benchmarks.products import BF16, KERNEL, TORCH, Format, Truth, Way, sampled
+from benchmarks.products import BF16, KERNEL, TORCH, Format, Truth, Way, chosen, sampled
 
 # Groups, columns of an expert's output and of its input: up or gate, and down.
 EXPERTS = {
@@ -93,7 +93,7 @@ def truth_of_rows(given: Groups) -> Truth:
     """Rows of each group, which end in its last."""
     of_groups = [rows.start + sampled(rows.stop - rows.start) for rows in given.rows() if rows.stop > rows.start]
     full = [b for b, rows in zip(given.b, given.rows(), strict=True) if rows.stop > rows.start]
-    values = [given.a[rows].double() @ b.double() for rows, b in zip(of_groups, full, strict=True)]
+    values = [chosen(given.a, rows).double() @ b.double() for rows, b in zip(of_groups, full, strict=True)]
     return Truth(torch.cat(of_groups), torch.cat(values))
 
 

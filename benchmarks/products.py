@@ -56,6 +56,11 @@ def sampled(rows: int) -> Tensor:
     return torch.cat([starts + within, starts.new_tensor([rows - 1])]).clamp(max=rows - 1).unique()
 
 
+def chosen(x: Tensor, rows: Tensor) -> Tensor:
+    """These rows; of 8 bits in 16, which hold the same numbers: torch may have no kernel that picks rows of 8."""
+    return (x.bfloat16() if x.dtype.itemsize == 1 else x)[rows]
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """How factors are multiplied. allowed: error of a way, of the largest element."""
@@ -117,7 +122,7 @@ class Factors:
 
     def wide(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """a, of which these rows, b, up and the bias in float64, with the scales."""
-        a, b, up, bias = (each.double() for each in (self.a[rows], self.b, self.up, self.bias))
+        a, b, up, bias = (each.double() for each in (chosen(self.a, rows), self.b, self.up, self.bias))
         of_a, of_b = self.scales
         return (
             a if of_a is None else a * (of_a[rows, None] if of_a.ndim else of_a),
