@@ -71,6 +71,12 @@ def test_gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def measure_gpu(session: nox.Session) -> None:
+    """All that a GPU decides: its tests, the tables of products, the benchmarks. --dry-run says what it runs."""
+    session.run(_weft(session), "-m", "benchmarks.measure_gpu", *session.posargs)
+
+
+@nox.session
 def test_first_hour(session: nox.Session) -> None:
     """Clones this repository and types what its README shows, its table of results too: an hour."""
     _pytest(session, "-m", "first_hour", "--timeout=7200", *session.posargs)

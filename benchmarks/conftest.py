@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time as clock
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import pytest
@@ -11,16 +12,34 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import history, machine, summary, timing
 from benchmarks.failures import Failures
+from benchmarks.measure_gpu import UNFINISHED
 from tests.support.fixtures import pool
 
-__all__ = ["Tell", "pool"]
+__all__ = ["Tell", "Time", "pool"]
 
-MACHINE = machine.told()  # as the run begins, before it is a load itself
 P = ParamSpec("P")
 T = TypeVar("T")
+MACHINE = machine.told()  # as the run begins, before it is a load itself
 TOLD = pytest.StashKey[list[dict[str, Any]]]()
 COPY_AND_MATMUL = "torch: a copy, and a matmul"
 CEILINGS = pytest.StashKey[Mapping[str, float]]()
+TIME = pytest.StashKey["Time"]()
+
+
+class Time:
+    """What there is of it: without an end, or up to one. over: whether something was left out for want of it."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else clock.monotonic() + seconds
+        self.over = False
+
+    def while_it_lasts(self, cases: Iterable[T]) -> Iterator[T]:
+        """The first of them: none is begun after the end."""
+        for case in cases:
+            if self._end is not None and clock.monotonic() >= self._end:
+                self.over = True
+                return
+            yield case
 
 
 class Tell:
@@ -48,6 +67,31 @@ class Tell:
 @pytest.fixture
 def tell(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Tell:
     return Tell(request, benchmark)
+
+
+@pytest.fixture
+def time(request: pytest.FixtureRequest) -> Time:
+    return request.config.stash[TIME]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, metavar="SECONDS", help="leave out what would begin later")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TIME] = Time(config.getoption("within", None))
+
+
+@pytest.fixture(autouse=True)
+def _begins_in_time(time: Time) -> None:
+    if not list(time.while_it_lasts([None])):
+        pytest.skip("the time is over")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that left something out for want of time, and is right otherwise, says so."""
+    if session.exitstatus == pytest.ExitCode.OK and session.config.stash[TIME].over:
+        session.exitstatus = UNFINISHED
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:

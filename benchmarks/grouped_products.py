@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.kernels.matmul import reference
 from weft.kernels.matmul.configurations import Configuration
 
-from benchmarks.products import BF16, KERNEL, ROWS, TORCH, Format, Way
+from benchmarks.products import BF16, KERNEL, TORCH, Format, Truth, Way, chosen, sampled
 
 # Groups, columns of an expert's output and of its input: up or gate, and down.
 EXPERTS = {
@@ -89,11 +89,17 @@ def of_weights(given: Groups, configuration: Configuration | None = None) -> dic
     return {KERNEL: by_kernel, TORCH: one_by_one}
 
 
-def truth_of_rows(given: Groups) -> Tensor:
-    """The first ROWS rows in float64, which are of the first group."""
-    return given.a[: min(ROWS, given.ends[0])].double() @ given.b[0].double()
+def truth_of_rows(given: Groups) -> Truth:
+    """Rows of each group, which end in its last."""
+    of_groups = [rows.start + sampled(rows.stop - rows.start) for rows in given.rows() if rows.stop > rows.start]
+    full = [b for b, rows in zip(given.b, given.rows(), strict=True) if rows.stop > rows.start]
+    values = [chosen(given.a, rows).double() @ b.double() for rows, b in zip(of_groups, full, strict=True)]
+    return Truth(torch.cat(of_groups), torch.cat(values))
 
 
-def truth_of_weights(given: Groups) -> Tensor:
-    first = given.rows()[0]
-    return given.a[first, :ROWS].double().mT @ given.grad[first].double()
+def truth_of_weights(given: Groups) -> Truth:
+    """Rows of each group's matrix."""
+    K = given.a.shape[1]
+    rows = sampled(K)
+    values = [given.a[of, rows].double().mT @ given.grad[of].double() for of in given.rows()]
+    return Truth(torch.cat([g * K + rows for g in range(len(values))]), torch.cat(values))

@@ -9,14 +9,14 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import matmul, swiglu_linear
-from weft.kernels.matmul import reference
-from weft.kernels.matmul.configurations import Configuration
+from weft.kernels.matmul import reference, scaled
+from weft.kernels.matmul.configurations import MEASURED, Configuration, Kind
 
 from benchmarks.failures import Failures
 from benchmarks.timing import Clock, Timed, in_turn
@@ -29,13 +29,36 @@ SHAPES = {
 }
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 TORCH = "torch"  # the GEMM, and the epilogue compiled
+AGAIN = "torch, again"  # the noise
+EPILOGUE = "torch, the epilogue compiled"
+AUTOTUNED = "torch.compile, max-autotune"  # which takes long to compile
 KERNEL = "Weft, the kernel"
-ROWS = 16  # that are checked
+STEP = 64  # rows of the smallest tiles
 Way = Callable[[], Tensor]
 
 
 class Inaccurate(AssertionError):
     """A way is farther from float64 than rounding explains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """Some rows of a product, whole, in float64; and which they are."""
+
+    rows: Tensor
+    values: Tensor
+
+
+def sampled(rows: int) -> Tensor:
+    """Rows that are checked: of each STEP one at random, so that every tile has some, and the last."""
+    starts = torch.arange(0, rows, STEP)
+    within = torch.randint(STEP, starts.shape, generator=torch.Generator().manual_seed(rows))
+    return torch.cat([starts + within, starts.new_tensor([rows - 1])]).clamp(max=rows - 1).unique()
+
+
+def chosen(x: Tensor, rows: Tensor) -> Tensor:
+    """These rows; of 8 bits in 16, which hold the same numbers: torch may have no kernel that picks rows of 8."""
+    return (x.bfloat16() if x.dtype.itemsize == 1 else x)[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +120,22 @@ class Factors:
         factors = factor("a", M, K), factor("b", K, N, of_b), factor("b", K, N, of_b)
         return cls(*factors, normal(N).to(format.out), scales)
 
-    def wide(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """a, of which the first ROWS rows, b, up and the bias in float64, with the scales."""
-        a, b, up, bias = (each.double() for each in (self.a[:ROWS], self.b, self.up, self.bias))
+    def wide(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """a, of which these rows, b, up and the bias in float64, with the scales."""
+        a, b, up, bias = (each.double() for each in (chosen(self.a, rows), self.b, self.up, self.bias))
         of_a, of_b = self.scales
-        return a if of_a is None else a * of_a[:ROWS, None], b if of_b is None else b * of_b, up, bias
+        return (
+            a if of_a is None else a * (of_a[rows, None] if of_a.ndim else of_a),
+            b if of_b is None else b * of_b,
+            up,
+            bias,
+        )
+
+    def with_one_scale(self) -> Factors:
+        """Of each factor of 8 bits one, of all its elements."""
+        one, other = (None if each is None else each.mean() for each in self.scales)
+        assert one is not None and other is not None, "of 8 bits"
+        return replace(self, scales=(one, other))
 
 
 def by_kernel(
@@ -124,25 +158,31 @@ def plain(given: Factors, configuration: Configuration | None = None) -> dict[st
         "Weft": lambda: matmul(a, b),
         KERNEL: lambda: by_kernel(given, None, None, configuration),
         TORCH: lambda: torch.mm(a, b),
-        "torch.compile, max-autotune": lambda: tuned(a, b),
+        AGAIN: lambda: torch.mm(a, b),
+        AUTOTUNED: lambda: tuned(a, b),
     }
 
 
 def with_gelu(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """gelu(a @ b + bias). Of 8 bits torch's is the torch path of the op: there is no other that runs in the kernel's place."""
+    """gelu(a @ b + bias). Of 8 bits torch's is the torch path of the op: that is what runs in the kernel's place."""
     a, b, bias, (of_a, of_b) = given.a, given.b, given.bias, given.scales
     ways: dict[str, Way] = {
         "Weft": lambda: matmul(a, b, bias=bias, activation="gelu", a_scale=of_a, b_scale=of_b),
         KERNEL: lambda: by_kernel(given, bias, "gelu", configuration),
     }
     if of_a is not None:
-        torchs = {"activation": "gelu", "out_dtype": bias.dtype}
-        return ways | {TORCH: lambda: reference.product(a, b, bias, None, of_a, of_b, **torchs)[0]}
+        assert of_b is not None, "both have scales, or none has"
+        scales = of_a, of_b
+        with_epilogue = torch.compile(_scaled_gelu, dynamic=False)
+        return ways | {
+            TORCH: lambda: reference.product(a, b, bias, None, *scales, activation="gelu", out_dtype=bias.dtype)[0],
+            EPILOGUE: lambda: with_epilogue(a, b, *scales, bias),
+        }
     compiled = torch.compile(_gelu, dynamic=False)
     tuned = torch.compile(_gelu, mode="max-autotune-no-cudagraphs", dynamic=False)
     return ways | {
         TORCH: lambda: compiled(a, b, bias),
-        "torch.compile, max-autotune": lambda: tuned(a, b, bias),
+        AUTOTUNED: lambda: tuned(a, b, bias),
     }
 
 
@@ -175,38 +215,72 @@ def _gelu(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(a @ b + bias)
 
 
+def _scaled_gelu(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(scaled.product(a, b, a_scale, b_scale, bias.dtype) + bias)
+
+
 def _swiglu(a: Tensor, b: Tensor, up: Tensor) -> Tensor:
     return F.silu(a @ b) * (a @ up)
 
 
-def truths(given: Factors) -> dict[str, Tensor]:
-    """Of each kind the first ROWS rows in float64."""
-    a, b, up, bias = given.wide()
-    return {"plain": a @ b, "gelu": _gelu(a, b, bias), "swiglu": _swiglu(a, b, up)}
+@dataclass(frozen=True, slots=True)
+class What:
+    """What is multiplied and what follows it. of: as the table names it; truth: of a, b, up and the bias."""
+
+    of: Kind
+    ways: Callable[..., dict[str, Way]]
+    truth: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    format: Format = BF16
+
+    def factors(
+        self, M: int, N: int, K: int, device: str, format: Format | None = None, transposed: str = "b"
+    ) -> Factors:
+        given = Factors.of(M, N, K, device, format or self.format, transposed)
+        return given.with_one_scale() if self.of == "one_scale" else given
+
+    def truth_of(self, given: Factors) -> Truth:
+        rows = sampled(len(given.a))
+        return Truth(rows, self.truth(*given.wide(rows)))
 
 
-KINDS: Mapping[str, Callable[..., dict[str, Way]]] = {"plain": plain, "gelu": with_gelu, "swiglu": gated}
+def _truth_of_gelu(a: Tensor, b: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    return _gelu(a, b, bias)
+
+
+KINDS = {
+    "plain": What("plain", plain, lambda a, b, up, bias: a @ b),
+    "gelu": What("fused", with_gelu, _truth_of_gelu),
+    "swiglu": What("gated", gated, lambda a, b, up, bias: _swiglu(a, b, up)),
+    "fp8": What("fused", with_gelu, _truth_of_gelu, FORMATS["fp8"]),
+    "fp8, one scale": What("one_scale", with_gelu, _truth_of_gelu, FORMATS["fp8"]),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of a product of these sizes, what each way took that is right; why the others failed."""
+    """Of a product of these sizes, what each way took that is right; why the others failed. tuned: whether the table has it."""
 
     kind: str
     sizes: tuple[int, int, int]
     timed: Mapping[str, Timed]
     failed: Mapping[str, str]
+    tuned: bool
 
     @property
     def flop(self) -> int:
         return 2 * math.prod(self.sizes) * (2 if self.kind == "swiglu" else 1)
 
+    @property
+    def name(self) -> str:
+        dtype = "e4m3" if "fp8" in self.kind else "bf16"
+        return f"{self.kind}, {' x '.join(map(str, self.sizes))} {dtype}"
+
     def of_torch(self, way: str) -> float:
-        """torch's time over this way's."""
-        return self.timed[TORCH].median / self.timed[way].median
+        """torch's time over this way's: of the GEMM with the epilogue compiled, where there are two."""
+        return self.timed[EPILOGUE if EPILOGUE in self.timed else TORCH].median / self.timed[way].median
 
     def __str__(self) -> str:
-        lines = [f"{self.kind}, {' x '.join(map(str, self.sizes))} bf16"]
+        lines = [self.name]
         for way, timed in self.timed.items():
             rate = self.flop / timed.median / 1e12
             lines.append(
@@ -215,22 +289,32 @@ class Compared:
         return "\n".join([*lines, *(f"{way:32}failed: {error}" for way, error in self.failed.items())])
 
 
-def compared(kind: str, M: int, N: int, K: int, device: str, clock: Clock, rounds: int = 20) -> Compared:
-    """Each way checked against float64, then timed, in turn. Raises Inaccurate, or whatever a way of Weft's raises."""
-    given, failed = Factors.of(M, N, K, device), Failures()
-    truth = truths(given)[kind]
-    right: dict[str, Way] = {}
+def compared(
+    kind: str, M: int, N: int, K: int, device: str, clock: Clock, rounds: int = 20, autotuned: bool = False
+) -> Compared:
+    """Each way checked against float64, then timed, in turn. Raises Inaccurate, or whatever a way of Weft's raises.
+
+    autotuned: with torch's, compiled so that it tries many.
+    """
+    from weft.kernels.matmul.launch import class_of
+
+    # Each size is compiled anew: after eight torch calls a function as it stands, and warns of that alone.
+    torch.compiler.reset()
+    what, failed = KINDS[kind], Failures()
+    given = what.factors(M, N, K, device)
+    truth, right = what.truth_of(given), dict[str, Way]()
     with torch.no_grad():
-        for name, way in KINDS[kind](given).items():
-            with failed.of(name):
-                check(name, way(), truth)
-                right[name] = way
+        for name, way in what.ways(given).items():
+            if name != AUTOTUNED or autotuned:
+                with failed.of(name):
+                    check(name, way(), truth, what.format.allowed)
+                    right[name] = way
         timed = in_turn(right, clock, rounds=rounds, replayed=(), guard=failed.of)
-    return Compared(kind, (M, N, K), timed, failed)
+    return Compared(kind, (M, N, K), timed, failed, class_of(given.a, given.b, what.of) in MEASURED)
 
 
-def check(name: str, found: Tensor, truth: Tensor, allowed: float = BF16.allowed) -> None:
+def check(name: str, found: Tensor, truth: Truth, allowed: float = BF16.allowed) -> None:
     """Raises Inaccurate."""
-    error, largest = float((found[: len(truth)].double() - truth).abs().max()), float(truth.abs().max())
+    error, largest = float((found[truth.rows].double() - truth.values).abs().max()), float(truth.values.abs().max())
     if not error <= allowed * largest:
         raise Inaccurate(f"{name} errs by {error:.3g}, of {largest:.3g} at the most")

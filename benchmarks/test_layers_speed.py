@@ -71,8 +71,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: th
 
 @needs_gpu
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
-@pytest.mark.parametrize(("N", "H"), SIZES)
 @pytest.mark.parametrize("name", layers.CASES)
+@pytest.mark.parametrize(("N", "H"), SIZES)  # those of the goal first, of all layers, should time run out
 def test_layer_speed(name: str, N: int, H: int, backward: bool, tell: Tell, clock: Device) -> None:
     found = tell.measuring(of_layer, name, N, H, "cuda", clock, backward=backward)
     print(f"\n{found}")

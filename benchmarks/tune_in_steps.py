@@ -1,13 +1,15 @@
 """`torchrun --nproc-per-node 8 -m benchmarks.tune_in_steps`: measures which products of sequence parallelism are faster in steps.
 
 Each product and its gradients, in steps and as a collective and a product, in turn on all ranks; what the slowest of them took goes into
-the table that `weft.kernels` reads, by which models choose. What was measured before stays in it. On each count of ranks a run of its own.
+the table that `weft.kernels` reads, by which models choose. What was measured before stays in it, and what the same version measured on
+these devices is not measured again. On each count of ranks a run of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -82,15 +84,32 @@ def tune(table: Path = TABLE) -> None:
         raise RuntimeError("there is no GPU to measure on; run this where there are several")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    where, rows, clock = f"{torch.cuda.get_device_name()}, torch {torch.__version__}", read(table), Device()
-    for M in TOKENS:
-        for form, N, K in PRODUCTS:
-            row = timed(form, M, N, K, "cuda", torch.bfloat16, clock, where)
-            rows[row.of] = row
-            if dist.get_rank() == 0:
-                write(rows, table)  # what is found is kept, whatever comes next
-                print(f"{row.pair_seconds / row.seconds:6.1%} of the pair's speed: {row.of}", flush=True)
+    measure(table, "cuda", torch.bfloat16, Device(), f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     dist.destroy_process_group()
+
+
+def measure(
+    table: Path,
+    device: str,
+    dtype: torch.dtype,
+    clock: Clock,
+    where: str,
+    tokens: Iterable[int] = TOKENS,
+    products: Iterable[tuple[Form, int, int]] = PRODUCTS,
+) -> None:
+    """Adds what is found to the table, at once. Called on each rank."""
+    rows, chip = read(table), chip_of(torch.device(device))
+    for M, (form, N, K) in itertools.product(tokens, products):
+        known = rows.get(Product.of(form, chip, dtype, dist.get_world_size(), M, N, K))
+        if (
+            known is not None and known.where == where
+        ):  # on all ranks alike: they have read one table, and add the same rows
+            continue
+        row = timed(form, M, N, K, device, dtype, clock, where)
+        rows[row.of] = row
+        if dist.get_rank() == 0:
+            write(rows, table)
+            print(f"{row.pair_seconds / row.seconds:6.1%} of the pair's speed: {row.of}", flush=True)
 
 
 if __name__ == "__main__":

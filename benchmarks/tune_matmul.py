@@ -2,15 +2,19 @@
 
     python -m benchmarks.tune_matmul                              # all dtypes; hours
     python -m benchmarks.tune_matmul --dtype bf16 --dtype fp8
+    python -m benchmarks.tune_matmul --seconds 500                # what it can in that time; the next call goes on, until it exits with 0
 
 Of each class of products the fastest configuration, beside torch's GEMM followed by the same epilogue compiled, or beside torch's of one
-group after the other. What was measured before, on other chips or of other classes, stays in the table. The classes are those of the
+group after the other; 8 bits beside torch's GEMM of such, where the chip has one. What was measured before, on other chips or of other
+classes, stays in the table; what the same versions measured on this chip is not measured again, without `--again`. The classes are those of the
 layers of `benchmarks.products` and of the experts of `benchmarks.grouped_products`: forward, and of both gradients.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +31,6 @@ from weft.kernels.matmul.configurations import (
     TABLE,
     Class,
     Configuration,
-    Kind,
     Measured,
     fitted,
     read,
@@ -36,21 +39,9 @@ from weft.kernels.matmul.configurations import (
 
 from benchmarks import grouped_products
 from benchmarks.grouped_products import EXPERTS, Groups
-from benchmarks.products import (
-    FORMATS,
-    KERNEL,
-    SHAPES,
-    TOKENS,
-    TORCH,
-    Factors,
-    Format,
-    Way,
-    check,
-    gated,
-    plain,
-    truths,
-    with_gelu,
-)
+from benchmarks.launched import cost
+from benchmarks.measure_gpu import UNFINISHED
+from benchmarks.products import FORMATS, KERNEL, KINDS, SHAPES, TOKENS, TORCH, Format, Truth, Way, check
 from benchmarks.timing import Clock, Device, in_turn
 
 CANDIDATES = (
@@ -66,32 +57,27 @@ CANDIDATES = (
     FLAT,
     BY_POINTERS,
 )
+# float32 as it is, without tensor cores: what has few enough registers.
+SINGLES = (SINGLE, replace(SINGLE, tile_m=32))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A class of products and one of them. truth: its first rows in float64. ways: KERNEL's, with a configuration, and TORCH's."""
+    """A class of products and one of them. truth: rows of all of its tiles. ways: KERNEL's, with a configuration, and TORCH's."""
 
     of: Class
     format: Format
-    truth: Tensor
+    truth: Callable[[], Truth]
     ways: Callable[[Configuration | None], Mapping[str, Way]]
 
 
-# Of each kind of `Class` what is measured, and its name in `truths`.
-KINDS: Mapping[Kind, tuple[Callable[..., dict[str, Way]], str]] = {
-    "plain": (plain, "plain"),
-    "fused": (with_gelu, "gelu"),
-    "gated": (gated, "swiglu"),
-}
-
-
-def of_product(kind: Kind, transposed: str, sizes: tuple[int, int, int], format: Format, device: str) -> Case:
+def of_product(kind: str, transposed: str, sizes: tuple[int, int, int], format: Format, device: str) -> Case:
+    """kind: one of KINDS."""
     from weft.kernels.matmul.launch import class_of
 
-    given = Factors.of(*sizes, device, format, transposed)
-    ways, name = KINDS[kind]
-    return Case(class_of(given.a, given.b, kind), format, truths(given)[name], partial(ways, given))
+    what = KINDS[kind]
+    given = what.factors(*sizes, device, format, transposed)
+    return Case(class_of(given.a, given.b, what.of), format, partial(what.truth_of, given), partial(what.ways, given))
 
 
 def of_groups(transposed: str, groups: int, sizes: tuple[int, int, int], format: Format, device: str) -> Case:
@@ -99,7 +85,7 @@ def of_groups(transposed: str, groups: int, sizes: tuple[int, int, int], format:
 
     given = Groups.of(groups, *sizes, device, format, transposed)
     of = class_of(given.a, given.b[0], "grouped", groups)
-    return Case(of, format, grouped_products.truth_of_rows(given), partial(grouped_products.of_rows, given))
+    return Case(of, format, partial(grouped_products.truth_of_rows, given), partial(grouped_products.of_rows, given))
 
 
 def of_weights(groups: int, sizes: tuple[int, int, int], format: Format, device: str) -> Case:
@@ -107,7 +93,9 @@ def of_weights(groups: int, sizes: tuple[int, int, int], format: Format, device:
 
     given = Groups.of(groups, *sizes, device, format)
     of = class_of(given.a.mT, given.grad, "grouped_weights", groups)
-    return Case(of, format, grouped_products.truth_of_weights(given), partial(grouped_products.of_weights, given))
+    return Case(
+        of, format, partial(grouped_products.truth_of_weights, given), partial(grouped_products.of_weights, given)
+    )
 
 
 def cases(
@@ -125,10 +113,12 @@ def cases(
     for M in tokens:
         for N, K in layers:
             forward, of_input, of_weight = ("b", (M, N, K)), ("", (M, K, N)), ("a", (N, K, M))
-            yield partial(of_product, "fused", *forward, format, device)
-            if not eight:
-                yield partial(of_product, "fused", *of_input, format, device)
-                yield partial(of_product, "gated", *forward, format, device)
+            yield partial(of_product, "gelu", *forward, format, device)
+            if eight:
+                yield partial(of_product, "fp8, one scale", *forward, format, device)
+            else:
+                yield partial(of_product, "gelu", *of_input, format, device)
+                yield partial(of_product, "swiglu", *forward, format, device)
                 for each in (forward, of_input, of_weight):
                     yield partial(of_product, "plain", *each, format, device)
         for groups, N, K in experts:
@@ -138,28 +128,41 @@ def cases(
                 yield partial(of_weights, groups, (M, N, K), format, device)
 
 
-def candidates(of: Class, format: Format, among: Iterable[Configuration] = CANDIDATES) -> list[Configuration]:
-    """Those for 16 bits, with as many bytes of the inner dim, as this kind of kernel takes them."""
-    found = [replace(each, tile_k=each.tile_k * 2 // format.dtype.itemsize) for each in among]
-    if format.dtype == torch.float32:
-        found.append(SINGLE)
-    return list(dict.fromkeys(fitted(of.kind, each) for each in found))
+def candidates(of: Class, format: Format) -> list[Configuration]:
+    """Those for 16 bits, with as many bytes of the inner dim, as this kind of kernel takes them.
+
+    8 bits are summed twice, for which the widest tiles have too few registers.
+    """
+    among: tuple[Configuration, ...] = SINGLES
+    if format.dtype != torch.float32 or format.tf32:
+        widest = 128 if format.dtype.itemsize == 1 else 256
+        among = tuple(
+            replace(each, tile_k=each.tile_k * 2 // format.dtype.itemsize)
+            for each in CANDIDATES
+            if each.tile_n <= widest
+        )
+        among += (SINGLE,) if format.tf32 else ()
+    return list(dict.fromkeys(fitted(of.kind, each) for each in among))
 
 
-def fastest(case: Case, among: Iterable[Configuration], clock: Clock, where: str, rounds: int = 10) -> Measured:
-    """The candidate that took the least time of the product; one that the chip cannot run is none.
+def fastest(case: Case, among: Iterable[Configuration], clock: Clock, where: str, rounds: int = 10) -> Measured | None:
+    """The candidate that took the least time of the product; None where there is none.
 
-    Raises Inaccurate for one that is wrong.
+    One that the chip cannot run, or that has too few registers there and spills, is none. Raises Inaccurate for one that is wrong.
     """
     named: dict[str, Configuration] = {}
     ways: dict[str, Way] = {TORCH: case.ways(None)[TORCH]}
+    torch.compiler.reset()  # see `compared`
     with torch.no_grad(), case.format.chosen():
+        truth = case.truth()
         for candidate in among:
             way = case.ways(candidate)[KERNEL]
             made = _made(way)
-            if made is not None:
-                check(str(candidate), made, case.truth, case.format.allowed)
+            if made is not None and not spills(way):
+                check(str(candidate), made, truth, case.format.allowed)
                 named[str(candidate)], ways[str(candidate)] = candidate, way
+        if not named:
+            return None
         timed = in_turn(ways, clock, rounds=rounds, replayed=())
     best = min(named, key=lambda name: timed[name].median)
     seconds, torch_seconds = timed[best].median, timed[TORCH].median
@@ -175,28 +178,57 @@ def _made(way: Way) -> Tensor | None:
         return None
 
 
-def tune(table: Path = TABLE, formats: Iterable[Format] = tuple(FORMATS.values())) -> None:
-    """Raises RuntimeError without a GPU."""
+def spills(way: Way) -> bool:
+    """Whether a kernel that it launches keeps registers in memory."""
+    return float(cost(way).get("spill_bytes", 0)) > 0
+
+
+def tune(
+    table: Path = TABLE,
+    formats: Iterable[Format] = tuple(FORMATS.values()),
+    seconds: float | None = None,
+    again: bool = False,
+) -> int:
+    """How many classes are left. seconds: after which no other is begun. Raises RuntimeError without a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no GPU to measure on; run this where there is one")
     import triton
 
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    for format in formats:
-        measure(cases(format, "cuda"), format, table, Device(), where)
+    end = None if seconds is None else time.monotonic() + seconds
+    clock = Device()
+    return sum(measure(list(cases(of, "cuda")), of, table, clock, where, end=end, again=again) for of in formats)
 
 
 def measure(
-    makers: Iterable[Callable[[], Case]], format: Format, table: Path, clock: Clock, where: str, rounds: int = 10
-) -> None:
-    """Adds what is found of each case to the table, at once."""
-    rows = read(table)
-    for make in makers:
+    makers: Sequence[Callable[[], Case]],
+    format: Format,
+    table: Path,
+    clock: Clock,
+    where: str,
+    rounds: int = 10,
+    end: float | None = None,
+    again: bool = False,
+) -> int:
+    """Adds what is found of each case to the table, at once; how many were not looked at when the time was over."""
+    rows, seen = read(table), set[Class]()
+    for number, make in enumerate(makers):
+        if end is not None and time.monotonic() >= end:
+            return len(makers) - number
         with format.chosen():  # a class is of tf32 where float32 is multiplied so
             case = make()
-        rows[case.of] = row = fastest(case, candidates(case.of, format), clock, where, rounds)
+        known = rows.get(case.of)
+        if case.of in seen or (known is not None and known.where == where and not again):
+            continue
+        seen.add(case.of)
+        row = fastest(case, candidates(case.of, format), clock, where, rounds)
+        if row is None:
+            print(f"no candidate runs here: {case.of}", flush=True)
+            continue
+        rows[case.of] = row
         write(rows, table)
         print(f"{row.torch_seconds / row.seconds:6.1%} of torch's speed: {case.of}, {row.configuration}", flush=True)
+    return 0
 
 
 def main() -> None:
@@ -204,8 +236,16 @@ def main() -> None:
         prog="python -m benchmarks.tune_matmul", description="Measure how products are cut."
     )
     parser.add_argument("--dtype", action="append", choices=FORMATS, help="may be repeated; all without it")
-    names: list[str] = parser.parse_args().dtype or [*FORMATS]
-    tune(formats=[FORMATS[name] for name in names])
+    parser.add_argument("--seconds", type=float, help="after which no other class is begun; the next call goes on")
+    parser.add_argument(
+        "--again", action="store_true", help="measure too what these versions have measured on this chip"
+    )
+    options = parser.parse_args()
+    names: list[str] = options.dtype or [*FORMATS]
+    left = tune(formats=[FORMATS[name] for name in names], seconds=options.seconds, again=options.again)
+    if left:
+        print(f"the time is over; {left} products are left: call it again")
+        sys.exit(UNFINISHED)
 
 
 if __name__ == "__main__":

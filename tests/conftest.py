@@ -1,10 +1,10 @@
 import gc
 import importlib
+import importlib.util
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from tests.architecture.collected import FOUND
@@ -15,9 +15,13 @@ from tests.support.tables import combinations, greatest, lines
 
 __all__ = ["combinations", "greatest", "pool"]
 
-# Times are those of a shared machine.
-hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("patient")
+if importlib.util.find_spec("hypothesis"):  # the tests that need a GPU do without it
+    import hypothesis
+
+    # Times are those of a shared machine.
+    patient = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=patient)
+    hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,6 @@
-"""The benchmarks need torch, triton, numpy, pytest and pytest-benchmark, and what these need: a bare machine with a GPU has them."""
+"""The benchmarks, and the tests that need a GPU, take torch, triton, numpy, pytest and pytest-benchmark, and what these need: a bare
+machine with a GPU has them.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,16 @@ absent = {
 }
 
 class Bare:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in absent:
-            raise ModuleNotFoundError(f"No module named {name!r}, as on a bare machine", name=name)
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Bare())
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Bare, sys.meta_path)
 assert {"hypothesis", "rich"} <= absent, absent
 import pytest
 sys.exit(pytest.main([*sys.argv[1:], "-p", "pytest_benchmark.plugin"]))
@@ -54,6 +61,12 @@ def test_a_bare_machine_collects_all_benchmarks_and_runs_one() -> None:
     assert "1 passed" in done.stdout
 
 
+def test_a_bare_machine_collects_the_tests_that_need_a_gpu() -> None:
+    done = bare("tests/kernels", "-q", "--collect-only", "-m", "gpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_values.py" in done.stdout
+
+
 def test_what_a_bare_machine_lacks_cannot_be_imported() -> None:
-    done = bare("tests/kernels/test_random.py", "-q", "--collect-only")
-    assert "No module named 'hypothesis', as on a bare machine" in done.stdout + done.stderr
+    done = bare("tests/support/test_sample.py", "-q", "--collect-only")
+    assert "No module named 'hypothesis'" in done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_way_that_is_wrong_is_not_timed(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     given = products.Factors.of(32, 48, 16, "cpu")
     ways = {"Weft": lambda: given.a @ given.b, TORCH: lambda: given.a @ given.up}
-    monkeypatch.setitem(products.KINDS, "plain", lambda given: ways)
+    monkeypatch.setitem(products.KINDS, "plain", replace(products.KINDS["plain"], ways=lambda given: ways))
     found = compared("plain", 32, 48, 16, "cpu", Host(), rounds=3)
     assert {*found.timed} == {"Weft"}
     assert "torch errs by" in found.failed[TORCH]
@@ -52,5 +53,12 @@ def test_every_kind_and_pass_is_tuned_of_every_format() -> None:
     }
     groups = {("grouped", ""), ("grouped", "b")}
     wide = {("plain", "b"), ("plain", ""), ("plain", "a"), ("fused", ""), ("gated", "b"), ("grouped_weights", "a")}
-    assert found.pop("fp8") == {("fused", "b")} | groups
+    assert found.pop("fp8") == {("fused", "b"), ("one_scale", "b")} | groups
     assert found == dict.fromkeys(found, {("fused", "b")} | groups | wide)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
+def test_rows_of_every_tile_are_checked(rows: int) -> None:
+    found = products.sampled(rows).tolist()
+    assert {row // 64 for row in found} == set(range(-(-rows // 64)))
+    assert found == sorted(set(found)) and found[-1] == rows - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, Product, T
 from benchmarks import tune_in_steps
 from benchmarks.timing import Host
 from tests.support.pool import Pool
+
+SMALL: list[tuple[Form, int, int]] = [("all_gather_matmul", 12, 8), ("matmul_reduce_scatter", 12, 8)]
 
 
 def found(form: Form) -> Timed:
@@ -25,6 +28,30 @@ def test_both_ways_are_compared_and_timed(pool: Pool, form: Form, tmp_path: Path
     assert first.of == Product(form, "cpu", "float32", 2, 8, 16, 8)
     write({first.of: first}, tmp_path / "table.json")
     assert read(tmp_path / "table.json") == {first.of: first}
+
+
+def measured(table: Path) -> list[str]:
+    """The products that were timed."""
+    timed, names = tune_in_steps.timed, []
+
+    def noted(form: Form, *rest: Any) -> Timed:
+        names.append(form)
+        return timed(form, *rest, rounds=2)
+
+    tune_in_steps.timed = noted  # type: ignore[assignment]
+    try:
+        tune_in_steps.measure(table, "cpu", torch.float32, Host(), "here", [6], SMALL)
+    finally:
+        tune_in_steps.timed = timed
+    return names
+
+
+def test_what_is_in_the_table_is_not_measured_again(pool: Pool, tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text("[]")
+    first, again = ({*map(tuple, pool.run(measured, table, ranks=2))} for _ in range(2))
+    assert first == {("all_gather_matmul", "matmul_reduce_scatter")} and again == {()}
+    assert len(read(table)) == 2
 
 
 def test_the_table_is_as_it_is_written(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from weft.kernels.aot import (
     as_json,
     as_table,
     compile_variant,
+    others,
     save,
     variants,
 )
@@ -55,6 +56,10 @@ def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:
 def compiled(target: str) -> list[dict[str, Any]]:
     """As `python -m weft.kernels.aot --json` prints them, and one of a kernel that tests alone have."""
     return json.loads(as_json(compile_variant(variant, target) for variant in (*variants(), A_PRODUCT)))
+
+
+def compiled_others(target: str) -> list[dict[str, Any]]:
+    return json.loads(as_json(compile_variant(variant, target) for variant in others()))
 
 
 @functools.cache
@@ -113,9 +118,31 @@ def test_shared_memory_is_within_the_chip(target):
 @pytest.mark.skipif(not KEPT.exists(), reason=f"nothing is kept for triton {triton.__version__}; {RENEW}")
 @EACH_TARGET
 def test_nothing_costs_more_than_kept(target):
-    kept = by_variant_and_target(report for report in json.loads(KEPT.read_text()) if report["target"] == target)
-    found = differences(kept, reports_for(target))
+    assert_as_kept(reports_for(target))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(target):
+    with Pool() as fresh:
+        reports = by_variant_and_target(fresh.run(compiled_others, target, ranks=1)[0])
+    assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
+    assert max(report["shared_bytes"] for report in reports.values()) <= SHARED_KIB[target] * 1024
+    assert_as_kept(reports)
+
+
+def assert_as_kept(fresh):
+    """Of the variants that were compiled."""
+    kept = by_variant_and_target(json.loads(KEPT.read_text()))
+    found = differences({key: report for key, report in kept.items() if key in fresh}, fresh)
     assert not found, "\n".join([*found, f"if that is meant, keep it: {RENEW}"])
+
+
+def test_every_variant_is_kept_and_no_other():
+    kept = [(report["variant"], report["target"]) for report in json.loads(KEPT.read_text())]
+    names = [each.name for each in (*variants(), *others())]
+    assert len(set(names)) == len(names)
+    assert sorted(kept) == sorted((name, target) for name in names for target in TARGETS)
 
 
 COST = {

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.products import FORMATS
 from tests.kernels.test_aot import EACH_TARGET, FIRST, reports_for
+from tests.support.pool import Pool
 
 MULTIPLIES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 # As each target's instructions name the dtypes: of a chip without e4m3 8 bits are widened; tcgen05 has one kind for 16 bits.
@@ -129,3 +131,40 @@ def test_epilogues_store_128_bits_at_a_time() -> None:
             kind for kind in reports_for(FIRST)[f"matmul.product/{name}", FIRST]["accesses"] if kind.startswith("store")
         }
         assert stores == {"store 128"}, name
+
+
+def spilling_candidates(name: str) -> list[str]:
+    """Of the configurations that are tuned, compiled with a bias and gelu, gated, and of groups."""
+    from weft.kernels.aot import compile_variant
+    from weft.kernels.grouped_matmul import kernel as of_groups
+    from weft.kernels.grouped_matmul import variants as groups
+    from weft.kernels.matmul import variants
+    from weft.kernels.matmul.configurations import Class
+
+    from benchmarks.tune_matmul import candidates
+
+    of = {"fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": variants.EIGHT}.get(name, "bf16")
+    scales, precision = ("scales",) * (name == "fp8"), "tf32" if name == "tf32" else "ieee"
+    out, found = "bf16" if name == "fp8" else of, []
+    for kind in ("fused", "grouped") if name == "fp8" else ("fused", "gated", "grouped"):
+        for each in candidates(Class.of(FIRST, name, kind, "b", 64, 64, 64), FORMATS[name]):
+            if kind == "grouped":
+                given = groups.SCALES if scales else {}
+                variant = groups._variant("rows_by_group/a", of_groups.rows_by_group, each, out, None, of, **given)
+            else:
+                asked = ("gated",) if kind == "gated" else ("bias", *scales)
+                activation = None if kind == "gated" else "gelu"
+                variant = variants._product(
+                    "a", each, *asked, of=of, to=out, activation=activation, precision=precision
+                )
+            report = compile_variant(variant, FIRST)
+            if report.spill_bytes or report.shared_bytes > 227 * 1024:
+                found.append(f"{kind}: {each} spills {report.spill_bytes}, shared {report.shared_bytes}")
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_configuration_that_is_tuned_spills_on_an_h100(name: str) -> None:
+    with Pool() as fresh:
+        assert fresh.run(spilling_candidates, name, ranks=1) == [[]]

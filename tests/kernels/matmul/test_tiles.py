@@ -111,7 +111,7 @@ def test_every_tile_has_its_turn_once(interpreted: None, tiles_m: int, tiles_n: 
 
 
 def test_grouped_tiles_share_panels_in_the_l2(interpreted: None) -> None:
-    """8192 x 8192 in tiles of 128 x 256 by the 132 multiprocessors of an H100: 16 waves."""
+    """8192 x 8192 in tiles of 128 x 256 by the 132 multiprocessors of an H100: 16 waves. A model over the order, no measurement."""
     rows, grouped = (panels_of_waves(order_of(64, 32, group_m), 132) for group_m in (1, LARGE.group_m))
     least = 16 * 2 * 132**0.5  # of squares of tiles
     assert rows == 590

@@ -105,9 +105,15 @@ class Report:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant of every room."""
+    """Of every room the variants that have all of what its launches do."""
     for room in ROOMS:
         yield from importlib.import_module(room).VARIANTS
+
+
+def others() -> Iterator[Variant]:
+    """Of rooms that launch the same in more ways, those."""
+    for room in ROOMS:
+        yield from getattr(importlib.import_module(room), "OTHERS", ())
 
 
 def compile_all(targets: Iterable[str]) -> list[Report]:
@@ -118,7 +124,7 @@ def compile_all(targets: Iterable[str]) -> list[Report]:
 
 
 def _compile_for(target: str) -> list[Report]:
-    return [compile_variant(variant, target) for variant in variants()]
+    return [compile_variant(variant, target) for variant in (*variants(), *others())]
 
 
 def compile_variant(variant: Variant, target: str) -> Report:

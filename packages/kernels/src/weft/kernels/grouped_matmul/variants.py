@@ -6,7 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..aot import Variant
-from ..matmul.configurations import BY_POINTERS, EIGHT_BITS, LARGE, MIDDLE, ON_AMD, Configuration, grouped
+from ..matmul.configurations import (
+    BY_POINTERS,
+    EIGHT_BITS,
+    FLAT,
+    LARGE,
+    MIDDLE,
+    NOT_ALIGNED,
+    ON_AMD,
+    SINGLE,
+    Configuration,
+    grouped,
+)
 from ..matmul.variants import BYTES, EIGHT, eight_on
 from . import kernel
 
@@ -60,7 +71,8 @@ def _variant(
             chosen.flop_per_byte(BYTES[factors]),
         )
 
-    elsewhere = {"sm_80": launched(BY_POINTERS, "sm_80"), "gfx": launched(ON_AMD, "gfx")}
+    older = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
+    elsewhere = {target: launched(other, target) for target, other in older.items() if chosen.descriptors}
     return replace(launched(grouped(chosen)), elsewhere=elsewhere)
 
 
@@ -74,4 +86,23 @@ VARIANTS = (
         "rows_by_group/fp8-scales", kernel.rows_by_group, EIGHT_BITS, "bf16", factors=EIGHT, a_scale_ptr=NUMBERS, b_scale_ptr=NUMBERS
     ),
     _variant("weights_by_group/bf16-sum", kernel.weights_by_group, MIDDLE, "fp32"),
+)  # fmt: skip
+
+FOLLOWED = {"bias_ptr": ONE, "residual_ptr": ONE, "z_ptr": ONE}
+SCALES = {"a_scale_ptr": NUMBERS, "b_scale_ptr": NUMBERS}
+WIDE = dict.fromkeys(FOLLOWED, "*fp32:16")
+NOT_AT_16_BYTES = dict.fromkeys(
+    ("K", "M", "stride_an", "stride_bg", "stride_bk", "stride_on", "stride_gn", "stride_og"), "i32"
+)
+# What else the rules choose, by the epilogues that need the most registers.
+OTHERS = (
+    _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **FOLLOWED),
+    _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **FOLLOWED),
+    _variant("rows_by_group/bf16-not-aligned-gelu", kernel.rows_by_group, NOT_ALIGNED, "bf16", "gelu", **FOLLOWED, **NOT_AT_16_BYTES),
+    _variant("rows_by_group/fp32-gelu", kernel.rows_by_group, SINGLE, "fp32", "gelu", "fp32", **WIDE),
+    _variant("rows_by_group/fp8-scales-gelu", kernel.rows_by_group, EIGHT_BITS, "bf16", "gelu", EIGHT, **FOLLOWED, **SCALES),
+    _variant("weights_by_group/bf16-large", kernel.weights_by_group, LARGE, "bf16"),
+    _variant("weights_by_group/bf16-flat", kernel.weights_by_group, FLAT, "bf16"),
+    _variant("weights_by_group/bf16-not-aligned-sum", kernel.weights_by_group, NOT_ALIGNED, "fp32", **NOT_AT_16_BYTES),
+    _variant("weights_by_group/fp32-sum", kernel.weights_by_group, SINGLE, "fp32", factors="fp32"),
 )  # fmt: skip

@@ -51,14 +51,15 @@ class Configuration:
         return round(flop / ((self.tile_m + self.tile_n * products) * self.tile_k * itemsize), 1)
 
 
-Kind = Literal["plain", "fused", "gated", "grouped", "grouped_weights"]
+Kind = Literal["plain", "fused", "one_scale", "gated", "grouped", "grouped_weights"]
+ONE_PASS: tuple[Kind, ...] = ("fused", "one_scale")  # where the kernel saves a pass
 
 
 class Class(NamedTuple):
     """Products that are computed alike. chip: as "sm_90". dtype: of the factors, "tf32" where float32 is multiplied so.
 
-    kind: "plain" where no more than a bias follows, "fused" where an epilogue does that torch's GEMM does not have, "gated" where two
-    products of one input make a gate; "grouped" of groups of rows, with or without an epilogue, and "grouped_weights" of sums over them.
+    kind: "plain" where no more than a bias follows, "fused" where an epilogue does that torch's GEMM does not have, and "one_scale" where
+    the factors have 8 bits and no more than a number each for scales; "gated" where two products of one input make a gate; "grouped" of groups of rows, with or without an epilogue, and "grouped_weights" of sums over them.
     transposed: the factors [M, K] and [K, N] whose columns are contiguous: "", "a", "b" or "ab".
     m, n, k: the sizes, of groups those of one of them; with how many groups there are, rounded up to powers of two.
     """
@@ -78,10 +79,20 @@ class Class(NamedTuple):
         return cls(chip, dtype, kind, transposed, m, n, k, groups)
 
 
-def kind_of(a: Tensor, activation: str | None, alpha: float, *others: Tensor | None) -> Kind:
-    """Of a product that is followed by these. others: residual, scales, and what the activation is applied to."""
-    follows = activation is not None or alpha != 1 or any(each is not None for each in others)
-    return "fused" if follows or a.dtype.itemsize == 1 else "plain"
+def kind_of(
+    a: Tensor,
+    activation: str | None,
+    alpha: float,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    z: Tensor | None = None,
+) -> Kind:
+    """Of a product that is followed by these. z: where what the activation is applied to is kept."""
+    if a.dtype.itemsize == 1:
+        return "one_scale" if all(each is None or each.numel() == 1 for each in (a_scale, b_scale)) else "fused"
+    follows = activation is not None or alpha != 1 or any(each is not None for each in (residual, z))
+    return "fused" if follows else "plain"
 
 
 def transposed(a: Tensor, b: Tensor) -> str:
@@ -145,11 +156,11 @@ def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> 
 def kernel_runs(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> bool:
     """Whether the kernel computes such products, and not torch's GEMM with what follows: the faster one, by measurement.
 
-    Of what was not measured the kernel computes "fused" alone: what follows is then no pass of its own. A gate saves less beside
+    Of what was not measured the kernel computes ONE_PASS alone: what follows is then no pass of its own. A gate saves less beside
     two products, two passes over its output of six, than the better GEMM may.
     """
     row = measured.get(of)
-    return of.kind == "fused" if row is None else row.seconds < row.torch_seconds
+    return of.kind in ONE_PASS if row is None else row.seconds < row.torch_seconds
 
 
 # Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
@@ -158,10 +169,10 @@ MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, par
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
 EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
-NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=2, descriptors=False)
+NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=4, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 SINGLE = Configuration(
-    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, descriptors=False
+    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, parts=2, descriptors=False
 )  # float32 without tensor cores
 INTERPRETED = Configuration(tile_m=16, tile_n=32, tile_k=16, warps=1, stages=1, group_m=2, parts=2)
 WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
@@ -201,7 +212,9 @@ def halved(configuration: Configuration) -> Configuration:
 def grouped(configuration: Configuration) -> Configuration:
     """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
     whole = _replaced(configuration, splits=1, specialized=False)
-    return _replaced(whole, warps=8) if whole == MIDDLE else whole
+    if whole == MIDDLE:
+        return _replaced(whole, warps=8)
+    return _replaced(whole, stages=2) if whole == SINGLE else whole
 
 
 def fitted(kind: Kind, configuration: Configuration) -> Configuration:

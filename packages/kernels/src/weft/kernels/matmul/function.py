@@ -14,7 +14,7 @@ from ..op import Tensors
 from ..swiglu import function as gates
 from . import reference
 from .checks import rows_in_place
-from .configurations import MEASURED, Kind, kernel_runs, kind_of
+from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of
 from .reference import derivative, rows_of, shaped
 
 GATES = {
@@ -255,7 +255,7 @@ def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
     """
     if not a.is_cuda:
         return kind != "plain"
-    if not MEASURED and kind != "fused":
+    if not MEASURED and kind not in ONE_PASS:
         return False
     if a.dtype.itemsize == 1 and not compiles(a, b):
         return False

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..backend import on_cpu
+from . import scaled
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 
@@ -36,7 +37,9 @@ def product(
     if bias is not None and alpha == 1 and a_scale is None and b_scale is None and a.dtype == dtype and b.ndim == 2:
         z = F.linear(a, b.mT, bias)
     else:
-        if a.dtype.itemsize == 1:  # products of 8 bits are exact in float32
+        if a.dtype.itemsize == 1 and scaled.takes(a, b, a_scale, b_scale, dtype):
+            z = scaled.product(a, b, a_scale, b_scale, dtype)
+        elif a.dtype.itemsize == 1:  # products of 8 bits are exact in float32
             z = _scaled(a, a_scale, -1) @ _scaled(b, b_scale, -2)
         else:
             z = wide_product(_times(a, a_scale, -1), _times(b, b_scale, -2), dtype)

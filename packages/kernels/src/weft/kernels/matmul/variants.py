@@ -7,7 +7,18 @@ from dataclasses import replace
 
 from ..aot import Variant
 from . import kernel
-from .configurations import BY_POINTERS, EIGHT_BITS, LARGE, MIDDLE, NOT_ALIGNED, ON_AMD, SINGLE, Configuration, halved
+from .configurations import (
+    BY_POINTERS,
+    EIGHT_BITS,
+    FLAT,
+    LARGE,
+    MIDDLE,
+    NOT_ALIGNED,
+    ON_AMD,
+    SINGLE,
+    Configuration,
+    halved,
+)
 from .launch import COMBINED
 
 ALIGNED = "i32:16"
@@ -82,6 +93,8 @@ def _product(
 
 
 OLDER = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
+GATED = {of: halved(each) for of, each in OLDER.items()}
+EPILOGUE = ("bias", "residual", "z")
 COMBINE = Variant(
     "matmul.combine/bf16-bias-gelu",
     kernel.combine,
@@ -107,6 +120,56 @@ VARIANTS = (
     _product("fp32", SINGLE, of="fp32", to="fp32"),
     _product("tf32", SINGLE, of="fp32", to="fp32", precision="tf32"),
     _product("fp8-scales", EIGHT_BITS, "scales", of=EIGHT, elsewhere=OLDER),
-    _product("bf16-swiglu", halved(LARGE), "gated", "z", elsewhere={of: halved(each) for of, each in OLDER.items()}),
+    _product("bf16-swiglu", halved(LARGE), "gated", "z", elsewhere=GATED),
     COMBINE,
 )
+
+
+def _combine(name: str, constexprs: dict[str, int | str | None], **given: str) -> Variant:
+    """As COMBINE, with other arguments."""
+    return replace(
+        COMBINE,
+        name=f"matmul.combine/{name}",
+        arguments=dict(COMBINE.arguments) | given,
+        constexprs=dict(COMBINE.constexprs) | constexprs,
+    )
+
+
+# What else the rules choose, by the epilogues that need the most registers.
+OTHERS = (
+    *(
+        _product(f"bf16-flat-{how or 'none'}", FLAT, *EPILOGUE, activation="gelu", transposed=how, elsewhere=OLDER)
+        for how in ("b", "", "a", "ab")
+    ),
+    _product("bf16-flat-slope-of-gelu", FLAT, "residual", "slope", activation="gelu", transposed="", elsewhere=OLDER),
+    *(
+        _product(f"bf16-{activation}", LARGE, *EPILOGUE, activation=activation, elsewhere=OLDER)
+        for activation in ("gelu_tanh", "silu", "relu2")
+    ),
+    *(
+        _product(f"bf16-slope-of-{activation}", LARGE, "residual", "slope", activation=activation, transposed="", elsewhere=OLDER)
+        for activation in ("gelu_tanh", "silu", "relu", "relu2")
+    ),
+    _product("bf16-both-transposed", LARGE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=OLDER),
+    _product("bf16-middle", MIDDLE, *EPILOGUE, activation="gelu", elsewhere=OLDER),
+    _product("bf16-middle-both-transposed", MIDDLE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=OLDER),
+    _product("bf16-part-of-a-sum", MIDDLE, to="fp32", elsewhere=OLDER),
+    *(
+        _product(f"bf16-not-aligned-{how or 'none'}", NOT_ALIGNED, *EPILOGUE, activation="gelu", transposed=how, aligned=False)
+        for how in ("b", "", "a", "ab")
+    ),
+    _product("bf16-not-aligned-slope-of-gelu", NOT_ALIGNED, "residual", "slope", activation="gelu", transposed="", aligned=False),
+    _product("fp16-gelu", LARGE, *EPILOGUE, of="fp16", to="fp16", activation="gelu", elsewhere=OLDER),
+    _product("fp32-gelu", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu"),
+    _product("fp32-both-transposed", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", transposed="ab"),
+    _product("tf32-gelu", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", precision="tf32"),
+    _product("fp8-scales-gelu", EIGHT_BITS, "scales", *EPILOGUE, of=EIGHT, activation="gelu", elsewhere=OLDER),
+    _product("bf16-swiglu-middle", halved(MIDDLE), "gated", "z", elsewhere=GATED),
+    _product("bf16-swiglu-flat", halved(FLAT), "gated", "z", elsewhere=GATED),
+    _product("bf16-swiglu-not-aligned", halved(NOT_ALIGNED), "gated", "z", aligned=False),
+    _product("fp32-swiglu", halved(SINGLE), "gated", "z", of="fp32", to="fp32"),
+    _combine("bf16-bias-residual-gelu", {}, residual_ptr="*bf16:16", z_ptr="*bf16:16"),
+    _combine("bf16-slope-of-gelu", {"ACTIVATION": None, "SLOPE": "gelu"}, bias_ptr="None", residual_ptr="*bf16:16"),
+    _combine("bf16-scales", {"ACTIVATION": None}, a_scale_ptr="*fp32:16", b_scale_ptr="*fp32:16"),
+    _combine("fp32-sum", {"ACTIVATION": None, "ACCUMULATE": 1}, bias_ptr="None", out_ptr="*fp32:16"),
+)  # fmt: skip
