@@ -16,7 +16,9 @@ ELSEWHERE = {"KeyValueCache", "on_local_tensors"}  # what an op is given, and wh
 
 @pytest.mark.parametrize("name", sorted({*kernels.__all__} - ELSEWHERE))
 def test_an_op_has_a_page_with_a_program_that_calls_it(name: str) -> None:
-    (page,) = re.findall(rf"^\| [^|\n]*`{name}`[^|\n]* \| [^|\n]+ \| \[[^]]+\]\(([\w./]+\.md)\) \|$", INDEX, re.MULTILINE)
+    (page,) = re.findall(
+        rf"^\| [^|\n]*`{name}`[^|\n]* \| [^|\n]+ \| \[[^]]+\]\(([\w./]+\.md)\) \|$", INDEX, re.MULTILINE
+    )
     programs = re.findall(r"^```python\n(.*?)^```", (FOLDER / page).read_text(), re.MULTILINE | re.DOTALL)
     assert any(re.search(rf"\b{name}\(", program) for program in programs), page
 
