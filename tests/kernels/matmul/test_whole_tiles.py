@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -40,9 +41,12 @@ CONFIGURATIONS = {
     **{f"small-{name}": way for name, way in WAYS.items()},
 }
 TRANSPOSED = pytest.mark.parametrize("transposed", ["", "a", "b", "ab"], ids=["none", "a", "b", "both"])
-# Interpreted they take seconds each; test_tiles.py has their shorter sisters, of smaller tiles.
-KERNELS = [pytest.param("interpreted", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=pytest.mark.gpu)]
-ON_KERNELS = pytest.mark.parametrize("device", KERNELS, indirect=True)
+
+
+def on_kernels(test: Callable[..., None]) -> Callable[..., None]:
+    """Interpreted and on a GPU; interpreted it takes seconds, and test_tiles.py has its shorter sister, of smaller tiles."""
+    devices = ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+    return pytest.mark.exhaustive(pytest.mark.parametrize("device", devices, indirect=True)(test))
 
 
 def sizes(of: Configuration, device: str) -> tuple[int, int, int]:
@@ -63,7 +67,7 @@ def factors(
     return a.to(device), b.to(device)
 
 
-@ON_KERNELS
+@on_kernels
 @TRANSPOSED
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_product_and_what_follows_it(name: str, transposed: str, device: str) -> None:
@@ -81,7 +85,7 @@ def test_a_product_and_what_follows_it(name: str, transposed: str, device: str) 
     assert_as_good_as_eager(z, expected(a, b, bias), expected(*wide))
 
 
-@ON_KERNELS
+@on_kernels
 @pytest.mark.parametrize("name", ["middle", "large-split", "by-pointers-split", "not-aligned"])
 def test_a_sum_is_added_to(name: str, device: str) -> None:
     """In float32, as the weights' gradients of microbatches are; and a batch of products, each of its own."""
@@ -101,7 +105,7 @@ def test_a_sum_is_added_to(name: str, device: str) -> None:
         assert_as_good_as_eager(one, product.float(), product)
 
 
-@ON_KERNELS
+@on_kernels
 @TRANSPOSED
 @pytest.mark.parametrize("name", ["large", "middle", "by-pointers"])
 def test_a_product_times_the_slope(name: str, transposed: str, device: str) -> None:
@@ -117,7 +121,7 @@ def test_a_product_times_the_slope(name: str, transposed: str, device: str) -> N
     assert_as_good_as_eager(found, truth.bfloat16(), truth)
 
 
-@ON_KERNELS
+@on_kernels
 @pytest.mark.parametrize("name", ["large", "middle", "by-pointers", "not-aligned"])
 def test_two_products_and_their_gate(name: str, device: str) -> None:
     from weft.kernels.matmul import launch
@@ -135,7 +139,7 @@ def test_two_products_and_their_gate(name: str, device: str) -> None:
         assert_as_good_as_eager(one, true.bfloat16(), true)
 
 
-@ON_KERNELS
+@on_kernels
 def test_factors_of_8_bits_with_a_scale_a_row(device: str) -> None:
     from weft.kernels.matmul import launch
 
@@ -149,7 +153,7 @@ def test_factors_of_8_bits_with_a_scale_a_row(device: str) -> None:
     assert_as_good_as_eager(found, truth.bfloat16(), truth)
 
 
-@ON_KERNELS
+@on_kernels
 def test_float32(device: str) -> None:
     from weft.kernels.matmul import launch
 
@@ -160,7 +164,7 @@ def test_float32(device: str) -> None:
     assert_as_good_as_eager(found, truth.float(), truth)
 
 
-@ON_KERNELS
+@on_kernels
 @pytest.mark.parametrize("name", ["large", "middle", "by-pointers"])
 def test_groups_of_rows(name: str, device: str) -> None:
     """Forward and the matrices' gradient: groups of a tile and a part, of none, and of several tiles."""

@@ -172,7 +172,7 @@ BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=4, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 SINGLE = Configuration(
-    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=3, parts=2, descriptors=False
+    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=2, parts=2, descriptors=False
 )  # float32 without tensor cores
 INTERPRETED = Configuration(tile_m=16, tile_n=32, tile_k=16, warps=1, stages=1, group_m=2, parts=2)
 WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
@@ -203,18 +203,18 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
 
 
 def halved(configuration: Configuration) -> Configuration:
-    """For two products at once: tiles of half the columns, which take as many registers together."""
+    """For two products at once: tiles of half the columns, which take as many registers together, and their epilogue some more."""
     if configuration.tile_n <= 16:
         return configuration
-    return _replaced(configuration, tile_n=configuration.tile_n // 2, parts=max(1, configuration.parts // 2), splits=1)
+    whole = _replaced(configuration, splits=1)
+    warps = 8 if whole == MIDDLE else whole.warps
+    return _replaced(whole, tile_n=whole.tile_n // 2, parts=max(1, whole.parts // 2), warps=warps)
 
 
 def grouped(configuration: Configuration) -> Configuration:
     """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
     whole = _replaced(configuration, splits=1, specialized=False)
-    if whole == MIDDLE:
-        return _replaced(whole, warps=8)
-    return _replaced(whole, stages=2) if whole == SINGLE else whole
+    return _replaced(whole, warps=8) if whole == MIDDLE else whole
 
 
 def fitted(kind: Kind, configuration: Configuration) -> Configuration:

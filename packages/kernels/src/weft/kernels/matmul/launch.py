@@ -15,7 +15,7 @@ from . import kernel
 from .configurations import Class, Configuration, Kind, by_measurement, by_rule, fitted, kind_of, transposed
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
-COMBINED = 32, 128  # of a tile that the splits' products are added up in
+COMBINED = 32, 64  # of a tile that the splits' products are added up in
 MOST_IN_GRID = 65_535  # programs along a grid's second dim, and along its third: CUDA's limit
 
 
