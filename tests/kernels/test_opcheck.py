@@ -83,6 +83,8 @@ MESHES = (
 )
 # The second takes what the first has started by its number, once: neither can be called again.
 A_PAIR = ("begin_reshard", "finish_reshard")
+# torch's checks compare operands by arithmetic that a CPU has not of 8 bits.
+OF_8_BITS = ("scaled_product",)
 
 
 def called(run: Callable[[], Any]) -> dict[str, tuple[Any, Any, Any]]:
@@ -135,4 +137,4 @@ def test_no_op_is_left_out() -> None:
     registered = {
         name.removeprefix("weft::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("weft::")
     }
-    assert registered == {*" ".join(CALLS).split(), *MESHES, *A_PAIR}
+    assert registered == {*" ".join(CALLS).split(), *MESHES, *A_PAIR, *OF_8_BITS}

@@ -95,7 +95,9 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(["lama3-8b"], "unknown recipe 'lama3-8b'; did you mean 'llama3-8b'?", id="recipe"),
         pytest.param(["--rank", "4"], "--rank 4 is not of the mesh; its 4 ranks are 0 to 3", id="rank"),
         pytest.param(["--batch", "8x128"], "--batch '8x128' is not rows and tokens", id="batch"),
-        pytest.param(["--batch", "8,999"], "data.sequence_length 999 is above model.max_seq_len", id="tokens"),
+        pytest.param(
+            ["gpt-tiny", "--batch", "8,999"], "data.sequence_length 999 is above model.max_seq_len", id="tokens"
+        ),
         pytest.param(["--mesh.tp", "3"], "tp=3 does not divide num_heads 8", id="heads"),
         pytest.param(["--mesh.pp", "8"], "4 layers, which cannot be cut into 8 stages", id="stages"),
         pytest.param(["--plan.microbatches", "3"], "plan.microbatches 3 does not divide data.batch_size 8", id="parts"),

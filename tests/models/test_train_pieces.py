@@ -134,7 +134,7 @@ def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("warp and weft. " * 200)
+    Path("text.txt").write_text("warp and weft. " * 2000)
     run, _ = _settle(["--data.path", "text.txt", "--data.sequence-length", "512"], None)
     assert run.config.model.max_seq_len == 512
     assert run.notes == ("model.max_seq_len is 512, as data.sequence_length; llama-tiny has 256",)

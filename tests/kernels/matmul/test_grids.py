@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import matmul
 from weft.kernels.backend import multiplies
-from weft.kernels.matmul import function
+from weft.kernels.matmul import function, scaled
 
 from .cases import assert_as_good_as_eager, expected, normal
 from .test_tiles import SMALL
@@ -128,9 +128,8 @@ def test_triton_is_asked_for_what_it_compiles_alone(chip: str) -> None:
 def test_factors_that_a_chip_has_not_take_the_torch_path(
     chip: str, by_kernel: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weft.kernels.matmul import launch
-
-    monkeypatch.setattr(launch, "chip_of", lambda device: (chip, 108))
+    for module in (function, scaled):
+        monkeypatch.setattr(module, "chip_of", lambda device: (chip, 108))
     monkeypatch.setattr(function, "MEASURED", {})
     with FakeTensorMode():
         a, b = (torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2))

@@ -48,7 +48,8 @@ def test_it_gives_the_product(aligned: bool, kind: str) -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (function, scaled):
+        monkeypatch.setattr(module, "chip_of", lambda device: ("sm_90", 132))
 
 
 def fake(rows: int, cols: int, dtype: torch.dtype = E4M3, transposed: bool = False) -> Tensor:
@@ -81,7 +82,7 @@ def test_what_torch_takes(
 
 def test_an_older_chip_and_a_cpu_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not scaled.takes(*factors(), None, None, torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(scaled, "chip_of", lambda device: ("sm_80", 108))
     with FakeTensorMode():
         assert not scaled.takes(fake(M, K), fake(K, N, transposed=True), None, None, torch.bfloat16)
 
@@ -116,7 +117,7 @@ def test_scales_of_all_elements_and_of_rows_are_two_classes() -> None:
     assert kind_of(a.bfloat16(), None, 1.0) == "plain"
 
 
-def test_what_was_not_measured_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_measured_is_the_kernels(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function, "MEASURED", {})
     with FakeTensorMode():
         a, b = fake(M, K), fake(K, N, transposed=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
+
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether an op on this tensor launches Triton kernels; otherwise it takes its plain torch path.
@@ -26,6 +28,15 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Where memory is a CPU's, and no GEMM takes narrow factors to a wide product. Without data a tensor is on a GPU."""
     return tensor.device.type == "cpu"
+
+
+def chip_of(device: torch.device) -> tuple[str, int]:
+    """The chip as Triton's targets are named, and its multiprocessors; "interpreted", with a few programs, of a CPU."""
+    if device.type != "cuda":
+        return "interpreted", INTERPRETED_PROGRAMS
+    properties = torch.cuda.get_device_properties(device)
+    name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
+    return name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
 
 
 def multiplies(chip: str, dtype: torch.dtype) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from ..backend import device_of
+from ..backend import chip_of, device_of
 from ..matmul.configurations import Configuration
-from ..matmul.launch import MOST_IN_GRID, chip_of, chosen_for, class_of, has_descriptor, parts_of, precision, scratch
+from ..matmul.launch import MOST_IN_GRID, chosen_for, class_of, has_descriptor, parts_of, precision, scratch
 from . import kernel
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import multiplies, use_triton
+from ..backend import chip_of, multiplies, use_triton
 from ..launched import launched
 from ..op import Tensors
 from ..swiglu import function as gates
@@ -270,7 +270,5 @@ def compiles(a: Tensor, b: Tensor) -> bool:
     """Whether the kernels of a @ b compile for the chip that the factors are on: see `multiplies`."""
     if not a.is_cuda:
         return True
-    from .launch import chip_of
-
     chip = chip_of(a.device)[0]
     return multiplies(chip, a.dtype) and multiplies(chip, b.dtype)

@@ -10,11 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ..backend import device_of
+from ..backend import chip_of, device_of
 from . import kernel
 from .configurations import Class, Configuration, Kind, by_measurement, by_rule, fitted, kind_of, transposed
 
-INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 COMBINED = 32, 64  # of a tile that the splits' products are added up in
 MOST_IN_GRID = 65_535  # programs along a grid's second dim, and along its third: CUDA's limit
 
@@ -171,15 +170,6 @@ def chosen_for(of: Class, a: Tensor, aligned: bool, sizes: tuple[int, int, int])
 
 
 @lru_cache
-def chip_of(device: torch.device) -> tuple[str, int]:
-    """The chip as Triton's targets are named, and its multiprocessors; "interpreted", with a few programs, of a CPU."""
-    if device.type != "cuda":
-        return "interpreted", INTERPRETED_PROGRAMS
-    properties = torch.cuda.get_device_properties(device)
-    name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
-    return name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
-
-
 def has_descriptor(x: Tensor) -> bool:
     """Whether TMA can load tiles of x: one of the last two dims has neighbours in memory, all else begins at 16 bytes."""
     rows, cols = x.stride()[-2:]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backend import chip_of, multiplies
 from ..launched import launched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP = 16  # bytes: sizes, strides and addresses are multiples of it
-FIRST_CHIP = (8, 9)
 
 
 def takes(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
@@ -19,7 +19,7 @@ def takes(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, 
     """
     if not (a.is_cuda and torch.version.hip is None and a.ndim == b.ndim == 2 and a.numel() and b.numel()):
         return False
-    if torch.cuda.get_device_capability(a.device) < FIRST_CHIP or (a.stride(1), b.stride(0)) != (1, 1):
+    if not multiplies(chip_of(a.device)[0], E4M3) or (a.stride(1), b.stride(0)) != (1, 1):
         return False
     if any(size % STEP for size in (*b.shape, a.stride(0), b.stride(1))):
         return False

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 
+from ... import backend
+
 TABLE = Path(__file__).parent.with_name("in_steps.json")  # benchmarks/tune_in_steps.py writes it
 Form = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 
@@ -80,8 +82,4 @@ def faster_in_steps(form: Form, a: DTensor, weight: Tensor, axis: str) -> bool:
 
 def chip_of(device: torch.device) -> str:
     """As a `Product` has it."""
-    if device.type != "cuda":
-        return device.type
-    from ..launch import chip_of  # imports triton, which a CPU run may not have
-
-    return chip_of(device)[0]
+    return backend.chip_of(device)[0] if device.type == "cuda" else device.type
