@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ def spilling_candidates(name: str) -> list[str]:
                 variant = variants._product(
                     "a", each, *asked, of=of, to=out, activation=activation, precision=precision
                 )
+            variant = replace(variant, constexprs={**variant.constexprs, "PRECISION": precision})
             report = compile_variant(variant, FIRST)
             if report.spill_bytes or report.shared_bytes > 227 * 1024:
                 found.append(f"{kind}: {each} spills {report.spill_bytes}, shared {report.shared_bytes}")

@@ -214,7 +214,8 @@ def halved(configuration: Configuration) -> Configuration:
 def grouped(configuration: Configuration) -> Configuration:
     """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
     whole = _replaced(configuration, splits=1, specialized=False)
-    return _replaced(whole, warps=8) if whole == MIDDLE else whole
+    as_middle = (whole.tile_m, whole.tile_n, whole.warps) == (MIDDLE.tile_m, MIDDLE.tile_n, MIDDLE.warps)
+    return _replaced(whole, warps=8) if as_middle else whole
 
 
 def fitted(kind: Kind, configuration: Configuration) -> Configuration:
