@@ -219,6 +219,23 @@ def test_what_does_not_go_with_a_cache_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        pytest.param([(2, 8), (2, 8), (3, 8)], r"got \(2, 8\), \(2, 8\) and \(3, 8\); reshape them", id="key-value"),
+        pytest.param([(2, 2, 8), (2, 8), (2, 8)], r"got \(2, 2, 8\), \(2, 8\) and \(2, 8\)", id="leading"),
+        pytest.param([(2, 8), (2, 6), (2, 6)], r"\[\.\.\., S, kv_heads \* 4\]", id="head-dim"),
+        pytest.param([(2, 12), (2, 8), (2, 8)], "where kv_heads divides heads", id="groups"),
+        pytest.param([(2, 8), (2, 0), (2, 0)], "where kv_heads divides heads", id="no-heads"),
+        pytest.param([(8,), (8,), (8,)], r"got \(8,\), \(8,\) and \(8,\)", id="no-tokens-dim"),
+        pytest.param([(3, 8), (2, 8), (2, 8)], "as many keys as queries, got 2 and 3; give the missing", id="too-few"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(*(normal(*shape) for shape in shapes), head_dim=4)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         pytest.param({"window": 0}, "window is 0; it is how many keys a query sees, 1 or more", id="no-window"),

@@ -321,11 +321,6 @@ def test_attention_runs_once_forward_and_once_backward():
 @pytest.mark.parametrize(
     ("room", "shapes", "options", "message"),
     [
-        pytest.param(attention, [(2, 8), (2, 8), (3, 8)], {"head_dim": 4}, "shapes do not fit", id="key-value"),
-        pytest.param(attention, [(2, 2, 8), (2, 8), (2, 8)], {"head_dim": 4}, "shapes do not fit", id="leading"),
-        pytest.param(attention, [(2, 8), (2, 6), (2, 6)], {"head_dim": 4}, "widths do not fit", id="head-dim"),
-        pytest.param(attention, [(2, 12), (2, 8), (2, 8)], {"head_dim": 4}, "widths do not fit", id="groups"),
-        pytest.param(attention, [(3, 8), (2, 8), (2, 8)], {"head_dim": 4}, "at least as many keys", id="too-few-keys"),
         pytest.param(rope, [(5, 9), (5, 3), (5, 3)], {}, r"heads \* 6", id="rope-width"),
         pytest.param(rope, [(4, 6), (5, 3), (5, 3)], {}, r"\[\.\.\., 5,", id="rope-length"),
         pytest.param(rope, [(3, 5, 6), (2, 5, 3), (2, 5, 3)], {}, r"\[\.\.\., 2, 5,", id="rope-rows"),

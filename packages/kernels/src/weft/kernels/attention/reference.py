@@ -40,9 +40,7 @@ def forward(
         `dropout.function`. part: which of the weights [..., heads, T, S] of the whole tensors are here; all where None.
     Torch differentiates it, and keeps for that what its own attention keeps: the inputs, the output and a logsumexp a row.
     With dropout it keeps the weights.
-    Raises ValueError where the widths or lengths do not fit.
     """
-    _check(query, key, value, head_dim, causal)
     if query.numel() == 0 or key.numel() == 0:
         return query * 0 + 0 * (key.sum() + value.sum())  # torch's attention takes no empty tensors; the graph stays
     T, S = query.shape[-2], key.shape[-2]
@@ -144,20 +142,6 @@ def read_on(
     documents = None if documents is None else documents.narrow(-1, 0, stop)
     kept = keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop)
     return forward(query, *kept, documents, head_dim=head_dim, causal=causal, scale=scale, window=window)
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
-    heads, kv_heads = query.shape[-1] // head_dim, key.shape[-1] // head_dim
-    why = ""
-    if key.shape != value.shape or query.shape[:-2] != key.shape[:-2]:
-        why = "the shapes do not fit: {}; key and value have one shape, and query's leading dims"
-    elif query.shape[-1] % head_dim or key.shape[-1] % head_dim or (heads % kv_heads if kv_heads else heads):
-        why = "the widths do not fit: {}; query's is a multiple of key's, and both of head_dim"
-    elif causal and query.shape[-2] > key.shape[-2]:
-        why = "causal needs at least as many keys as queries: {}; give the missing keys"
-    if why:
-        shapes = (f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
-        raise ValueError(f"attention: {why.format(', '.join((*shapes, f'head_dim {head_dim}')))}")
 
 
 def _visible(

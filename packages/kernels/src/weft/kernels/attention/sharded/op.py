@@ -54,7 +54,7 @@ def attention(
     Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit, RuntimeError for a
     cache where gradients are recorded.
     """
-    _check(query, key, value, head_dim)
+    _check(query, key, value, head_dim, causal and cache is None)
     check_devices("attention", query, key, value, documents)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
@@ -86,24 +86,18 @@ def attention(
     return apply(ATTENTION if order is None else IN_ORDER, query, key, value, documents, operand, **options)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
     """Raises ValueError for shapes that do not fit."""
     of_query, of_key = query.shape, key.shape
     fits = len(of_query) > 1 and of_key == value.shape and of_key[:-2] == of_query[:-2] and of_key[-1] > 0
-    if fits and not (of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]):
-        return  # at once: of a token alone the host's time counts
-    for tensor in (query, key, value):
-        shape = tensor.shape
-        if len(shape) < 2 or shape[-1] % head_dim or shape[:-2] != query.shape[:-2]:
-            name = next(name for name, each in (("query", query), ("key", key), ("value", value)) if each is tensor)
-            raise ValueError(
-                f"attention takes {name} [..., tokens, heads * {head_dim}], got {tuple(shape)} beside a query of "
-                f"{tuple(query.shape)}"
-            )
-    if key.shape != value.shape or not key.shape[-1] or query.shape[-1] % key.shape[-1]:
+    if not fits or of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]:
         raise ValueError(
-            f"attention takes key and value of one shape whose heads divide the query's, got {tuple(query.shape)}, "
-            f"{tuple(key.shape)} and {tuple(value.shape)}"
+            f"attention takes query [..., T, heads * {head_dim}] and key and value [..., S, kv_heads * {head_dim}], where kv_heads "
+            f"divides heads; got {tuple(of_query)}, {tuple(of_key)} and {tuple(value.shape)}; reshape them, or give another head_dim"
+        )
+    if causal and of_query[-2] > of_key[-2]:
+        raise ValueError(
+            f"attention: causal needs at least as many keys as queries, got {of_key[-2]} and {of_query[-2]}; give the missing keys"
         )
 
 
