@@ -20,7 +20,7 @@ from tests.architecture.rules import ROOT, code_blocks
 
 README = (ROOT / "README.md").read_text()
 BOOK = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 200
-NOT_HERE = {"./run test_gpu"}  # it needs a GPU
+NOT_HERE = {"./run measure_gpu"}  # it needs a GPU
 # What a command must have said, by its first words: of several that fit, the longest counts.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
@@ -119,7 +119,7 @@ def test_commands_are_read_from_the_readme() -> None:
 
 
 def test_commands_in_sentences_and_tables_are_typed_too() -> None:
-    text = "Type `./run test`, `./run docs` or `./run`.\n```sh\n./run test\n```\n| `./run docs` | `./run test_gpu` |\n"
+    text = "Type `./run test`, `./run docs` or `./run`.\n```sh\n./run test\n```\n| `./run docs` | `./run measure_gpu` |\n"
     assert inline(text) == ["./run docs"]
     assert set(inline(README)) >= {"./run docs", "./run benchmark -k step_time", "./run test tests/models -k block"}
     assert all(expected(command) for command in inline(README))
