@@ -119,7 +119,9 @@ def test_commands_are_read_from_the_readme() -> None:
 
 
 def test_commands_in_sentences_and_tables_are_typed_too() -> None:
-    text = "Type `./run test`, `./run docs` or `./run`.\n```sh\n./run test\n```\n| `./run docs` | `./run measure_gpu` |\n"
+    text = (
+        "Type `./run test`, `./run docs` or `./run`.\n```sh\n./run test\n```\n| `./run docs` | `./run measure_gpu` |\n"
+    )
     assert inline(text) == ["./run docs"]
     assert set(inline(README)) >= {"./run docs", "./run benchmark -k step_time", "./run test tests/models -k block"}
     assert all(expected(command) for command in inline(README))
