@@ -69,8 +69,8 @@ class GradientSync:
     it says so itself, so no dim is looked for. Gradients that go the same way travel together: one collective for each
     bucket, started from the hook of the last gradient in it, finished by `wait()`. Until then `.grad` holds no numbers, and what
     asks it for some is a RuntimeError: a step of a torch optimizer or an update by hand, torch's `clip_grad_norm_` or Weft's, a
-    GradScaler. A gradient that has its layout from the start is there at once. A further forward pass is no error: backward passes add up until `wait()`. A step is given up by `sync.wait()` and
-    then `zero_grad()`, which alone clears nothing that is on its way.
+    GradScaler. A gradient that has its layout from the start is there at once. A further forward pass is no error: backward passes
+    add up until `wait()`. A step is given up by `sync.wait()` and then `zero_grad()`, which alone clears nothing that is on its way.
 
     shard_over: axes (one, or several) over which the gradient of a parameter that is replicated there ends as a shard:
         reduce-scattered instead of all-reduced, over the first dim that divides evenly, else dim 0.
