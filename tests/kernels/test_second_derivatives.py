@@ -177,6 +177,13 @@ def test_of_plain_tensors(name):
     check_upstream_refused(name, None)
 
 
+def test_transforms_of_torch_func_are_refused_in_plain_words():
+    x = normal(3, 4)
+    for transformed in (torch.func.grad(lambda x: kernels.gelu(x).sum()), torch.func.vmap(kernels.gelu)):
+        with pytest.raises(RuntimeError, match=r"take no transform of torch.func \(vmap, grad, jvp\); differentiate them with"):
+            transformed(x)
+
+
 def on_ranks() -> None:
     for name in OPS:
         layout = Layout(TWO)

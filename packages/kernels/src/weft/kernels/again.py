@@ -8,10 +8,9 @@ done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .op import Op, Tensors
@@ -39,8 +38,7 @@ class Again:
         return made
 
 
-@dataclass(slots=True, eq=False)
-class Source:
+class Source(NamedTuple):
     """What is in a storage, as long as its version is this one."""
 
     again: Again
@@ -49,48 +47,38 @@ class Source:
     lies: tuple[Any, ...]
 
 
-@dataclass(slots=True)
-class Kept:
-    """What takes the place of the tensors that an op saves.
-
-    makes: for each of them what makes it of so many of `tensors`, or None; empty where all are kept as they are.
-    """
-
-    tensors: Sequence[Tensor | None]
-    makes: list[tuple[Again, int] | None] = field(default_factory=list)
+Makes = list[tuple[Again, int] | None]  # of each tensor: what makes it, of so many of those that are kept; or None
 
 
 def mark(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
-    """Has what saves `output`, the last of op's, keep instead what makes it of what the op has saved."""
-    if op.again is not None and not torch.compiler.is_compiling():
-        source = Source(Again(op, options), saved[op.again_from :], output._version, _lies(output))
-        setattr(output.untyped_storage(), SOURCE, source)
+    """Has what saves `output`, the last of an op that has `again`, keep instead what makes it of what the op has saved."""
+    source = Source(Again(op, options), saved[op.again_from :], output._version, _lies(output))
+    setattr(output.untyped_storage(), SOURCE, source)
 
 
-def kept(saved: Tensors) -> Kept:
-    """What to save in the place of `saved`."""
-    if torch.compiler.is_compiling():
-        return Kept(saved)
-    sources = [None if tensor is None else _source(tensor) for tensor in saved]
-    if not any(sources):
-        return Kept(saved)
+def kept(saved: Tensors) -> tuple[Sequence[Tensor | None], Makes]:
+    """What to save in the place of `saved`, and what makes that of it; nothing does where all are kept as they are."""
+    for tensor in saved:  # most ops find none: no list is made for them
+        if tensor is not None and _source(tensor) is not None:
+            break
+    else:
+        return saved, []
     tensors: list[Tensor | None] = []
-    result = Kept(tensors)
-    for tensor, source in zip(saved, sources, strict=True):
+    makes: Makes = []
+    for tensor in saved:
+        source = None if tensor is None else _source(tensor)
         if source is None:
             tensors.append(tensor)
-            result.makes.append(None)
+            makes.append(None)
         else:
             source.again.readers += 1
             tensors += source.saved
-            result.makes.append((source.again, len(source.saved)))
-    return result
+            makes.append((source.again, len(source.saved)))
+    return tensors, makes
 
 
-def restored(tensors: Sequence[Tensor | None], makes: Sequence[tuple[Again, int] | None]) -> Tensors:
+def restored(tensors: Sequence[Tensor | None], makes: Makes) -> Tensors:
     """What was to be saved, from what `kept` saved in its place. In backward, once."""
-    if not makes:
-        return tuple(tensors)
     remaining = iter(tensors)
     saved: list[Tensor | None] = []
     for make in makes:

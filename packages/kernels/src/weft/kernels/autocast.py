@@ -7,7 +7,7 @@ from enum import Enum
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 
 DEVICES = ("cpu", "cuda")
 
@@ -48,10 +48,15 @@ RUNS = {
 }
 
 
+def is_autocasting() -> bool:
+    """Whether autocast is enabled anywhere: what costs the host least to ask, in every call."""
+    return is_autocast_enabled("cpu") or is_autocast_enabled("cuda")
+
+
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """That of the autocast which is enabled where the tensor lies; None without one."""
     device = _device(tensor)
-    enabled = device in DEVICES and torch.is_autocast_enabled(device)
+    enabled = device in DEVICES and is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 
 
@@ -63,7 +68,7 @@ def autocast_off(tensor: Tensor) -> AbstractContextManager[None]:
 def _device(tensor: Tensor) -> str:
     """Where the tensor lies; of one without data, which lies nowhere, a device that has autocast enabled, if there is one."""
     device = tensor.device.type
-    return next(filter(torch.is_autocast_enabled, DEVICES), device) if device == "meta" else device
+    return next(filter(is_autocast_enabled, DEVICES), device) if device == "meta" else device
 
 
 def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
+# What is behind os.environ, which encodes and decodes, and raises for what is not there: a microsecond, twice in every op.
+_ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -20,7 +22,7 @@ def use_triton(tensor: Tensor) -> bool:
     they were imported). float64 is always plain torch: it is what the kernels are checked against.
     Kernels are imported only after this said so, so a CPU run needs no triton.
     """
-    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":  # first what decides most often
+    if not tensor.is_cuda and _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1":  # first what decides most often
         return False
     return tensor.dtype != torch.float64 and (tensor.is_cuda or on_cpu(tensor))
 

@@ -26,6 +26,7 @@ class Op:
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
     inference(*tensors, **options) -> output: what forward computes where no gradient is recorded, and saves nothing; forward
         itself where None.
+    anchored: whether what forward saves does not lead to the operands: gradients that it has computed do not.
     constants(options) -> how many of the last outputs have no gradient.
     weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
     of_products(saved, grad, needed, **options) -> the gradients of what an activation is applied to, from which those of inputs and
@@ -46,6 +47,7 @@ class Op:
     of_products: Callable[..., Any] | None = None
     again: Callable[..., Tensor] | None = None
     again_from: int = 0
+    anchored: bool = False
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 

@@ -8,23 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autocast import autocast_dtype, autocast_off
+from ..autocast import autocast_dtype, autocast_off, is_autocasting
 from ..op import Tensors
 
 
-def anchor(saved: Tensors) -> Tensor | None:
-    """One more output of a function, empty, which it saves last: in backward it leads to the operands, see `first_order`.
-
-    None where nothing is saved: of the operands the gradients are constants then.
-    """
-    return torch.empty(0) if saved and not torch.compiler.is_compiling() else None
+def anchor() -> Tensor:
+    """One more output of a function, empty, which it saves last: in backward it leads to the operands, see `first_order`."""
+    return torch.empty(0)
 
 
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """A backward that is not differentiated: what it returns raises where that is asked for, of any tensor.
 
-    Its function has an `anchor` as its last output. Autograd visits only what leads to the tensors that it is asked for, so the
-    gradients that are returned lead to the operands, by the anchor, and to the gradients that arrived. torch's
+    Autograd visits only what leads to the tensors that it is asked for, so the gradients that are returned lead to the operands, by
+    what was saved, and to the gradients that arrived. Where a function has not saved its operands, it saves an `anchor`, its last
+    output; where it has saved nothing, its gradients are constants of its operands. torch's
     `once_differentiable` lets such a question pass, as if the gradients were constants.
     """
 
@@ -36,14 +34,14 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
                 break
         if first is None:  # they are zeros, and so is what is asked for
             return (None,) * len(ctx.needs_input_grad)
-        if autocast_dtype(first) is not None and not torch.compiler.is_compiling():  # backward is called in its region
+        if is_autocasting() and autocast_dtype(first) is not None and not torch.compiler.is_compiling():  # called in its region
             with autocast_off(first):
                 return once(ctx, *grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *arrived)
         with torch.no_grad():
             found = backward(ctx, *arrived)
-        return found if torch.compiler.is_compiling() else refusing(found, ctx.saved_tensors[-1], *arrived)
+        return found if torch.compiler.is_compiling() else refusing(found, *ctx.saved_tensors, *arrived)
 
     return once
 

@@ -24,9 +24,10 @@ class Plain(torch.autograd.Function):
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
-        ctx.given = [tensor is not None for tensor in tensors]
         ctx.set_materialize_grads(False)
-        last = _save(ctx, op, saved, options, output[-1] if ctx.many else output)
+        if op.weights:
+            ctx.given = [tensor is not None for tensor in tensors]
+        last = _save(ctx, op, saved, options, output[-1] if ctx.many else output, op.anchored)
         if options.get("inplace") and output is tensors[0]:
             ctx.mark_dirty(output)
         if not ctx.many:
@@ -39,6 +40,8 @@ class Plain(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
         op, options, saved, needed = ctx.op, ctx.options, _saved(ctx), ctx.needs_input_grad[2:]
+        if not op.weights:
+            return None, None, *op.backward(saved, grad, needed, **options)
         if op.of_products is not None:
             grad = op.of_products(saved, grad, needed, **options)
 
@@ -57,7 +60,7 @@ class Sharded(torch.autograd.Function):
         ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
         ctx.given = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = computed(call, options, tensors)
-        last = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local())
+        last = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*_constants(call.op, outputs, options))
         return *outputs, last
@@ -157,19 +160,28 @@ def computed(
     return [call.output(i, part) for i, part in enumerate(parts)], saved, options
 
 
-def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor) -> Tensor | None:
-    """Saves for backward what takes the place of `saved`. Returns the `anchor`. output: the last one, of this rank."""
-    if saved and any(ctx.needs_input_grad):
+def _save(
+    ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, anchored: bool
+) -> Tensor | None:
+    """Saves for backward what takes the place of `saved`. Returns the `anchor`, which there is where `saved` is replaced, or is
+    `anchored`: where it does not lead to the operands. output: the last one, of this rank.
+    """
+    if not saved or torch.compiler.is_compiling():
+        ctx.makes = None
+        ctx.save_for_backward(*saved, None)
+        return None
+    if op.again is not None and True in ctx.needs_input_grad:
         mark(output, op, saved, options)
-    instead, last = kept(saved), anchor(saved)
-    ctx.makes = instead.makes
-    ctx.save_for_backward(*instead.tensors, last)
+    tensors, ctx.makes = kept(saved)
+    last = anchor() if anchored or ctx.makes else None
+    ctx.save_for_backward(*tensors, last)
     return last
 
 
 def _saved(ctx: Any) -> Tensors:
     """What was to be saved."""
-    return restored(ctx.saved_tensors[:-1], ctx.makes)
+    tensors: Tensors = ctx.saved_tensors[:-1]
+    return restored(tensors, ctx.makes) if ctx.makes else tensors
 
 
 def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:

@@ -52,7 +52,7 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     if op.backward is None:
         output = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
-    return Plain.apply(op, options, *tensors)  # type: ignore[no-untyped-call]
+    return _recorded(Plain, op, options, *tensors)
 
 
 def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
@@ -61,12 +61,26 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     if not torch.is_grad_enabled():
         return *computed(call, options, tensors, recorded=False)[0], None
     if op.backward is not None or call.options is None:
-        return Sharded.apply(call, options, *tensors)  # type: ignore[no-untyped-call]
+        return _recorded(Sharded, call, options, *tensors)
     flows: list[Flow] = []
     parts = ToLocal.apply(call, flows, *tensors)  # type: ignore[no-untyped-call]
     output = op.forward(*parts, **options, **call.options)
     outputs = (output,) if call.sharding.more is None else output
     return *FromLocal.apply(call, flows, *outputs), None  # type: ignore[no-untyped-call]
+
+
+def _recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """The function's outputs, without what torch does first for functorch: it costs as much as the rest, and no op is transformed."""
+    if torch.compiler.is_compiling():
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    try:
+        return super(torch.autograd.Function, function).apply(*arguments)
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        raise RuntimeError(
+            "the ops of weft.kernels take no transform of torch.func (vmap, grad, jvp); differentiate them with torch.autograd.grad"
+        ) from None
 
 
 @in_graph
