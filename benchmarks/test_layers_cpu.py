@@ -19,7 +19,7 @@ from benchmarks.conftest import Tell
 from benchmarks.layers import Case
 from benchmarks.timing import Processor, in_turn
 
-TOKENS, SIZES = 512, (512, 2048)
+SIZES = (512, 512), (512, 2048), (2048, 2048)  # tokens, H
 PRODUCTS = {
     "linear": Case(weft=kernels.linear, eager=F.linear, takes="x square weight", passes=(2, 3)),
     "matmul": Case(weft=kernels.matmul, eager=torch.matmul, takes="x square", passes=(2, 3)),
@@ -38,9 +38,9 @@ def way(layer: Callable[..., Any], given: tuple[Tensor, ...], upstream: list[Ten
     return step
 
 
-@pytest.mark.parametrize("H", SIZES, ids=lambda H: f"H{H}")
+@pytest.mark.parametrize("N, H", SIZES, ids=lambda size: str(size))
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_on_a_cpu(name: str, H: int, tell: Tell) -> None:
+def test_a_layer_on_a_cpu(name: str, N: int, H: int, tell: Tell) -> None:
     case = CASES[name]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -48,15 +48,15 @@ def test_a_layer_on_a_cpu(name: str, H: int, tell: Tell) -> None:
         30 << 20, dtype=torch.uint8
     )  # freed at once: from here on glibc keeps what is freed, and pages are not fresh
     try:
-        given = layers.operands(case, TOKENS, H, "cpu", 0, torch.float32)
+        given = layers.operands(case, N, H, "cpu", 0, torch.float32)
         upstream = layers.upstream_of(layers.as_tuple(case.eager(*given)), torch.float32)
         ways = {which: way(layer, given, upstream) for which, layer in (("Weft", case.weft), ("torch", case.eager))}
         for ours, theirs in zip(ways["Weft"](), ways["torch"](), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.detach().abs().max()))
-        found = tell.measuring(in_turn, ways, Processor(), rounds=40 if H < 2048 else 15)
+        found = tell.measuring(in_turn, ways, Processor(), rounds=40 if N * H < 2**22 else 15)
     finally:
         torch.set_num_threads(threads)
-    titled = f"{name} on a CPU, {TOKENS} x {H} float32"
+    titled = f"{name} on a CPU, {N} x {H} float32"
     print(f"\n{titled}: {found['Weft'].shortest / found['torch'].shortest:.3f} of torch's time")
     for which, timed in found.items():
         print(f"{which:8}{timed.shortest * 1e3:9.3f} ms")

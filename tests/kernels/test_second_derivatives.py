@@ -1,4 +1,4 @@
-"""No op has a second derivative, and none that is not zero is passed off as zero: every way to ask for one raises."""
+"""No op has a second derivative but where torch's own function runs, and none that is not zero is passed off as zero: it raises."""
 
 import pytest
 import torch
@@ -76,6 +76,13 @@ OPS = {
     **{f"linear_cross_entropy-{each}": of_products(reduction=each) for each in ("none", "mean", "sum")},
 }
 CONSTANT = {"add", "dropout"}  # their gradients: the second derivative by their operands is zero, as torch has it
+# On plain tensors of a CPU: torch's own function, in Weft's place. Of the last one the second derivative is zero.
+NATIVE = {
+    "gelu": torch.nn.functional.gelu,
+    "layer_norm": lambda x, weight, bias: torch.nn.functional.layer_norm(x, (4,), weight, bias),
+    "add_layer_norm": lambda x, y, weight, bias: x + y + torch.nn.functional.layer_norm(x + y, (4,), weight, bias),
+    "embedding": lambda weight, tokens: torch.nn.functional.embedding(tokens, weight),
+}
 WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
@@ -171,16 +178,37 @@ def check_upstream_refused(name: str, layout: Layout | None) -> None:
         torch.autograd.grad(gradient.square().sum(), upstream)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name for name in OPS if name not in NATIVE])
 def test_of_plain_tensors(name):
     check_refused(name, None)
     check_upstream_refused(name, None)
 
 
+@pytest.mark.parametrize("name", NATIVE)
+def test_where_torchs_own_function_runs_it_has_torchs_second_derivative(name):
+    _, tensors = OPS[name]
+    found = []
+    ours = OPS[name][0] if name != "add_layer_norm" else lambda *tensors: torch.add(*kernels.add_layer_norm(*tensors))
+    for run in (ours, NATIVE[name]):
+        operands = leaves_of(tensors, None)
+        leaves = [each for each in operands if each.requires_grad]
+        output = run(*operands)
+        upstream = torch.ones_like(output, requires_grad=True)
+        gradients = torch.autograd.grad(output, leaves, upstream, create_graph=True)
+        penalty = sum(each.square().sum() for each in gradients)
+        found.append(torch.autograd.grad(penalty, [*leaves, upstream], allow_unused=True))
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
 def test_transforms_of_torch_func_are_refused_in_plain_words():
     x = normal(3, 4)
-    for transformed in (torch.func.grad(lambda x: kernels.gelu(x).sum()), torch.func.vmap(kernels.gelu)):
-        with pytest.raises(RuntimeError, match=r"take no transform of torch.func \(vmap, grad, jvp\); differentiate them with"):
+    for transformed in (torch.func.grad(lambda x: kernels.linear(x, x).sum()), torch.func.vmap(kernels.rms_norm)):
+        with pytest.raises(
+            RuntimeError, match=r"take no transform of torch.func \(vmap, grad, jvp\); differentiate them with"
+        ):
             transformed(x)
 
 

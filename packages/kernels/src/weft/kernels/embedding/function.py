@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import can_read, use_triton
+from ..backend import can_read, on_cpu, use_triton
 from ..launched import launched
 from ..op import Tensors
 from . import reference
@@ -28,13 +28,21 @@ def forward(
     kernel then gives NaN.
     """
     size = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
-    if can_read(tokens):
+    launches = use_triton(weight)
+    if can_read(tokens) and (launches or size != weight.shape[0]):
         reference.check_tokens(tokens, size)
-    if not use_triton(weight):
+    if not launches:
         return reference.forward(tokens, weight, vocab_start=vocab_start, vocab_size=size), (tokens, weight)
     y = torch.empty(*tokens.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
     _forward(tokens, weight, y, vocab_start, size)
     return y, (tokens, weight)
+
+
+def native(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> tuple[Tensor, Tensors] | None:
+    """`forward` by torch's own function, on a CPU, in dtypes in which it sums gradients as exactly. Raises as `forward`."""
+    if not on_cpu(weight) or use_triton(weight) or weight.dtype not in (torch.float32, torch.float64):
+        return None
+    return reference.whole(tokens, weight, padding_idx), ()
 
 
 def backward(

@@ -22,13 +22,22 @@ def forward(
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
     if rows == size:
-        return F.embedding(tokens, weight)
+        return whole(tokens, weight)
     if rows == 0:
         return weight.new_zeros(*tokens.shape, weight.shape[1])
     index = tokens - vocab_start
     outside = (index < 0) | (index >= rows)
     output = F.embedding(index.masked_fill(outside, 0), weight)
     return output.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+def whole(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """`forward` of all rows. Raises as `check_tokens`: a CPU finds such a token without a pass of its own."""
+    try:
+        return F.embedding(tokens, weight, padding_idx)
+    except IndexError:
+        check_tokens(tokens, weight.shape[0])
+        raise
 
 
 def backward(

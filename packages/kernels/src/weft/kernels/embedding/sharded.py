@@ -61,4 +61,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, (*tokens_shape, weight_shape[1]), gradients, local)
 
 
-EMBEDDING = Op("embedding", function.forward, function.backward, _rule)
+EMBEDDING = Op("embedding", function.forward, function.backward, _rule, native=function.native)

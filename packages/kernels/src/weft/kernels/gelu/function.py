@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import on_cpu, use_triton
 from ..op import Tensors
 from ..swiglu.function import activated, gradients
 from . import reference
@@ -16,6 +16,11 @@ def forward(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors]:
     """See `reference.forward`."""
     y = activated(x, None, approximate) if use_triton(x) else reference.forward(x, approximate=approximate)
     return y, (x,)
+
+
+def native(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors] | None:
+    """`forward` by torch's own function, on a CPU."""
+    return (reference.forward(x, approximate=approximate), (x,)) if on_cpu(x) and not use_triton(x) else None
 
 
 def again(saved: Tensors, *, approximate: str = "none") -> Tensor:

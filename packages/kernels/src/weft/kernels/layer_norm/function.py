@@ -25,6 +25,15 @@ def forward(
     return y, (x, weight, bias, mean, rstd)
 
 
+def native(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
+) -> tuple[Tensor, Tensors] | None:
+    """`forward` by torch's own function, where that is as exact; see `reference.is_native`."""
+    if _launches(x) or not reference.is_native(x, weight, bias):
+        return None
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps), (x, weight, bias)
+
+
 def again(saved: Tensors, *, eps: float) -> Tensor:
     """The output, from what `forward` saved."""
     x, weight, bias, *_ = saved
@@ -50,6 +59,17 @@ def add_forward(
     y, total, mean, rstd = _normalized(x, residual, weight, bias, eps)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, bias, mean, rstd)
+
+
+def add_native(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> tuple[tuple[Tensor, Tensor], Tensors] | None:
+    """`add_forward`, as `native`."""
+    if x.dtype != residual.dtype or not reference.is_native(x, weight, bias):
+        return None
+    total = x + residual
+    found = native(total, weight, bias, eps=eps)
+    return None if found is None else ((total, found[0]), found[1])
 
 
 def add_backward(

@@ -34,7 +34,9 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
                 break
         if first is None:  # they are zeros, and so is what is asked for
             return (None,) * len(ctx.needs_input_grad)
-        if is_autocasting() and autocast_dtype(first) is not None and not torch.compiler.is_compiling():  # called in its region
+        if (
+            is_autocasting() and autocast_dtype(first) is not None and not torch.compiler.is_compiling()
+        ):  # called in its region
             with autocast_off(first):
                 return once(ctx, *grads)
         if not torch.is_grad_enabled():

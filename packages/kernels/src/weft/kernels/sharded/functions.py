@@ -160,9 +160,7 @@ def computed(
     return [call.output(i, part) for i, part in enumerate(parts)], saved, options
 
 
-def _save(
-    ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, anchored: bool
-) -> Tensor | None:
+def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, anchored: bool) -> Tensor | None:
     """Saves for backward what takes the place of `saved`. Returns the `anchor`, which there is where `saved` is replaced, or is
     `anchored`: where it does not lead to the operands. output: the last one, of this rank.
     """

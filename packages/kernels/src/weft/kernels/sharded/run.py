@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.reshard.running.dynamo import in_graph
 
+from ..again import mark
 from ..op import OPS, Op
 from .calls import Call, Flow
 from .functions import FromLocal, Plain, Sharded, ToLocal, computed
@@ -22,20 +23,24 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     options: hashable values.
     Raises LayoutError where the op's rule does not take the layouts.
     """
-    output: Tensor = op.infer(*tensors, **options) if _infers(tensors) else _run(op, tensors, options)[0]
-    return output
+    if not torch.is_grad_enabled() and _are_plain(tensors):
+        output: Tensor = op.infer(*tensors, **options)
+        return output
+    found: Tensor = _run(op, tensors, options)[0]
+    return found
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     """`apply` for an op of several outputs."""
-    outputs: tuple[Tensor, ...] = op.infer(*tensors, **options) if _infers(tensors) else _run(op, tensors, options)[:-1]
-    return outputs
+    if not torch.is_grad_enabled() and _are_plain(tensors):
+        outputs: tuple[Tensor, ...] = op.infer(*tensors, **options)
+        return outputs
+    found: tuple[Tensor, ...] = _run(op, tensors, options)[:-1]
+    return found
 
 
-def _infers(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether an op on these plain tensors is its `infer` alone: an autograd function costs the host more than many an op."""
-    if torch.is_grad_enabled():
-        return False
+def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Where no gradient is recorded an op on such is its `infer` alone: an autograd function costs the host more than many an op."""
     for tensor in tensors:  # noqa: SIM110  a generator costs the host more
         if isinstance(tensor, DTensor):
             return False
@@ -52,6 +57,13 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     if op.backward is None:
         output = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
+    if op.native is not None and not torch.compiler.is_compiling():
+        found = op.native(*tensors, **options)
+        if found is not None:
+            outputs = found[0] if isinstance(found[0], tuple) else found[:1]
+            if op.again is not None and outputs[-1].requires_grad:
+                mark(outputs[-1], op, found[1], options)
+            return *outputs, None
     return _recorded(Plain, op, options, *tensors)
 
 
@@ -74,7 +86,7 @@ def _recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if torch.compiler.is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:
-        return super(torch.autograd.Function, function).apply(*arguments)
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # of torch's C
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..op import Tensors
 
 SLOPE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of gelu's "tanh" form
+ELEMENTS_AT_ONCE = 2**18  # 1 MB of float32, what a core's second-level cache holds
 
 
 def forward(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
@@ -23,28 +24,49 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation
     """dgate = grad * up * the activation's derivative, dup = grad * activation(gate). saved: gate and up."""
     gate, up = saved
     assert gate is not None and up is not None, "forward saves both"
-    if activation == "tanh" and all(needed):
-        return _tanh_gradients(gate, up, grad)
-    dgate = None
-    if needed[0] and activation == "silu":  # grad * up * s * (1 + gate * (1 - s)) with s = sigmoid(gate), in one pass
-        dgate = torch.ops.aten.silu_backward(grad * up, gate)
-    elif needed[0]:
-        dgate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=activation)
-    dup = _activated(gate, activation).mul_(grad) if needed[1] else None
+    if activation != "none" and any(needed):
+        both = _by_one_sigmoid(gate, up, grad, activation)
+        return tuple(each if need else None for each, need in zip(both, needed, strict=True))
+    dgate = torch.ops.aten.gelu_backward(grad * up, gate) if needed[0] else None
+    return dgate, _activated(gate, activation).mul_(grad) if needed[1] else None
+
+
+def _by_one_sigmoid(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> Tensors:
+    """Both gradients: torch's own functions would take a sigmoid, or a tanh, for each.
+
+    Of many elements some at once, so that what is read again is still in a cache.
+    """
+    dgate, dup = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (gate, up))
+    operands = gate, up, grad, dgate, dup
+    if torch.compiler.is_compiling() or gate.numel() <= ELEMENTS_AT_ONCE:
+        _into(activation, *operands)
+    else:
+        for piece in zip(*(torch.split(each.flatten(), ELEMENTS_AT_ONCE) for each in operands), strict=True):
+            _into(activation, *piece)
     return dgate, dup
 
 
-def _tanh_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> Tensors:
-    """Both, by one sigmoid s for the activation gate * s and its derivative: of aten's tanh each takes as long as the rest together.
+def _into(activation: str, gate: Tensor, up: Tensor, grad: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Writes both gradients. The activation is gate * s with a sigmoid s, its derivative s + w * (1 - s).
 
-    s = (1 + tanh(u)) / 2 = sigmoid(2 * u), and 2 * u = gate * (SLOPE + SLOPE * CUBE * gate**2).
+    silu: s = sigmoid(gate), w = gate * s. gelu's "tanh" form: s = (1 + tanh(u)) / 2 = sigmoid(2 * u) with
+    2 * u = gate * (SLOPE + SLOPE * CUBE * gate**2), w = gate * s * (SLOPE + 3 * SLOPE * CUBE * gate**2).
     """
-    x = gate.to(torch.promote_types(gate.dtype, torch.float32))
-    square = x * x
-    s = (square * (SLOPE * CUBE)).add_(SLOPE).mul_(x).sigmoid_()
-    activated = x * s
-    slope = (1 - s).mul_(activated).mul_(square.mul_(3 * SLOPE * CUBE).add_(SLOPE)).add_(s)
-    return slope.mul_(grad).mul_(up).to(gate.dtype), activated.mul_(grad).to(up.dtype)
+    wide = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
+    x = gate.to(wide)
+    s, activated = (each if each.dtype == wide else torch.empty_like(x) for each in (dgate, dup))
+    if activation == "silu":
+        torch.sigmoid(x, out=s)
+        w = torch.mul(x, s, out=activated)
+    else:
+        square = x * x
+        torch.add(x.new_full((), SLOPE), square, alpha=SLOPE * CUBE, out=s).mul_(x).sigmoid_()
+        w = square.mul_(3 * SLOPE * CUBE).add_(SLOPE).mul_(torch.mul(x, s, out=activated))
+    s.lerp_(x.new_ones(()), w).mul_(up).mul_(grad)
+    activated.mul_(grad)
+    for found, gradient in ((s, dgate), (activated, dup)):
+        if found is not gradient:
+            gradient.copy_(found)
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
