@@ -1,9 +1,9 @@
-"""Parts of a tensor as a collective stacks them, and as the tensor holds them: padded, put side by side, taken apart."""
+"""Parts of a tensor as a collective stacks them, and as the tensor holds them: padded, put side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,14 +41,6 @@ def assembled(stacked: Tensor, leading: Sequence[str], step: AllGather) -> Tenso
     return stacked.permute(order).reshape(shape)
 
 
-def taken_apart(
-    local: Tensor, part: Sequence[int], leading: Sequence[str], sizes: Mapping[str, int], step: ReduceScatter
-) -> Tensor:
-    """The reverse of `assembled`: padded to whole parts of shape `part`, and those stacked along `leading`."""
-    stacking = stacking_of(tuple(part), tuple(leading), tuple(sizes[axis] for axis in leading), step)
-    return stacking.of_whole(padded(local, stacking.whole)).contiguous()
-
-
 @dataclass(frozen=True, slots=True)
 class Stacking:
     """Parts of one shape, stacked along axes, of a tensor that has them side by side.
@@ -61,6 +53,11 @@ class Stacking:
     sizes: tuple[int, ...]
     whole: tuple[int, ...]
     along: tuple[tuple[int, ...], ...]
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether each part is in one place of the tensor: only the first dim is cut."""
+        return not any(self.along[1:])
 
     def of_whole(self, whole: Tensor) -> Tensor:
         """A view of a tensor of shape `whole`: [*sizes, *part]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
@@ -110,28 +109,23 @@ def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
     """The parts of all members, stacked by position; the last phase's outermost."""
-    pieces = pieces_of(part.numel(), part.itemsize, phases)
-    return _all_gather(part, phases) if len(pieces) == 1 else _gather_pieces(part.reshape(-1), phases, pieces)
-
-
-def _gather_pieces(part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice]) -> Running:
-    gathered = part.new_empty((*(len(positions) for _, positions in reversed(phases)), part.numel()))
-
-    def gather(piece: slice) -> Running:
-        into = gathered[..., piece]
-        return into.copy_((yield from _all_gather(part[piece], phases)).view(into.shape))
-
-    yield from in_turn(gather(piece) for piece in pieces)
-    return gathered
-
-
-def _all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
-    """By one collective a phase."""
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
         part = gathered if isinstance(positions, range) else gathered[_inverse(positions)]
     return part
+
+
+def gather_pieces(
+    part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice], into: Tensor
+) -> Generator[dist.Work, None, None]:
+    """As `all_gather`, piece by piece. part: of one dim. into: takes the parts, [*sizes, elements of one]."""
+
+    def gather(piece: slice) -> Running:
+        place = into[..., piece]
+        return place.copy_((yield from all_gather(part[piece], phases)).view(place.shape))
+
+    yield from in_turn(gather(piece) for piece in pieces)
 
 
 def _by_exchange() -> bool:
@@ -145,10 +139,16 @@ def _by_exchange() -> bool:
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to fill `whole` with the parts of a group's members, one behind the other.
 
-    On gloo by an exchange, which takes half the time or less, and for that long the memory of the result once more.
+    On gloo by an exchange, which takes half the time or less, and for that long the memory of the result once more; between two ranks
+    none more.
     """
     if not _by_exchange():
         return _started(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
+    if group.size() == 2:
+        rows, mine = whole.view(2, -1), part.reshape(-1)
+        if rows[group.rank()].data_ptr() != mine.data_ptr():
+            rows[group.rank()].copy_(mine)
+        return _swapped(rows[1 - group.rank()], mine, group, "all-gather")
     copies = part.reshape(1, -1).expand(group.size(), -1).contiguous()
     return _exchanged(whole, copies, group, "all-gather")
 
@@ -161,8 +161,7 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
     if op in ("sum", "avg") and group.size() == 2 and whole.nbytes <= _SMALL and _by_exchange():
         other = torch.empty_like(result)
-        counts = [0, result.numel()] if group.rank() == 0 else [result.numel(), 0]
-        yield _exchanged(other, result, group, "all-reduce", counts)
+        yield _swapped(other, result, group, "all-reduce")
         result.add_(other)
     else:
         yield _started(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
@@ -170,20 +169,19 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """This rank's part of the reduction of all members' stacks; the first phase's outermost."""
-    parts = math.prod(len(positions) for _, positions in phases)
-    pieces = pieces_of(stacked.numel() // parts, stacked.itemsize, phases)
-    if len(pieces) == 1:
-        return _reduce_scatter(stacked, op, phases)
-    return _scatter_pieces(stacked.reshape(parts, -1), op, phases, pieces)
+    """This rank's part of the reduction of all members' stacks; the first phase's outermost.
+
+    stacked: [*sizes, elements of a part], with any strides; it is only read.
+    """
+    pieces = pieces_of(stacked.shape[-1], stacked.itemsize, phases)
+    return _scatter_pieces(stacked, op, phases, pieces) if len(pieces) > 1 else _reduce_scatter(stacked, op, phases)
 
 
 def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: Sequence[slice]) -> Running:
-    part = stacked.new_empty(stacked.shape[1])
+    part = stacked.new_empty(stacked.shape[-1])
 
     def scatter(piece: slice) -> Running:
-        scattered = yield from _reduce_scatter(stacked[:, piece].contiguous(), op, phases)
-        return part[piece].copy_(scattered.view(-1))
+        return part[piece].copy_((yield from _reduce_scatter(stacked[..., piece], op, phases)))
 
     yield from in_turn(scatter(piece) for piece in pieces)
     return part
@@ -196,17 +194,21 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
     would reduce the whole everywhere, for twice the bytes, and keep a part.
     """
     for group, positions in phases:
-        stacked = stacked.reshape(len(positions), -1)
+        stacked = stacked.reshape(len(positions), -1).contiguous()
         if not isinstance(positions, range):
             stacked = stacked[list(positions)]
         if op in ("sum", "avg") and not _by_exchange():
-            parts = stacked.new_empty(stacked.shape[1])
-            yield _started(reduce_scatter_single(parts, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
+            part = stacked.new_empty(stacked.shape[1])
+            yield _started(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
+        elif op in ("sum", "avg") and group.size() == 2:
+            part = torch.empty_like(stacked[0])
+            yield _swapped(part, stacked[1 - group.rank()], group, "reduce-scatter")
+            part.add_(stacked[group.rank()])
         else:
             rows = torch.empty_like(stacked)
             yield _exchanged(rows, stacked, group, "reduce-scatter")
-            parts = reduced("sum" if op == "avg" else op, rows)
-        stacked = parts.div_(len(positions)) if op == "avg" else parts
+            part = reduced("sum" if op == "avg" else op, rows)
+        stacked = part.div_(len(positions)) if op == "avg" else part
     return stacked
 
 
@@ -259,6 +261,12 @@ def _exchanged(
     """An all-to-all of rows, or of as many elements as `counts` says to and from each member."""
     with counted_as(instead_of):
         return _started(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
+
+
+def _swapped(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str) -> dist.Work:
+    """Each of two members gets what the other sends: as many elements both ways."""
+    counts = [0, sent.numel()] if group.rank() == 0 else [sent.numel(), 0]
+    return _exchanged(received, sent, group, instead_of, counts)
 
 
 def _started(work: Any) -> dist.Work:

@@ -6,6 +6,7 @@ wait for each at once, or to do something else meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,18 @@ from ..planning.steps import (
     axes_of,
     follow,
 )
-from .blocks import assembled, cut_to, padded, taken_apart
-from .collectives import Pending, Running, all_gather, all_reduce, exchange, reduce_scatter
+from .blocks import Stacking, assembled, cut_to, padded, stacking_of
+from .collectives import (
+    Pending,
+    Phase,
+    Running,
+    all_gather,
+    all_reduce,
+    exchange,
+    gather_pieces,
+    pieces_of,
+    reduce_scatter,
+)
 from .groups import device_mesh, group_along, group_of, group_over, this_rank
 from .order import announce
 from .received import run_or_given
@@ -112,20 +123,37 @@ class _Here:
     def _all_gather(self, step: AllGather, local: Tensor) -> Running:
         whole = follow(step, self.layout).local_shape(self.shape, self.rank)
         part = padded_part(step, self.layout, whole)
-        phases = [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
         leading = [*reversed(step.apart)] or [*axes_of(step)]  # the last gathered is the outermost in memory
-        gathered = yield from all_gather(padded(local, part), phases)
-        sizes = [self.layout.mesh.axis_size(axis) for axis in leading]
-        return cut_to(assembled(gathered.reshape(*sizes, *part), leading, step), whole)
+        phases, stacking = self._phases(step), self._stacking(step, part, leading)
+        local = padded(local, part)
+        pieces = pieces_of(local.numel(), local.itemsize, phases)
+        if len(pieces) == 1:
+            gathered = yield from all_gather(local, phases)
+        elif stacking.whole == tuple(whole) and stacking.is_of_rows:
+            result = local.new_empty(whole)
+            yield from gather_pieces(local.view(-1), phases, pieces, stacking.of_whole(result).flatten(len(leading)))
+            return result
+        else:
+            gathered = local.new_empty((*stacking.sizes, local.numel()))
+            yield from gather_pieces(local.view(-1), phases, pieces, gathered)
+        return cut_to(assembled(gathered.view(*stacking.sizes, *part), leading, step), whole)
 
     def _reduce_scatter(self, step: ReduceScatter, local: Tensor) -> Running:
         part = padded_part(step, self.layout, local.shape)
-        phases = [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
         leading = [*step.apart] or [*axes_of(step)]  # the first scattered is the outermost in memory
-        sizes = {axis: self.layout.mesh.axis_size(axis) for axis in leading}
-        scattered = yield from reduce_scatter(taken_apart(local, part, leading, sizes, step), step.op, phases)
+        stacking = self._stacking(step, part, leading)
+        scattered = yield from reduce_scatter(
+            stacking.of_whole(padded(local, stacking.whole)).flatten(len(leading)), step.op, self._phases(step)
+        )
         mine = follow(step, self.layout).local_shape(self.shape, self.rank)
-        return cut_to(scattered.reshape(part), mine)
+        return cut_to(scattered.view(part), mine)
+
+    def _phases(self, step: AllGather | ReduceScatter) -> list[Phase]:
+        """The groups that the step goes over, one after the other."""
+        return [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
+
+    def _stacking(self, step: AllGather | ReduceScatter, part: Sequence[int], leading: Sequence[str]) -> Stacking:
+        return stacking_of(tuple(part), tuple(leading), tuple(map(self.layout.mesh.axis_size, leading)), step)
 
     def _exchange(self, target: Layout, local: Tensor, *, moves: bool = True) -> Running:
         ranks, group = self._exchanging(self.layout, target) if moves else ((), None)
