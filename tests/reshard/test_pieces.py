@@ -99,14 +99,3 @@ def held(src: str, dst: str, shape: tuple[int, int]) -> tuple[int, int]:
 def test_no_more_is_alive_at_once_than_in_one_piece(pool: Pool, change: str) -> None:
     for many, one in pool.run(held, *CHANGES[change], (256, 256), ranks=4):
         assert many <= one
-
-
-def held_by_a_gather() -> int:
-    """Bytes alive at once in pieces by exchanges; gloo's threads may let go late."""
-    return min(changed(*CHANGES["gathered"], (256, 256), torch.float32, MANY)[2] for _ in range(3))
-
-
-def test_gathered_rows_come_to_where_they_are_to_be(pool: Pool):
-    whole = 256 * 256 * 4
-    for most in pool.run(held_by_a_gather, ranks=4):
-        assert whole < most < 2.4 * whole  # with a few pieces under way; to put them in order afterwards takes the whole once more
