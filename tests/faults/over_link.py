@@ -23,7 +23,7 @@ CHANGES = {
     "summed": ("node: P(sum), gpu: P(sum)", ""),
     "summed-and-cut": ("node: P(sum), gpu: P(sum)", "node: S(0), gpu: S(0)"),
 }
-TIMES = 9
+TIMES = 15
 
 
 def main() -> None:

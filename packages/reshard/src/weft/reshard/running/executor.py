@@ -126,7 +126,7 @@ class _Here:
         leading = [*reversed(step.apart)] or [*axes_of(step)]  # the last gathered is the outermost in memory
         phases, stacking = self._phases(step), self._stacking(step, part, leading)
         local = padded(local, part)
-        pieces = pieces_of(local.numel(), local.itemsize, phases)
+        pieces = pieces_of(local.numel(), local, phases)
         if len(pieces) == 1:
             gathered = yield from all_gather(local, phases)
         elif stacking.whole == tuple(whole) and stacking.is_of_rows:
