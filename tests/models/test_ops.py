@@ -58,6 +58,10 @@ BACKWARD = {
         ("view", "transpose", "_scaled_dot_product_flash_attention_for_cpu_backward"),
         "attention's: torch differentiates it",
     ),
+    **dict.fromkeys(
+        ("embedding_dense_backward", "native_layer_norm_backward", "gelu_backward"),
+        "of Weft's ops that torch's own functions compute on a CPU",
+    ),
 }
 WITH_DROPPED_WEIGHTS = dict.fromkeys(
     ("clone", "_unsafe_view", "bmm", "sum", "squeeze", "mul", "masked_fill", "_softmax_backward_data"),

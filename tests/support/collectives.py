@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.reshard.running.issued import kind_of_op
+from weft.reshard.running.issued import bytes_of_call, group_of_call, kind_of_op
 
 KINDS = {
     "allgather_": "all-gather",
@@ -25,13 +26,14 @@ KINDS = {
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Collectives() as seen: ...`; then `seen.kinds` lists what this rank started, in order.
 
-    names: of torch's ops. An all-gather and a reduce-scatter are all-to-alls on gloo: their kind is what is said of it where it starts.
+    names: of torch's ops. nbytes: that each brings from other ranks. An all-gather and a reduce-scatter are all-to-alls on gloo: their kind is what is said of it where it starts.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kinds: list[str] = []
         self.names: list[str] = []
+        self.nbytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -42,4 +44,10 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = KINDS.get(name, name)
             self.kinds.append(str(kind_of_op(namespace, name)) if kind == "all-to-all" else kind)
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        group = group_of_call(args)
+        if isinstance(group, dist.ProcessGroup) and namespace == "c10d":
+            kind = kind_of_op(namespace, name)
+            assert kind is not None, f"{name} is a collective"
+            self.nbytes.append(bytes_of_call(kind, group.size(), group.rank(), args, result))
+        return result
