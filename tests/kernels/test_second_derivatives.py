@@ -184,6 +184,17 @@ def test_of_plain_tensors(name):
     check_upstream_refused(name, None)
 
 
+@pytest.mark.parametrize(
+    "name", ["cross_entropy-mean", "cross_entropy-none", "linear", "linear_cross_entropy-mean", "rms_norm", "swiglu"]
+)
+def test_where_kernels_run(name: str, interpreted: None) -> None:
+    run, tensors = OPS[name]
+    for way in WAYS:
+        operands = leaves_of(tuple(each.float() if each.is_floating_point() else each for each in tensors), None)
+        with pytest.raises(RuntimeError, match=REFUSED):
+            way(run(*operands).sum(), [each for each in operands if each.requires_grad])
+
+
 @pytest.mark.parametrize("name", NATIVE)
 def test_where_torchs_own_function_runs_it_has_torchs_second_derivative(name):
     _, tensors = OPS[name]

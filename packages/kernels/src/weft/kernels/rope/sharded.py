@@ -137,6 +137,6 @@ def _table_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dic
     return Sharding(output, (*shape, *angles), independent(output, layouts))
 
 
-ROPE = Op("rope", function.forward, function.backward, _rule, inference=function.inference, anchored=True)
+ROPE = Op("rope", function.forward, function.backward, _rule, inference=function.inference)
 RMS_NORM_ROPE = Op("rms_norm_rope", function.norm_forward, function.norm_backward, _norm_rule)
 ROPE_TABLE = Op("rope_table", reference.table, None, _table_rule)

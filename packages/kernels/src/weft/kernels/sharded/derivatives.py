@@ -21,9 +21,9 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """A backward that is not differentiated: what it returns raises where that is asked for, of any tensor.
 
     Autograd visits only what leads to the tensors that it is asked for, so the gradients that are returned lead to the operands, by
-    what was saved, and to the gradients that arrived. Where a function has not saved its operands, it saves an `anchor`, its last
-    output; where it has saved nothing, its gradients are constants of its operands. torch's
-    `once_differentiable` lets such a question pass, as if the gradients were constants.
+    what was saved, and to the gradients that arrived. Where a function has not saved all its operands, it saves an `anchor`, its last
+    output; where it has saved nothing, its gradients are constants of its operands. torch's `once_differentiable` lets such a
+    question pass, as if the gradients were constants.
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:
@@ -34,9 +34,8 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
                 break
         if first is None:  # they are zeros, and so is what is asked for
             return (None,) * len(ctx.needs_input_grad)
-        if (
-            is_autocasting() and autocast_dtype(first) is not None and not torch.compiler.is_compiling()
-        ):  # called in its region
+        # Backward may be called in a region of autocast.
+        if is_autocasting() and autocast_dtype(first) is not None and not torch.compiler.is_compiling():
             with autocast_off(first):
                 return once(ctx, *grads)
         if not torch.is_grad_enabled():

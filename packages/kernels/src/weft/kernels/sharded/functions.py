@@ -27,7 +27,8 @@ class Plain(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if op.weights:
             ctx.given = [tensor is not None for tensor in tensors]
-        last = _save(ctx, op, saved, options, output[-1] if ctx.many else output, op.anchored)
+        leads = _leads(saved, tensors, ctx.needs_input_grad[2:])
+        last = _save(ctx, op, saved, options, output[-1] if ctx.many else output, leads)
         if options.get("inplace") and output is tensors[0]:
             ctx.mark_dirty(output)
         if not ctx.many:
@@ -40,10 +41,10 @@ class Plain(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
         op, options, saved, needed = ctx.op, ctx.options, _saved(ctx), ctx.needs_input_grad[2:]
-        if not op.weights:
-            return None, None, *op.backward(saved, grad, needed, **options)
         if op.of_products is not None:
             grad = op.of_products(saved, grad, needed, **options)
+        if not op.weights:  # none may wait
+            return None, None, *op.backward(saved, grad, needed, **options)
 
         def compute(needed: Sequence[bool]) -> Tensors:
             gradients: Tensors = op.backward(saved, grad, needed, **options)
@@ -60,7 +61,7 @@ class Sharded(torch.autograd.Function):
         ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
         ctx.given = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = computed(call, options, tensors)
-        last = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), True)
+        last = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), False)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*_constants(call.op, outputs, options))
         return *outputs, last
@@ -160,9 +161,21 @@ def computed(
     return [call.output(i, part) for i, part in enumerate(parts)], saved, options
 
 
-def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, anchored: bool) -> Tensor | None:
-    """Saves for backward what takes the place of `saved`. Returns the `anchor`, which there is where `saved` is replaced, or is
-    `anchored`: where it does not lead to the operands. output: the last one, of this rank.
+def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
+    """Whether each operand with a gradient is saved itself: not so where a copy is, or a gradient that forward has computed."""
+    for tensor, need in zip(tensors, needed, strict=True):
+        if need:
+            for each in saved:  # loops, and not generators, which cost the host more; `in` would compare numbers
+                if each is tensor:
+                    break
+            else:
+                return False
+    return True
+
+
+def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, leads: bool) -> Tensor | None:
+    """Saves for backward what takes the place of `saved`. Returns the `anchor`, which there is unless what is saved leads to the
+    operands. output: the last one, of this rank.
     """
     if not saved or torch.compiler.is_compiling():
         ctx.makes = None
@@ -171,7 +184,7 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
     if op.again is not None and True in ctx.needs_input_grad:
         mark(output, op, saved, options)
     tensors, ctx.makes = kept(saved)
-    last = anchor() if anchored or ctx.makes else None
+    last = None if leads and not ctx.makes else anchor()
     ctx.save_for_backward(*tensors, last)
     return last
 

@@ -69,5 +69,4 @@ LINEAR_CROSS_ENTROPY = Op(
     _rule,
     lambda dtype, options: torch.promote_types(options["compute_dtype"] or dtype, torch.float32),
     constants=CROSS_ENTROPY.constants,
-    anchored=True,
 )
