@@ -13,6 +13,7 @@ from benchmarks.record import Case, Run, printable
 
 TILES = 4
 CLAUSES = 2  # of the sentence
+STEP = "step_time"  # the group of the training step whose collectives are told, where there are several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +198,10 @@ def _traffic(counted: Sequence[Case]) -> Fact | None:
 
 def _collectives(measured: Sequence[Case]) -> Fact | None:
     counts = {case.key: case.numbers["collectives"] for case in measured if "collectives" in case.numbers}
-    own = next((key for key in counts if key[2] == "Weft"), None)
-    if own is None:
+    steps = [key for key in counts if key[2] == "Weft"]
+    if not steps:
         return None
+    own = next((key for key in steps if key[0] == STEP), steps[0])
     others = [
         f"{printable(key[2])} {count:g}"
         for key, count in counts.items()

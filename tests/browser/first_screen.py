@@ -169,7 +169,9 @@ def _moved(counted: Sequence[Row]) -> Iterator[Tile]:
 
 
 def _collectives(measured: Sequence[Row]) -> Iterator[Tile]:
-    by_way = {case["way"]: case for case in measured if "collectives" in case}
+    counted = [case for case in measured if "collectives" in case]
+    step = [case for case in counted if case["group"] == "step_time"]  # the README's, where there are several
+    by_way = {case["way"]: case for case in step or counted}
     if "Weft" in by_way:
         others = [f"{way} {case['collectives']}" for way, case in by_way.items() if way not in ("Weft", "torch again")]
         yield Tile(str(by_way["Weft"]["collectives"]), [*others, by_way["Weft"]["name"]], [])
