@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -65,12 +64,6 @@ if __name__ == "__main__":
         except ProcessFailed as failure:
             print(f"{failure.status}: {failure}", file=sys.stderr)
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def memory_to_fork() -> None:
-    """What other tests left in cycles, as huge tensors that were never written, is given back: a fork is refused beside it."""
-    gc.collect()
 
 
 # Starts one that ends with it, as a launcher of another make would, and waits.

@@ -26,7 +26,8 @@ KINDS = {
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Collectives() as seen: ...`; then `seen.kinds` lists what this rank started, in order.
 
-    names: of torch's ops. nbytes: that each brings from other ranks. An all-gather and a reduce-scatter are all-to-alls on gloo: their kind is what is said of it where it starts.
+    names: of torch's ops. nbytes: that each brings from other ranks.
+    An all-gather and a reduce-scatter are all-to-alls on gloo: their kind is what is said of it where it starts.
     """
 
     def __init__(self) -> None:

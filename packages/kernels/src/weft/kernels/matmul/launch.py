@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -169,7 +168,6 @@ def chosen_for(of: Class, a: Tensor, aligned: bool, sizes: tuple[int, int, int])
     return measured or fitted(of.kind, by_rule(of.chip, a.itemsize, aligned, *sizes, chip_of(a.device)[1]))
 
 
-@lru_cache
 def has_descriptor(x: Tensor) -> bool:
     """Whether TMA can load tiles of x: one of the last two dims has neighbours in memory, all else begins at 16 bytes."""
     rows, cols = x.stride()[-2:]
