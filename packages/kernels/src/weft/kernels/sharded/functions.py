@@ -23,6 +23,8 @@ class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
+        if torch.compiler.is_compiling() and not options.get("inplace"):
+            output = tuple(map(_unwritten, output)) if isinstance(output, tuple) else _unwritten(output)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
         ctx.set_materialize_grads(False)
         if op.weights:
@@ -159,6 +161,11 @@ def computed(
             output = op.infer(*locals_, **options)
     parts = (output,) if sharding.more is None else output
     return [call.output(i, part) for i, part in enumerate(parts)], saved, options
+
+
+def _unwritten(output: Tensor) -> Tensor:
+    """A view of an output: of one that forward itself wrote in place, Dynamo of torch 2.11 gives the operands gradients of zero."""
+    return output.view_as(output)
 
 
 def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
