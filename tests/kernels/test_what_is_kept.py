@@ -23,4 +23,5 @@ def test_no_tensor_outlives_its_user(name: str, path: str, request: pytest.Fixtu
     alive = [weakref.ref(each) for each in (*operands, output, *gradients)]
     del operands, output, gradients
     gc.collect()
-    assert not [each().shape for each in alive if each() is not None]  # type: ignore[union-attr]
+    left = [each() for each in alive]
+    assert not [each.shape for each in left if each is not None]

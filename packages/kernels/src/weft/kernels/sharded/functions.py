@@ -23,8 +23,9 @@ class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
-        if torch.compiler.is_compiling() and not options.get("inplace"):
-            output = tuple(map(_unwritten, output)) if isinstance(output, tuple) else _unwritten(output)
+        if torch.compiler.is_compiling():
+            many = isinstance(output, tuple)
+            output = tuple([_unwritten(each, tensors) for each in output]) if many else _unwritten(output, tensors)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
         ctx.set_materialize_grads(False)
         if op.weights:
@@ -163,8 +164,13 @@ def computed(
     return [call.output(i, part) for i, part in enumerate(parts)], saved, options
 
 
-def _unwritten(output: Tensor) -> Tensor:
-    """A view of an output: of one that forward itself wrote in place, Dynamo of torch 2.11 gives the operands gradients of zero."""
+def _unwritten(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
+    """A view of the output, unless that is an operand: of one that forward itself wrote in place, as kernels do, the Dynamo of torch 2.11
+    gives the operands gradients of zero.
+    """
+    for operand in operands:
+        if operand is output:
+            return output
     return output.view_as(output)
 
 
