@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from benchmarks.record import Case
+from benchmarks.record import Case, ours
 
 TIMES = {"time": "time", "host_time": "time of the host"}
 SHOWN = ("roofline", "peak_bytes")  # beside a time; a counted case shows all its numbers
@@ -41,7 +41,7 @@ def every_figure(case: Case) -> dict[str, float]:
 
 def place(way: str) -> tuple[bool, bool, str]:
     """To sort by: Weft, its forms, the baselines."""
-    return way != "Weft", not way.startswith("Weft,"), way
+    return way != "Weft", not ours(way), way
 
 
 def ordered(ways: Iterable[str]) -> list[str]:

@@ -31,7 +31,7 @@ class HistoryError(ValueError):
 
 def ours(way: str) -> bool:
     """Whether a way is Weft, or a form of it."""
-    return way == "Weft" or way.startswith("Weft,")
+    return way == "Weft" or way.startswith(("Weft,", "Weft "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Spread:
 class Case:
     """One way to compute one thing, and its figures.
 
-    group, name: what is computed.  way: "Weft", a form of it ("Weft, one shard"), or a baseline's name.
+    group, name: what is computed.  way: "Weft", a form of it ("Weft, one shard", "Weft zero=2"), or a baseline's name.
     kind: "time" of a kernel on a GPU, "host_time" of a CPU, or "count".  status: "measured", "absent" or "failed".
     figures: numbers in SI units, and words.
     Raises ValueError for figures that are neither, and for a measured time without seconds_median.

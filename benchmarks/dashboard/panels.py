@@ -41,9 +41,13 @@ def of_times(cases: Sequence[Case]) -> list[Figure]:
     }
     if cases and cases[0].kind == "host_time" and len(compared) > FEW:
         return _spread([case for each in compared.values() for case in each])
-    alone = [case for name, each in by_name.items() if name not in compared for case in each]
     figures = [figure for name, each in compared.items() for figure in _side_by_side(name, each)]
-    return figures + ([_durations(alone)] if alone else [])
+    in_forms = {name: each for name, each in by_name.items() if len(each) > 1 and name not in compared}
+    figures += [_durations(name, _in_order(each), lambda case: case.way) for name, each in in_forms.items()]
+    if alone := [each[0] for each in by_name.values() if len(each) == 1]:
+        whose = ", ".join(ordered(case.way for case in alone))
+        figures.append(_durations(whose, alone, _name_and_way))
+    return figures
 
 
 def of_counts(cases: Sequence[Case]) -> list[Figure]:
@@ -111,18 +115,20 @@ def _side_by_side(name: str, cases: Sequence[Case]) -> Iterator[Figure]:
             yield _figure(name, f"{words} is better", told, charts.rows(found, axis, origin=0))
 
 
-def _durations(cases: Sequence[Case]) -> Figure:
-    """Times with nothing to compare them with."""
+def _durations(title: str, cases: Sequence[Case], naming: Callable[[Case], str]) -> Figure:
+    """Times that are not over Weft's: of a case alone, or of forms of which none is Weft's own."""
     data = []
     for case in cases:
-        spread, label = case.seconds, case.name if case.way == "Weft" else f"{case.name}, {case.way}"
-        data.append(
-            _datum(label, quantity("time", spread.median), spread.median, spread.p20, spread.p80, ours=case.ours)
-        )
+        spread = case.seconds
+        text = quantity("time", spread.median)
+        data.append(_datum(naming(case), text, spread.median, spread.p20, spread.p80, ours=case.ours))
     note = "host time" if cases[0].kind == "host_time" else "time"
     axis = charts.seconds_axis([each[key] for each in data for key in ("low", "high")])
-    title = ", ".join(ordered(case.way for case in cases))
-    return _figure(title, note, f"{note}: {_told(data)}.", charts.rows(data, axis), wide=True)
+    return _figure(title, note, f"{note}, {title}: {_told(data)}.", charts.rows(data, axis), wide=True)
+
+
+def _name_and_way(case: Case) -> str:
+    return case.name if case.way == "Weft" else f"{case.name}, {case.way}"
 
 
 def _spread(cases: Sequence[Case]) -> list[Figure]:

@@ -194,6 +194,10 @@ def host_times() -> list[Case]:
         host("dispatch", "matmul", way, seconds)
         for way, seconds in (("Weft", 4e-5), ("DTensor", 2e-4), ("the local op", 6e-6))
     ]
+    cases += [
+        host("sharded_optimizers", "a sharded step of llama-tiny, dp=4", way, seconds)
+        for way, seconds in (("Weft zero=2", 0.12), ("Weft zero=3", 0.13), ("FSDP2 kept", 0.17), ("FSDP2", 0.21))
+    ]
     return [
         *cases,
         host("mesh", "infer.einsum, cached", "Weft", 7.6e-7),

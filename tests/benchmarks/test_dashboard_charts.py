@@ -207,6 +207,12 @@ def test_amounts_have_their_units(label: str, value: float, told: str) -> None:
     assert quantity(label, value) == told
 
 
+def test_forms_of_weft_and_of_a_baseline_are_rows_of_their_cases_chart(cpu: dict[str, Block]) -> None:
+    (figure,) = cpu["Host time of a step with sharded optimizers, over gloo"].figures
+    assert figure.title == "a sharded step of llama-tiny, dp=4"
+    assert labels(figure) == ["Weft zero=2", "Weft zero=3", "FSDP2", "FSDP2 kept"]
+
+
 def test_nothing_is_plotted_of_a_group_that_has_no_rival() -> None:
     block = blocks_of(run(count("cross_entropy", "alone", "Weft", bytes_a_logit=6.0)))
     (figure,) = block["Device memory that cross-entropy moves"].figures

@@ -167,6 +167,10 @@ def _model(run: Row) -> list[Any]:
     return [run.get("machine", {}).get(key) for key in ("cpu", "cores")]
 
 
+def _ours(way: str) -> bool:
+    return way.replace(",", " ").split()[0] == "Weft"
+
+
 def check_lines(lines: list[Row], title: str, runs: list[Row]) -> None:
     """What changed stands there, each figure once, the worst first, the compiler's apart, and its name leads to its history."""
     wanted = {} if len(runs) == 1 else {**_changed_times(runs), **_changed_counts(runs)}
@@ -220,11 +224,11 @@ def _changed_times(runs: list[Row]) -> dict[tuple[str, str, str], tuple[float, f
             )
             growth[tuple(key)] = (median, case["seconds_median"], p20 / case["seconds_p80"], p80 / case["seconds_p20"])
     for (group, name, way, kind), (before, now, low, high) in growth.items():
-        if way.split(",")[0] == "Weft" and not low <= 1 <= high:
+        if _ours(way) and not low <= 1 <= high:
             others = [
                 each[1] / each[0]
                 for (its_group, its_name, its_way, its_kind), each in growth.items()
-                if (its_group, its_name, its_kind) == (group, name, kind) and its_way.split(",")[0] != "Weft"
+                if (its_group, its_name, its_kind) == (group, name, kind) and not _ours(its_way)
             ]
             found[group, name, f"{way}, {'time' if kind == 'time' else 'host time'}"] = (before, now, others)
     return found
@@ -239,9 +243,7 @@ def _changed_counts(runs: list[Row]) -> dict[tuple[str, str, str], tuple[float, 
         for case in run["cases"]
         if case["status"] == "measured"
     }
-    for case in (
-        case for case in runs[-1]["cases"] if case["status"] == "measured" and case["way"].split(",")[0] == "Weft"
-    ):
+    for case in (case for case in runs[-1]["cases"] if case["status"] == "measured" and _ours(case["way"])):
         old = before.get(tuple(case[each] for each in HEAD[:3]), {})
         for figure, value in case.items():
             counted = case["kind"] == "count" or figure in ("collectives", "peak_bytes")
