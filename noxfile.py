@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,10 @@ TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
+
+# What `test_with` takes for a version, and what torch's wheels pin themselves.
+VERSION = re.compile(r"[A-Za-z][\w.-]*[=<>!~]=?\d")
+OF_TORCH = re.compile("nvidia-|cuda-|setuptools")
 
 # Imports every module of the package it is given, and prints what else was loaded.
 IMPORT_ALL = """
@@ -58,6 +63,22 @@ def test(session: nox.Session) -> None:
 def test_exhaustive(session: nox.Session) -> None:
     """The cases that `test` leaves out; arguments go to pytest. Both together are all tests."""
     _pytest(session, "-m", "exhaustive and not gpu", *(session.posargs or WORKERS))
+
+
+@nox.session
+def test_with(session: nox.Session) -> None:
+    """The tests with other versions than constraints.txt picks, as torch==2.11.0; arguments that are no versions go to pytest."""
+    versions = [each for each in session.posargs if VERSION.match(each)]
+    if not versions:
+        session.error("with which versions? As in: ./run test_with torch==2.11.0 triton==3.6.0")
+    others = [each for each in session.posargs if each not in versions]
+    named = {_name(each) for each in versions}
+    kept = [
+        line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in named and not OF_TORCH.match(line)
+    ]
+    (ROOT / ".nox").mkdir(exist_ok=True)
+    (ROOT / ".nox" / "with.txt").write_text("\n".join([*kept, *versions, ""]))
+    _pytest(session, *(others or WORKERS), python=_weft(session, "with"))
 
 
 @nox.session
@@ -201,7 +222,7 @@ def wheels(session: nox.Session) -> None:
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     session.run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(dist), *folders)
     session.run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(bare))
-    _say_size(session, pip)
+    _say_size(session, pip, CONSTRAINTS)
     try:
         for name in PACKAGES:
             (wheel,) = dist.glob(f"weft_{name}-*.whl")
@@ -216,20 +237,20 @@ def wheels(session: nox.Session) -> None:
         shutil.rmtree(bare, ignore_errors=True)
 
 
-def _packages(session: nox.Session) -> str:
+def _packages(session: nox.Session, name: str = "weft") -> str:
     """The python that has the four packages (editable) and what they need: torch, first of all."""
-    editable = [argument for name in PACKAGES for argument in ("-e", f"./packages/{name}")]
-    return _environment(session, "weft", ["torch", "hatchling", "editables"], editable)
+    editable = [argument for package in PACKAGES for argument in ("-e", f"./packages/{package}")]
+    return _environment(session, name, ["torch", "hatchling", "editables"], editable)
 
 
-def _weft(session: nox.Session) -> str:
+def _weft(session: nox.Session, name: str = "weft") -> str:
     """The python of `_packages`, with the tools for tests and documentation: torch is there once, for all."""
-    python = _packages(session)
-    home = ROOT / ".nox" / "weft"
+    python = _packages(session, name)
+    home = ROOT / ".nox" / name
     stamp, wanted = home / "tools", _digest((home / "installed").read_text(), *TEST_TOOLS, *DOCS_TOOLS)
     if not stamp.exists() or stamp.read_text() != wanted:
         session.log("Adding the tools for tests and documentation: about 100 MB to download.")
-        session.run(*_install(python), *TEST_TOOLS, *DOCS_TOOLS)
+        session.run(*_install(python, _constraints(name)), *TEST_TOOLS, *DOCS_TOOLS)
         stamp.write_text(wanted)
     return python
 
@@ -237,8 +258,8 @@ def _weft(session: nox.Session) -> str:
 def _environment(session: nox.Session, name: str, requirements: list[str], editable: list[str] | None = None) -> str:
     """The python of the environment .nox/<name>, which holds `requirements`; pip runs only where something changed."""
     home = ROOT / ".nox" / name
-    python, stamp = home / "bin" / "python", home / "installed"
-    files = [CONSTRAINTS, *sorted(ROOT.glob("packages/*/pyproject.toml"))] if editable else [CONSTRAINTS]
+    python, stamp, constraints = home / "bin" / "python", home / "installed", _constraints(name)
+    files = [constraints, *sorted(ROOT.glob("packages/*/pyproject.toml"))] if editable else [constraints]
     texts = [file.read_text() for file in files]
     wanted = _digest(sys.version, str(ROOT), *requirements, *(editable or []), *texts)
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
@@ -247,31 +268,42 @@ def _environment(session: nox.Session, name: str, requirements: list[str], edita
         session.run(sys.executable, "-m", "venv", "--clear", str(home))
     stamp.unlink(missing_ok=True)
     if "torch" in requirements:
-        _say_size(session, (str(python), "-m", "pip", "--disable-pip-version-check"))
-    session.run(*_install(str(python)), *requirements)
+        _say_size(session, (str(python), "-m", "pip", "--disable-pip-version-check"), constraints)
+    session.run(*_install(str(python), constraints), *requirements)
     if editable:
-        session.run(*_install(str(python)), "--no-build-isolation", *editable)
+        session.run(*_install(str(python), constraints), "--no-build-isolation", *editable)
     stamp.write_text(wanted)
     return str(python)
 
 
-def _install(python: str) -> tuple[str, ...]:
+def _install(python: str, constraints: Path) -> tuple[str, ...]:
     """The command that installs what is put after it."""
     quiet = () if sys.stdout.isatty() else ("-q",)
     return (
         *(python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *LAZILY),
-        *("-c", str(CONSTRAINTS)),
+        *("-c", str(constraints)),
     )
+
+
+def _constraints(name: str) -> Path:
+    """What pip keeps to in .nox/<name>: constraints.txt, or what `test_with` has made of it."""
+    own = ROOT / ".nox" / f"{name}.txt"
+    return own if own.exists() else CONSTRAINTS
+
+
+def _name(requirement: str) -> str:
+    """Of `torch==2.13.0` torch."""
+    return re.split("[=<>!~; ]", requirement, maxsplit=1)[0].lower()
 
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
+def _say_size(session: nox.Session, pip: tuple[str, ...], constraints: Path) -> None:
     """Asks pip which torch it would take, and says what it weighs with all the rest."""
     options = ["install", "--dry-run", "--ignore-installed", "-q", "--report", "-", "torch", "-c"]
-    answer = subprocess.run((*pip, *options, str(CONSTRAINTS)), cwd=ROOT, capture_output=True, text=True)
+    answer = subprocess.run((*pip, *options, str(constraints)), cwd=ROOT, capture_output=True, text=True)
     if answer.returncode:
         session.error(f"pip cannot install torch:\n{answer.stderr}")
     names = [package["metadata"]["name"] for package in json.loads(answer.stdout)["install"]]
@@ -284,11 +316,11 @@ def _say_size(session: nox.Session, pip: tuple[str, ...]) -> None:
         session.log("Installing torch for CPU: about 420 MB to download, unless pip has it cached; 1.7 GB on disk.")
 
 
-def _pytest(session: nox.Session, *arguments: str) -> None:
+def _pytest(session: nox.Session, *arguments: str, python: str | None = None) -> None:
     # What is compiled is kept, whatever the user's shell says: else each of a thousand processes compiles Weft again, and each
     # worker the tests, of which pytest rewrites every assertion.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": None}
-    session.run(_weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env=environment)
+    session.run(python or _weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env=environment)
 
 
 def _give_way(session: nox.Session, command: str) -> None:

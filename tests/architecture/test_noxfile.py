@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from weft.models.cli.command import COMMANDS
@@ -42,6 +42,9 @@ class Session:
     def log(self, message: str) -> None:
         pass
 
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(message)
+
     @property
     def installed(self) -> set[str]:
         """What pip was asked for."""
@@ -64,7 +67,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "_say_size", lambda session, pip: None)
+    monkeypatch.setattr(module, "_say_size", lambda session, pip, constraints: None)
     return module
 
 
@@ -116,6 +119,25 @@ def test_a_change_of_what_is_pinned_installs_all_of_it_again(
     pinned.write_text("torch==1.0\n")
     monkeypatch.setattr(noxfile, "CONSTRAINTS", pinned)
     assert called(noxfile.test, tmp_path).installed == first.installed
+
+
+def test_other_versions_have_an_environment_and_constraints_of_their_own(
+    noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noxfile, "CONSTRAINTS", tmp_path / "constraints.txt")
+    noxfile.CONSTRAINTS.write_text("numpy==2.4.6\nnvidia-nccl-cu13==2.29.7\npytest==9.1\ntorch==2.13.0\n")
+    ran = called(noxfile.test_with, tmp_path, "torch==2.11.0", "numpy<2.4", "tests/mesh", "-k", "a")
+    assert (tmp_path / ".nox/with.txt").read_text() == "pytest==9.1\ntorch==2.11.0\nnumpy<2.4\n"
+    installs = [command for command in ran.ran if command[1:5] == PIP]
+    assert {command[command.index("-c") + 1] for command in installs} == {str(tmp_path / ".nox/with.txt")}
+    assert ran.installed >= {"torch", *noxfile.TEST_TOOLS}
+    python = str(tmp_path / ".nox/with/bin/python")
+    assert ran.ran[-1] == (python, "-m", "pytest", noxfile.TIME_LIMIT, "tests/mesh", "-k", "a")
+
+
+def test_other_versions_are_asked_for_where_none_is_named(noxfile: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="with which versions"):
+        called(noxfile.test_with, tmp_path, "tests/mesh")
 
 
 @pytest.mark.parametrize("session", COMMANDS)

@@ -31,6 +31,9 @@ class Ran(TorchDispatchMode):
         return self.ops["mm"] + self.ops["addmm"]
 
 
+COPIES = ("clone", "copy_")  # what torch does to a gradient that another reference keeps alive
+
+
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3), (5, 4), (5,), (4,))]
@@ -61,6 +64,7 @@ def test_what_waits_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
             add()
     assert hooked == [False, True]
     assert halves.products == whole.products
+    assert {copy: halves.ops[copy] for copy in COPIES} == {copy: whole.ops[copy] for copy in COPIES}
     assert inputs_too == (wanted is not None) == (x.grad is not None)
     assert wanted is None or torch.equal(x.grad, wanted)
     for each, other in zip(apart, together, strict=True):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import tensor as dtensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, distribute, to_global
-from weft.reshard.running.dtensor import wrap
 
 GRID = ProcessMesh.grid(dp=2, tp=2)
 STAGES = [ProcessMesh.grid(tp=2), ProcessMesh.grid(tp=2, first_rank=2)]
@@ -116,7 +116,7 @@ def reduced(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
     parameter = nn.Parameter(distribute(torch.zeros(4, dtype=dtype), Layout(mesh)))
     sync = GradientSync(nn.ParameterDict({"weight": parameter}), dtype=reduce_dtype)
     addend = torch.tensor([1.0, 2**-8, 2**-8, 2**-8])[torch.distributed.get_rank()].to(dtype)
-    parameter.backward(wrap(addend.repeat(4), Layout(mesh, "dp: P"), (4,)))
+    parameter.to_local(grad_placements=[dtensor.Partial()]).backward(addend.repeat(4))
     sync.wait()
     assert parameter.grad is not None
     assert parameter.grad.dtype == dtype

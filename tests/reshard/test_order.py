@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import tensor as dtensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, OrderError, check_order, distribute, reshard
 from weft.reshard.running.order import announce
@@ -204,7 +205,7 @@ def gradients_that_differ():
     module = torch.nn.ParameterList(weights if dist.get_rank() != 3 else weights[:1])
     sync = GradientSync(module)
     for weight in module:
-        weight.backward(distribute(torch.ones(4), Layout(FOUR, "tp: P")))
+        weight.to_local(grad_placements=[dtensor.Partial()]).backward(torch.ones(4))
     with check_order(PATIENCE), pytest.raises(OrderError, match=r"rank 3: gradients of shapes \[\(4,\)\]"):
         sync.wait()
 

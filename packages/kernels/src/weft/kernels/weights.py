@@ -29,6 +29,22 @@ def waiting_weights() -> Iterator[Later]:
         _later = before
 
 
+class _Deferred(torch.autograd.Function):
+    """A scalar whose backward gives parameters what `compute` returns, as a function's that torch may keep without a copy.
+
+    Given to `torch.autograd.backward`, they would be copied: its caller refers to them, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.compute = compute
+        return torch.empty((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *ctx.compute()
+
+
 def compute_or_wait(
     ctx: Any,
     weights: Sequence[int],
@@ -51,11 +67,13 @@ def compute_or_wait(
     if not parameters:
         return compute(needed)
 
+    def gradients() -> list[Tensor | None]:
+        found = compute([i in parameters for i in range(len(needed))])
+        return [found[i] for i in parameters]
+
     def add() -> None:
-        with torch.no_grad():
-            gradients = compute([i in parameters for i in range(len(needed))])
-        found = [(parameter, gradients[i]) for i, parameter in parameters.items()]
-        torch.autograd.backward([each for each, _ in found], [gradient for _, gradient in found])
+        with torch.enable_grad():
+            _Deferred.apply(gradients, *parameters.values()).backward()  # type: ignore[no-untyped-call]
 
     _later.append(add)
     return compute([need and i not in parameters for i, need in enumerate(needed)])
