@@ -5,13 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
+from weft.kernels.matmul import scaled
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _scales_rows() -> bool:
+    x, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16)
+    try:
+        scaled.product(x, x.mT, scale, scale, torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+# torch 2.11's GEMM of 8-bit factors takes one number on a CPU; on a GPU, where Weft calls it, each torch takes rows.
+needs_scaled_rows = pytest.mark.skipif(not _scales_rows(), reason="this torch scales no rows of 8-bit factors on a CPU")
 
 
 # Written out, not torch's own.

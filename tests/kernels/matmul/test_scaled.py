@@ -12,7 +12,7 @@ from weft.kernels import matmul
 from weft.kernels.matmul import configurations, function, scaled
 from weft.kernels.matmul.configurations import kind_of
 
-from .cases import assert_as_good_as_eager, normal
+from .cases import assert_as_good_as_eager, needs_scaled_rows, normal
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 M, N, K = 24, 32, 48
@@ -31,7 +31,9 @@ def scales(kind: str) -> tuple[Tensor | None, Tensor | None]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["none", "numbers", "rows", "rows-of-one"])
+@pytest.mark.parametrize(
+    "kind", ["none", "numbers", *(pytest.param(kind, marks=needs_scaled_rows) for kind in ("rows", "rows-of-one"))]
+)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "not-aligned"])
 def test_it_gives_the_product(aligned: bool, kind: str) -> None:
     a, b = factors()
@@ -87,6 +89,7 @@ def test_an_older_chip_and_a_cpu_have_none(monkeypatch: pytest.MonkeyPatch) -> N
         assert not scaled.takes(fake(M, K), fake(K, N, transposed=True), None, None, torch.bfloat16)
 
 
+@needs_scaled_rows
 def test_where_the_kernel_does_not_run_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.dtype] = []
 

@@ -16,7 +16,7 @@ from benchmarks import tune_matmul
 from benchmarks.products import AUTOTUNED, FORMATS, KERNEL, KINDS, TORCH, Inaccurate, check, compared
 from benchmarks.timing import Host
 
-from .cases import normal
+from .cases import needs_scaled_rows, normal
 from .test_grouped import ends
 from .test_table import Spied
 from .test_tiles import SMALL
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_matmul, "candidates", lambda of, format: TRIED)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "fp8", "fp8, one scale"])
+@pytest.mark.parametrize("kind", ["swiglu", pytest.param("fp8", marks=needs_scaled_rows), "fp8, one scale"])
 def test_each_way_is_checked_and_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compared(kind, 32, 48, 16, "cpu", Host(), rounds=3)
     assert {"Weft", TORCH, KERNEL} <= {*found.timed} and not found.failed

@@ -36,12 +36,12 @@ class _Deferred(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, compute: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
         ctx.compute = compute
         return torch.empty((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.compute()
 
 

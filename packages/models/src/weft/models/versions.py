@@ -5,12 +5,15 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("weft-mesh", "weft-reshard", "weft-kernels", "weft-models", "torch", "triton")
+import torch
+
+PACKAGES = ("weft-mesh", "weft-reshard", "weft-kernels", "weft-models", "triton")
 
 
 def versions() -> dict[str, str | None]:
-    """Python's version, and those of the packages; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    """Python's version, torch's as it names itself ("2.13.0+cpu"), and those of the packages; None for one that is not installed."""
+    own = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return own | {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -28,5 +28,6 @@ def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
 
     # The first steps begin with what is done once; the profiler itself is slow in the step before those that count.
     steps = schedule(wait=PROFILED_FROM - 2, warmup=1, active=PROFILED_STEPS, repeat=1)
-    with profile(schedule=steps, on_trace_ready=save) as profiler:
+    # acc_events: there is one cycle, whose events are kept in any case; without it torch 2.11 warns that others are not.
+    with profile(schedule=steps, on_trace_ready=save, acc_events=True) as profiler:
         yield profiler.step
