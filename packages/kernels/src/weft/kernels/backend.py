@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import is_fake
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 # What is behind os.environ, which encodes and decodes, and raises for what is not there: a microsecond, twice in every op.
 _ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
+# Since torch 2.13 `torch.compiler.is_compiling` is True for all of a call of torch.compile; before it is where Dynamo itself traces.
+_TOLD_OF_ALL = hasattr(torch.compiler, "_compile_session_context")
+
+
+def is_compiling() -> bool:
+    """Whether what runs is traced, by Dynamo or by what traces its graph."""
+    return torch.compiler.is_compiling() or not (_TOLD_OF_ALL or TracingContext.try_get() is None)
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -52,7 +60,7 @@ def multiplies(chip: str, dtype: torch.dtype) -> bool:
 
 def can_read(tensor: Tensor) -> bool:
     """Whether the host may look at the tensor's values without waiting for a device: a CPU's, not traced, with data."""
-    return on_cpu(tensor) and not torch.compiler.is_compiling() and has_data(tensor)
+    return on_cpu(tensor) and not is_compiling() and has_data(tensor)
 
 
 def has_data(tensor: Tensor) -> bool:

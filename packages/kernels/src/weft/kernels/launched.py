@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import library
 
+from .backend import is_compiling
+
 LIBRARY = library.Library("weft", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
@@ -39,7 +41,7 @@ def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., 
         op = launched(schema)(run)
 
         def run_or_trace(*arguments: Any) -> None:
-            (op if torch.compiler.is_compiling() else run)(*arguments)
+            (op if is_compiling() else run)(*arguments)
 
         return run_or_trace
 

@@ -8,13 +8,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .backend import is_compiling
+
 Runs = tuple[tuple[int, int], ...]  # in the order in which they lie
 
 
 def checked_order(name: str, order: Sequence[Sequence[int]], length: int) -> Runs:
     """`order` as tuples. Raises ValueError where its runs are not `length` tokens, each once. name: of the op."""
     runs = tuple([(start, stop) for start, stop in order])
-    if not torch.compiler.is_compiling() and not _covers(runs, length):  # Dynamo warns of what is kept
+    if not is_compiling() and not _covers(runs, length):  # Dynamo warns of what is kept
         raise ValueError(
             f"{name}: order is {list(runs)}, but the tokens are 0 to {length}; give [start, stop) of runs that have each "
             f"of them once"

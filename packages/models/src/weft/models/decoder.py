@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Generic, Self, TypeVar
 
-import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
 from weft.kernels.backend import has_data
+from weft.reshard.running.dynamo import is_compiling
 
 from .config import ModelConfig, RotaryConfig
 from .initialization import Constant, Initial, Normal
@@ -164,7 +164,7 @@ class Decoder(CausalModel[AnyRotaryConfig]):
     def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the tokens' angles, [T, D // 2] or [B, T, D // 2] each. first: the position of the first one."""
         rotary = self.config.rotary
-        kept = not torch.compiler.is_compiling() and has_data(tokens)
+        kept = not is_compiling() and has_data(tokens)
         if positions is not None:
             if rotary.depends_on_length:
                 frequencies = compute_rotary_frequencies(rotary, tokens.device, length_of(positions))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
+from ..backend import is_compiling
 from ..elementwise import add
 from ..op import Op
 from ..order import checked_order, runs_within
@@ -79,7 +80,7 @@ def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) ->
                 f"torch.tensor(derive_key(...), dtype=torch.uint64)"
             )
         return key, 0
-    if torch.compiler.is_compiling():
+    if is_compiling():
         raise ValueError(
             f"{name} is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)"
         )

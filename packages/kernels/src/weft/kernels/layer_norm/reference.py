@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import on_cpu
+from ..backend import is_compiling, on_cpu
 from ..op import Tensors
 
 Wanted = tuple[bool, ...]
@@ -35,9 +35,9 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float
     wide, upstream = _wide(x), grad.to(mean.dtype)
     scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     operands, wanted = (upstream, wide, mean, rstd), (needed[0], *sums)
-    if not any(sums) or (not torch.compiler.is_compiling() and x.numel() <= ROWS_OF_TORCH * x.shape[-1]):
+    if not any(sums) or (not is_compiling() and x.numel() <= ROWS_OF_TORCH * x.shape[-1]):
         dx, *totals = _gradients(*operands, scale, shift, wanted)
-    elif torch.compiler.is_compiling():
+    elif is_compiling():
         dx = _gradients(*operands, scale, shift, (needed[0], False, False))[0]
         totals = _fused_sums(*map(_rows, operands))
     else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import on_cpu
+from ..backend import is_compiling, on_cpu
 from ..op import Tensors
 
 
@@ -72,7 +72,7 @@ def backward(
 
 def _weighted(product: Tensor, weight: Tensor) -> Tensor:
     """[..., H], [H] -> [...], the sums of each row's elements times the weight's."""
-    if torch.compiler.is_compiling():  # in the region of autocast, which would round the operands of torch's product
+    if is_compiling():  # in the region of autocast, which would round the operands of torch's product
         return (product * weight).sum(-1)
     weighted: Tensor = product @ weight.to(product.dtype)  # a CPU multiplies and sums in one pass
     return weighted

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import is_compiling, use_triton
 from ..launched import launched
 from ..op import Tensors
 from ..rms_norm import reference as norm
@@ -19,7 +19,7 @@ def forward(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
 ) -> tuple[Tensor, Tensors]:
     """See `reference.forward`. inplace: the kernel writes into x, where that is contiguous, and x is the output."""
-    over = inplace and use_triton(x) and x.is_contiguous() and not torch.compiler.is_compiling()
+    over = inplace and use_triton(x) and x.is_contiguous() and not is_compiling()
     return _turned(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backend import is_compiling
+
 
 def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [..., T, heads * D], cos and sin [T, D // 2] or [..., T, D // 2] -> [..., T, heads * D].
@@ -42,7 +44,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
     ):  # asked before each cast: of a few numbers a cast that changes nothing takes as long as one that does
         cos, sin = cos.to(wide), sin.to(wide)
     if interleaved:
-        turn_pairs = _turn_neighbours if torch.compiler.is_compiling() else _turn_numbers
+        turn_pairs = _turn_neighbours if is_compiling() else _turn_numbers
         output = turn_pairs(x if dtype == wide else x.to(wide), cos, sin, sign)
         return output if dtype == wide else output.to(dtype)
     pairs = x.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]

@@ -14,6 +14,7 @@ from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
+from ..backend import is_compiling
 
 AS_GIVEN = (
     "accumulate_into",
@@ -69,7 +70,7 @@ def _cast(operand: Any, dtype: torch.dtype) -> Any:
         return operand
     if not isinstance(operand, DTensor):
         return operand.to(dtype)
-    return _in_graph(operand, dtype) if torch.compiler.is_compiling() else Cast.apply(operand, dtype)  # type: ignore[no-untyped-call]
+    return _in_graph(operand, dtype) if is_compiling() else Cast.apply(operand, dtype)  # type: ignore[no-untyped-call]
 
 
 class Cast(torch.autograd.Function):

@@ -15,6 +15,7 @@ from weft.reshard import Slice, layout_of, plan, reshard
 from weft.reshard.running.dtensor import kind_of, of_kind, wrap
 from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
+from ..backend import is_compiling
 from ..op import Op
 from .meshes import Meshes
 from .rules import Shapes, Sharding, sharding_of
@@ -61,7 +62,7 @@ class Call:
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> Call:
         """The call, made once for operands of these kinds. Raises as the constructor."""
-        if torch.compiler.is_compiling():  # sizes may be symbols
+        if is_compiling():  # sizes may be symbols
             return cls(op, tensors, mesh, options)
         kept = of_this_world()
         varying = op.varying
@@ -75,7 +76,7 @@ class Call:
 
     def flow(self, grads: Sequence[DTensor | None]) -> Flow:
         """How these gradients of the outputs go through. Raises LayoutError where the op's rule does not take them."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._flow(grads)
         key = tuple(None if grad is None else kind_of(grad) for grad in grads)
         flow = self._flows.get(key)

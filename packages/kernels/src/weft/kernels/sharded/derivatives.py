@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_dtype, autocast_off, is_autocasting
+from ..backend import is_compiling
 from ..op import Tensors
 
 
@@ -35,14 +36,14 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
         if first is None:  # they are zeros, and so is what is asked for
             return (None,) * len(ctx.needs_input_grad)
         # Backward may be called in a region of autocast.
-        if is_autocasting() and autocast_dtype(first) is not None and not torch.compiler.is_compiling():
+        if is_autocasting() and autocast_dtype(first) is not None and not is_compiling():
             with autocast_off(first):
                 return once(ctx, *grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *arrived)
         with torch.no_grad():
             found = backward(ctx, *arrived)
-        return found if torch.compiler.is_compiling() else refusing(found, *ctx.saved_tensors, *arrived)
+        return found if is_compiling() else refusing(found, *ctx.saved_tensors, *arrived)
 
     return once
 

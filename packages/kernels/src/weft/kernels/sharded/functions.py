@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..again import kept, mark, restored
+from ..backend import is_compiling
 from ..op import Op, Tensors
 from ..weights import compute_or_wait
 from .calls import Call, Flow, sliced
@@ -23,7 +24,7 @@ class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             many = isinstance(output, tuple)
             output = tuple([_unwritten(each, tensors) for each in output]) if many else _unwritten(output, tensors)
         ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
@@ -190,7 +191,7 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
     """Saves for backward what takes the place of `saved`. Returns the `anchor`, which there is unless what is saved leads to the
     operands. output: the last one, of this rank.
     """
-    if not saved or torch.compiler.is_compiling():
+    if not saved or is_compiling():
         ctx.makes = None
         ctx.save_for_backward(*saved, None)
         return None

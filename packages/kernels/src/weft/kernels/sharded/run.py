@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from weft.reshard.running.dynamo import in_graph
 
 from ..again import mark
+from ..backend import is_compiling
 from ..op import OPS, Op
 from .calls import Call, Flow
 from .functions import FromLocal, Plain, Sharded, ToLocal, computed
@@ -51,13 +52,13 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     """The outputs and their `anchor`."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return *_in_graph(op.name, tuple(options.items()), *tensors), None
             return _on_mesh(op, tensor.device_mesh, tensors, options)
     if op.backward is None:
         output = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
-    if op.native is not None and not torch.compiler.is_compiling():
+    if op.native is not None and not is_compiling():
         found = op.native(*tensors, **options)
         if found is not None:
             outputs = found[0] if isinstance(found[0], tuple) else found[:1]
@@ -83,7 +84,7 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
 
 def _recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """The function's outputs, without what torch does first for functorch: it costs as much as the rest, and no op is transformed."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:
         return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # of torch's C

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..backend import is_compiling
 from ..op import Tensors
 
 SLOPE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of gelu's "tanh" form
@@ -38,7 +39,7 @@ def _by_one_sigmoid(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> 
     """
     dgate, dup = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (gate, up))
     operands = gate, up, grad, dgate, dup
-    if torch.compiler.is_compiling() or gate.numel() <= ELEMENTS_AT_ONCE:
+    if is_compiling() or gate.numel() <= ELEMENTS_AT_ONCE:
         _into(activation, *operands)
     else:
         for piece in zip(*(torch.split(each.flatten(), ELEMENTS_AT_ONCE) for each in operands), strict=True):

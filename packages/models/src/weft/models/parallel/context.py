@@ -16,7 +16,7 @@ from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
 from weft.reshard.running.api import StartedReshard, begin_in_graph, finish_in_graph
 from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.dynamo import in_graph
+from weft.reshard.running.dynamo import in_graph, is_compiling
 from weft.reshard.running.groups import this_rank
 
 from ..degrees import check_head_degrees
@@ -191,7 +191,7 @@ def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -
         return None
     key, value = _cast(*output)
     assert isinstance(key, DTensor) and isinstance(value, DTensor), "values lie as keys"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _GatheringInGraph(*_begin_gather(key, value)), None
     layout = layout_of(key)
     packed, widths = _packed((key, value), layout.parts(HEADS_DIM))

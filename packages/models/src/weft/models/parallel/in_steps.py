@@ -9,13 +9,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft import kernels
 from weft.kernels.matmul.sharded.choice import MEASURED, Form, faster_in_steps
 from weft.kernels.sharded import cast_for
 from weft.reshard import layout_of
+from weft.reshard.running.dynamo import is_compiling
 
 from ..layers import Linear
 from .plan import ParallelPlan
@@ -64,6 +64,6 @@ def _is_faster(form: Form, layer: Any, input: Any, cut: tuple[str, ...]) -> bool
 
 def _lies(input: Any, cut: tuple[str, ...]) -> bool:
     """Whether the tokens of [B, T, H] are cut over those axes; False where it is compiled, for a graph has the pair."""
-    if torch.compiler.is_compiling() or not isinstance(input, DTensor) or input.ndim != 3:
+    if is_compiling() or not isinstance(input, DTensor) or input.ndim != 3:
         return False
     return layout_of(input).shard_order.get(TOKENS_DIM, ()) == cut

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from weft.reshard.running.dynamo import is_compiling
 from weft.reshard.running.received import giving, keeping
 from weft.reshard.running.traced import COMMUNICATING
 
@@ -109,7 +110,7 @@ def _recomputed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwar
         return forward(*args, **kwargs)
     if kind == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = _traced_contexts if torch.compiler.is_compiling() else _contexts
+    contexts = _traced_contexts if is_compiling() else _contexts
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

@@ -28,7 +28,7 @@ from .dtensor import (
     one_mesh,
     wrap,
 )
-from .dynamo import in_graph
+from .dynamo import in_graph, is_compiling
 from .executor import started
 from .groups import of_this_world, this_rank
 from .topology import Topology
@@ -147,7 +147,7 @@ def _begun(
         if not change.plan.steps:
             pending = Pending.finished(local)
         else:
-            run = traced if torch.compiler.is_compiling() else started
+            run = traced if is_compiling() else started
             pending = run(change.plan, local, dtensor.device_mesh)
     return dtensor, change, pending
 
@@ -186,7 +186,7 @@ def _change_of(
     memory_limit: int | None,
 ) -> _Change:
     """Found once for DTensors that lie alike, where the placements are given as a value that is quickly compared."""
-    if torch.compiler.is_compiling() or not isinstance(placements, Layout | str | tuple | None):
+    if is_compiling() or not isinstance(placements, Layout | str | tuple | None):
         return _change(dtensor, mesh, placements, topology, memory_limit)
     kept, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
     change = kept.get(key)
@@ -218,7 +218,7 @@ class StartedReshard:
         self._arguments = dtensor, change, pending
         self._backward = _Backward()
         self._token: Tensor | None = None
-        if dtensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if dtensor.requires_grad and torch.is_grad_enabled() and not is_compiling():
             self._token = _Started.apply(dtensor, change, self._backward)  # type: ignore[no-untyped-call]
 
     def wait(self) -> DTensor:

@@ -7,10 +7,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._guards import TracingContext
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Since torch 2.13 `torch.compiler.is_compiling` is True for all of a call of torch.compile; before it is where Dynamo itself traces.
+_TOLD_OF_ALL = hasattr(torch.compiler, "_compile_session_context")
+
 _waiting: list[Callable[..., Any]] = []
+
+
+def is_compiling() -> bool:
+    """Whether what runs is traced, by Dynamo or by what traces its graph."""
+    return torch.compiler.is_compiling() or not (_TOLD_OF_ALL or TracingContext.try_get() is None)
 
 
 def in_graph(function: Function) -> Function:

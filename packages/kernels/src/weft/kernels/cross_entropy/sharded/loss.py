@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...backend import can_read, has_data
+from ...backend import can_read, has_data, is_compiling
 from ...sharded import apply_many, autocasts
 from ...sharded.traced import groups_of
 from ..guess import Once
@@ -150,7 +150,7 @@ def cross_entropy(
     )  # fmt: skip
     check_not_leaf(logits, options)
     operands = (logits, target, weight, as_denominator(denominator, weight, form_of(logits)))
-    if torch.compiler.is_compiling():
+    if is_compiling():
         outputs = _asked(compiled(*operands, options=options, place=Place(groups=groups_of(*operands))), options)
     else:
         outputs = apply_many(CROSS_ENTROPY, *operands, options=options, once=_once(logits, options))
@@ -273,7 +273,7 @@ def vocab_parallel_cross_entropy(
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
-    if torch.compiler.is_compiling():
+    if is_compiling():
         _check_local(logits, target)
         asked, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
         place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
@@ -314,7 +314,7 @@ def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, lo
             raise ValueError(f"the {name} requires a gradient, and cross-entropy has none for it; give {name}.detach()")
     if denominator is None:
         return None
-    if isinstance(denominator, DTensor) and not torch.compiler.is_compiling():  # which takes it apart later
+    if isinstance(denominator, DTensor) and not is_compiling():  # which takes it apart later
         denominator = local_denominator(denominator)
     wide = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(denominator, Tensor):
@@ -340,7 +340,7 @@ def _check_divisor(denominator: Any) -> float:
 
 def check_not_leaf(logits: Tensor, options: Options) -> None:
     """Raises ValueError where inplace_backward would write the gradient over a leaf: the logits are one, or a view of one."""
-    if not options.inplace_backward or torch.compiler.is_compiling():  # compiled, it is not done in place
+    if not options.inplace_backward or is_compiling():  # compiled, it is not done in place
         return
     node, leaf = logits.grad_fn, logits if logits.is_leaf and logits.requires_grad else None
     while node is not None and leaf is None:  # up to where several tensors meet, in memory of its own

@@ -12,6 +12,7 @@ from weft.reshard.running.collectives import Pending, reduce_scatter, start_all_
 from weft.reshard.running.groups import group_named
 from weft.reshard.running.waits import wait_for
 
+from ...backend import is_compiling
 from ...op import Tensors
 from ...sharded.derivatives import refusing
 
@@ -27,7 +28,7 @@ class Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
-        run = _traced_all_reduce if torch.compiler.is_compiling() else _all_reduce
+        run = _traced_all_reduce if is_compiling() else _all_reduce
         run(
             grad, ctx.group
         )  # in place: the one op that used the output has just computed it, and nothing else reads it
@@ -43,12 +44,12 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
         ctx.group, ctx.rows = group, input.shape[0]
-        run = _traced_all_gather if torch.compiler.is_compiling() else _all_gather
+        run = _traced_all_gather if is_compiling() else _all_gather
         return run(input, tokens, group, after)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensors:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return _traced_reduce_scatter(grad, ctx.rows, ctx.group), None, None, None
         with torch.no_grad():
             part = _reduce_scatter(grad, ctx.rows, ctx.group)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...backend import is_compiling
 from ...cross_entropy.options import Asked, AskedOfLoss, Options, Reduction, check_target
 from ...cross_entropy.sharded import agreement
 from ...cross_entropy.sharded.custom_ops import Place
@@ -170,7 +171,7 @@ def linear_cross_entropy(
         "chunk_tokens": chunk_tokens,
         "compute_dtype": compute_dtype,
     }
-    if torch.compiler.is_compiling():
+    if is_compiling():
         outputs = compiled(*operands, **asked, place=Place(groups=groups_of(*operands)), disagreement=None)
     else:
         outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **asked)
@@ -322,7 +323,7 @@ def vocab_parallel_linear_cross_entropy(
             )
         return Options(**options), as_denominator(denominator, weight, computed(input, compute_dtype))
 
-    if torch.compiler.is_compiling():
+    if is_compiling():
         asked, scalar = given()
         rest = (linear_weight, target, linear_bias, weight, scalar)
         with torch.no_grad():
@@ -373,6 +374,6 @@ def _wanted(*tensors: Tensor | None) -> Wanted:
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:
-    if torch.compiler.is_compiling() or not tensor.is_leaf:  # torch has it of leaves alone
+    if is_compiling() or not tensor.is_leaf:  # torch has it of leaves alone
         return tensor.dtype
     return tensor.grad_dtype or tensor.dtype  # None: any will do
