@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft import kernels
+from weft.kernels.backend import is_compiling
 from weft.kernels.matmul.sharded.choice import MEASURED, Form, faster_in_steps
 from weft.kernels.sharded import cast_for
 from weft.reshard import layout_of
-from weft.reshard.running.dynamo import is_compiling
 
 from ..layers import Linear
 from .plan import ParallelPlan
