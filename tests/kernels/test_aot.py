@@ -73,6 +73,7 @@ def reports_for(target: str) -> Reports:
     return {key: report for key, report in compiled_once(target).items() if key[0] != A_PRODUCT.name}
 
 
+needs_kept = pytest.mark.skipif(not KEPT.exists(), reason=f"nothing is kept for triton {triton.__version__}; {RENEW}")
 FIRST = "sm_90"  # the GPU of the kept results
 EACH_TARGET = pytest.mark.parametrize(
     "target", [FIRST, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in TARGETS if other != FIRST)]
@@ -115,12 +116,13 @@ def test_shared_memory_is_within_the_chip(target):
     assert largest <= SHARED_KIB[target] * 1024
 
 
-@pytest.mark.skipif(not KEPT.exists(), reason=f"nothing is kept for triton {triton.__version__}; {RENEW}")
+@needs_kept
 @EACH_TARGET
 def test_nothing_costs_more_than_kept(target):
     assert_as_kept(reports_for(target))
 
 
+@needs_kept
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(target):
@@ -138,6 +140,7 @@ def assert_as_kept(fresh):
     assert not found, "\n".join([*found, f"if that is meant, keep it: {RENEW}"])
 
 
+@needs_kept
 def test_every_variant_is_kept_and_no_other():
     kept = [(report["variant"], report["target"]) for report in json.loads(KEPT.read_text())]
     names = [each.name for each in (*variants(), *others())]
