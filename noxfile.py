@@ -302,11 +302,14 @@ def _digest(*parts: str) -> str:
 
 def _say_size(session: nox.Session, pip: tuple[str, ...], constraints: Path) -> None:
     """Asks pip which torch it would take, and says what it weighs with all the rest."""
-    options = ["install", "--dry-run", "--ignore-installed", "-q", "--report", "-", "torch", "-c"]
-    answer = subprocess.run((*pip, *options, str(constraints)), cwd=ROOT, capture_output=True, text=True)
+    report = (
+        ROOT / ".nox" / "torch.json"
+    )  # not on stdout, where pip says what conflicts with what, unless it is told to be quiet
+    options = ["install", "--dry-run", "--ignore-installed", "--report", str(report), "torch", "-c", str(constraints)]
+    answer = subprocess.run((*pip, *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if answer.returncode:
-        session.error(f"pip cannot install torch:\n{answer.stderr}")
-    names = [package["metadata"]["name"] for package in json.loads(answer.stdout)["install"]]
+        session.error(f"pip cannot install torch:\n{answer.stdout}")
+    names = [package["metadata"]["name"] for package in json.loads(report.read_text())["install"]]
     # The sizes are those of all wheels that constraints.txt picks for `_packages` on x86-64, Python 3.11.
     if any(name.startswith("nvidia-") for name in names):
         session.log("Installing torch with CUDA: about 2.8 GB to download, unless pip has it cached.")

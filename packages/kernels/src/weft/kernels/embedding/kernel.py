@@ -16,8 +16,8 @@ def forward(tokens_ptr, weight_ptr, y_ptr, rows, H, stride_wv, vocab_start, voca
     in_row = cols < H
     v = tl.load(tokens_ptr + token).to(tl.int64)
     row = v - vocab_start
-    is_here = (row >= 0) & (row < rows)
-    y = tl.load(weight_ptr + row * stride_wv + cols, mask=in_row & is_here, other=0.0)
+    held = tl.where((row >= 0) & (row < rows), H, 0)  # of the columns: all, or none
+    y = tl.load(weight_ptr + row * stride_wv + cols, mask=cols < held, other=0.0)
     is_known = (v >= 0) & (v < vocab_size)
     y = tl.where(is_known, y.to(tl.float32), float("nan"))
     tl.store(y_ptr + token * H + cols, y.to(y_ptr.dtype.element_ty), mask=in_row)
