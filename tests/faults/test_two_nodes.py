@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from tests.faults.over_link import CHANGES, SHAPE
 from tests.support.limits import PATIENCE
 
 WIDTH = 125e6  # bytes a second of the slow link, each way
+ALLOWED = 1.15  # of what the node bound needs
+ATTEMPTS = 4  # a time is the least of so many, as long as one is above that
 SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "24", "--model.num-layers", "1"]
 SMALL += [
     "--model.num-heads",
@@ -101,20 +104,30 @@ def node_bound(src: str, dst: str) -> int:
 
 
 @pytest.mark.faults
-def test_layout_changes_over_a_slow_link_send_little_more_than_they_must(tmp_path: Path) -> None:
+def test_layout_changes_over_a_slow_link_take_little_more_than_they_must(tmp_path: Path) -> None:
+    """Bytes, and seconds: those are the least of several, and measured again where others on this machine made them more."""
+    bounds = {name: node_bound(*CHANGES[name]) for name in CHANGES}
+    came, took = dict.fromkeys(CHANGES, 0.0), dict.fromkeys(CHANGES, math.inf)
+    for number in range(ATTEMPTS):
+        for name, (seconds, nbytes, work) in measured_over_a_slow_link(tmp_path / str(number)).items():
+            came[name] = max(came[name], nbytes / bounds[name])
+            took[name] = min(took[name], seconds * WIDTH / bounds[name])
+            print(f"\n{name:15} {came[name]:6.3f} {took[name]:6.3f} {work * WIDTH / bounds[name]:6.3f}", end="")
+        print("  of the node bound: bytes, time, and that of a processor")
+        if max(took.values()) <= ALLOWED:
+            break
+    assert max(came.values()) <= ALLOWED, came
+    assert max(took.values()) <= ALLOWED, took
+
+
+def measured_over_a_slow_link(folder: Path) -> dict[str, tuple[float, int, float]]:
+    """Of each change: seconds, bytes that came over the link, seconds of a processor."""
+    folder.mkdir()
     with two_nodes() as nodes:
         slow_down(nodes, "1gbit")
-        program = ["-m", "tests.faults.over_link", str(tmp_path / "found.json")]
-        agents = [node.torchrun(2, tmp_path / f"{number}.log", *program) for number, node in enumerate(nodes)]
+        program = ["-m", "tests.faults.over_link", str(folder / "found.json")]
+        agents = [node.torchrun(2, folder / f"{number}.log", *program) for number, node in enumerate(nodes)]
         ended = [agent.wait(PATIENCE) for agent in agents]
-        assert ended == [0, 0], "".join((tmp_path / f"{number}.log").read_text() for number in (0, 1))[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    bounds = {name: node_bound(*CHANGES[name]) for name in CHANGES}
-    came = {name: nbytes / bounds[name] for name, (_, nbytes, _) in found.items()}
-    print(
-        "\nover the node bound: bytes, time, of which a processor worked; the times are those of this machine as it is now"
-    )
-    for name, (seconds, _, work) in found.items():
-        shown = (came[name], seconds * WIDTH / bounds[name], work * WIDTH / bounds[name])
-        print(f"{name:15}", *(f"{each:6.3f}" for each in shown))
-    assert max(came.values()) <= 1.15, came
+        assert ended == [0, 0], "".join((folder / f"{number}.log").read_text() for number in (0, 1))[-4000:]
+    found: dict[str, tuple[float, int, float]] = json.loads((folder / "found.json").read_text())
+    return found

@@ -98,6 +98,49 @@ def test_no_rank_holds_more_than_the_plan_says(pool, portion, shape, ops, every)
         assert wrong == []
 
 
+class Copied(TorchDispatchMode):
+    """Elements that copies wrote."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        self.elements += args[0].numel() if func._opname == "copy_" else 0
+        return func(*args, **(kwargs or {}))
+
+
+def copied(src: Layout, dst: Layout):
+    """Elements that a rank copies, and that it holds at once."""
+    whole, rank = torch.arange(64.0).reshape(8, 8), dist.get_rank()
+    x = wrap(split(whole, src)[rank].clone() if rank in src.mesh else torch.empty(0), src, whole.shape)
+    reshard(x, mesh=dst)  # makes the groups
+    with Copied() as copies, Alive(x.to_local()) as alive:
+        y = reshard(x, mesh=dst)
+    if rank in dst.mesh:
+        assert torch.equal(y.to_local(), whole[dst.local_slices(whole.shape, rank)])
+    return copies.elements, alive.peak // 4
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "copies", "held"),
+    [
+        pytest.param("S(0)", "S(0)", [16, 0, 0, 0], [48, 48, 16, 16], id="rows-sent-and-received"),
+        pytest.param("S(1)", "S(0)", [8 + 24, 8 + 24, 0, 0], [16 + 32 + 24, 16 + 32 + 24, 16, 16], id="rows-sent"),
+        # Rank 1 keeps what lies between the rows that it receives.
+        pytest.param(
+            "S(0)", "S(1)", [16, 16 + 24, 16, 16], [16 + 8 + 32, 16 + 8 + 32 + 24, 32, 32], id="rows-received"
+        ),
+    ],
+)
+def test_messages_that_lie_in_a_row_are_sent_from_there_and_received_there(pool, src, dst, copies, held):
+    """From four ranks to the first two; what a rank keeps is copied."""
+    four, two = ProcessMesh.grid(dp=4), ProcessMesh.grid(dp=2)
+    found = pool.run(copied, Layout(four, f"dp: {src}"), Layout(two, f"dp: {dst}"), ranks=4)
+    assert [each for each, _ in found] == copies
+    assert [each for _, each in found] == held
+
+
 def test_a_plan_that_moves_nothing_holds_its_input_and_result():
     assert plan(Layout(GRID), Layout(GRID, "dp: S(0)"), (8, 8), torch.float32).peak_bytes == 4 * (64 + 32)
     assert plan(Layout(GRID), Layout(GRID), (8, 8), torch.float32).peak_bytes == 4 * 64

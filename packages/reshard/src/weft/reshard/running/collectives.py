@@ -231,28 +231,48 @@ def exchange(
 
     ranks: the members of the group, ascending; without a group nothing moves.
     """
-    sent, received = dict(messages.sends), dict(messages.receives)
-    incoming = [within(box, wanted) for _, box in messages.receives]
-    counts = [volume(box) for box in received.values()]
-    arrived = result.new_empty(sum(counts))
+    sent = [local[within(box, held)] for _, box in messages.sends]
+    places = [result[within(box, wanted)] for _, box in messages.receives]
+    there = None if add else _in_a_row(places)
+    arrived = result.new_empty(messages.received_elements) if there is None else there
     if group is not None:
-        outgoing = local.new_empty(messages.sent_elements)
-        packed = torch.split(outgoing, [volume(box) for box in sent.values()])
-        for box, part in zip(sent.values(), packed, strict=True):
-            piece = local[within(box, held)]
-            part.view(piece.shape).copy_(piece)
-        split_in, split_out = ([volume(boxes[r]) if r in boxes else 0 for r in ranks] for boxes in (received, sent))
+        outgoing = _in_a_row(sent)
+        if outgoing is None:
+            outgoing = local.new_empty(messages.sent_elements)
+            for part, piece in zip(_split_as(sent, outgoing), sent, strict=True):
+                part.copy_(piece)
+        split_in, split_out = (
+            [sizes.get(rank, 0) for rank in ranks]
+            for sizes in ({rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends))
+        )
         yield _started(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
-    parts = list(zip(incoming, torch.split(arrived, counts), strict=True))
+    parts = [] if there is not None else list(zip(places, _split_as(places, arrived), strict=True))
     if messages.kept is not None:
-        parts.append((within(messages.kept, wanted), local[within(messages.kept, held)]))
-    for box, part in parts:
-        place = result[box]
+        parts.append((result[within(messages.kept, wanted)], local[within(messages.kept, held)]))
+    for place, part in parts:
         if add:
-            place.add_(part.reshape(place.shape))
+            place.add_(part)
         else:
-            place.copy_(part.reshape(place.shape))
+            place.copy_(part)
     return result
+
+
+def _split_as(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """`flat` cut into tensors of the shapes of parts, one behind the other."""
+    cut = torch.split(flat, [part.numel() for part in parts])
+    return [each.view(part.shape) for each, part in zip(cut, parts, strict=True)]
+
+
+def _in_a_row(parts: Sequence[Tensor]) -> Tensor | None:
+    """The memory of parts of a tensor, where each is contiguous and begins where the one before ends; else None."""
+    if not parts:
+        return None
+    start = end = parts[0].storage_offset()
+    for part in parts:
+        if part.storage_offset() != end or not part.is_contiguous():
+            return None
+        end += part.numel()
+    return parts[0].as_strided((end - start,), (1,), start)
 
 
 def _inverse(positions: Positions) -> list[int]:
