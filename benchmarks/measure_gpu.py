@@ -98,11 +98,12 @@ PIECES = (
     _tests("layers", 120, "tests/kernels", *(f"--ignore={path}" for path in ("tests/kernels/matmul", *LOSSES))),
     _tests("on-ranks", 120, *ON_RANKS, gpus=2),
     _tuning("fp8", 130, "fp8"),
-    _tuning("bf16", 300, "bf16"),
+    _tuning("bf16", 240, "bf16"),
     *map(_in_steps, (2, 4, 8)),
     _benchmark("products", 240, "benchmarks/test_matmul_speed.py", "-k", "not tries_many"),
     _benchmark("layers", 160, "benchmarks/test_layers_speed.py"),
     _benchmark("losses", 100, "benchmarks/test_cross_entropy_speed.py"),
+    _benchmark("step", 60, "benchmarks/test_step_speed.py"),
     _tuning("others", 80, "fp16", "tf32", "fp32"),
     _benchmark("autotuned", 80, "benchmarks/test_matmul_speed.py", "-k", "tries_many"),
 )

@@ -46,6 +46,11 @@ KNOWN = {
         "Host time of layout changes over gloo",
         f"Four processes, a mesh of 2x2, 64 MB. {HOST}",
     ),
+    ("step_speed", "time"): (
+        "models",
+        "A training step on one GPU",
+        "A Llama of 0.5 billion parameters in bfloat16 by autocast, with AdamW; the ways in turn.",
+    ),
     ("step_time", "host_time"): (
         "models",
         "Host time of a training step over gloo",

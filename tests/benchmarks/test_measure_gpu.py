@@ -142,7 +142,7 @@ def test_a_dry_run_says_what_would_be_run(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(measure_gpu, "measure", lambda *arguments: pytest.fail("it ran"))
     main(["--dry-run"])
     shown = capsys.readouterr().out
-    assert re.search(r"tune-bf16 +300 s  python -m benchmarks.tune_matmul --dtype bf16 --seconds 270\n", shown)
+    assert re.search(r"tune-bf16 +240 s  python -m benchmarks.tune_matmul --dtype bf16 --seconds 210\n", shown)
     assert "tune-in-steps-2 is left out: it takes 2 GPUs" in shown
 
 

@@ -119,7 +119,8 @@ def start_reshard(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> StartedReshard:
-    """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest.
+    """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest. Until then `dtensor` is sent
+    from its own memory: nothing may write to it.
 
     In the backward it is the other way round: that of `wait()` starts the gradient's first collective, and that of
     `start_reshard` waits for it. What was computed between the two has its backward between them.
