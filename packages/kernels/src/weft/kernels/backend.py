@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import is_fake
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 # What is behind os.environ, which encodes and decodes, and raises for what is not there: a microsecond, twice in every op.
 _ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
-# Since torch 2.13 `torch.compiler.is_compiling` is True for all of a call of torch.compile; before it is where Dynamo itself traces.
-_TOLD_OF_ALL = hasattr(torch.compiler, "_compile_session_context")
+if hasattr(torch.compiler, "_compile_session_context"):  # torch 2.13, where it is True for all of a torch.compile
+    is_compiling = torch.compiler.is_compiling
+else:
 
-
-def is_compiling() -> bool:
-    """Whether what runs is traced, by Dynamo or by what traces its graph."""
-    return torch.compiler.is_compiling() or not (_TOLD_OF_ALL or TracingContext.try_get() is None)
+    def is_compiling() -> bool:
+        """Whether what runs is traced: by Dynamo, of which torch tells, or by what traces its graph, of which it did not yet."""
+        return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def use_triton(tensor: Tensor) -> bool:

@@ -11,15 +11,16 @@ from torch._guards import TracingContext
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Since torch 2.13 `torch.compiler.is_compiling` is True for all of a call of torch.compile; before it is where Dynamo itself traces.
-_TOLD_OF_ALL = hasattr(torch.compiler, "_compile_session_context")
+if hasattr(torch.compiler, "_compile_session_context"):  # torch 2.13, where it is True for all of a torch.compile
+    is_compiling = torch.compiler.is_compiling
+else:
+
+    def is_compiling() -> bool:
+        """Whether what runs is traced: by Dynamo, of which torch tells, or by what traces its graph, of which it did not yet."""
+        return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
 
 _waiting: list[Callable[..., Any]] = []
-
-
-def is_compiling() -> bool:
-    """Whether what runs is traced, by Dynamo or by what traces its graph."""
-    return torch.compiler.is_compiling() or not (_TOLD_OF_ALL or TracingContext.try_get() is None)
 
 
 def in_graph(function: Function) -> Function:
