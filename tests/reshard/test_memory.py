@@ -135,10 +135,12 @@ def copied(src: Layout, dst: Layout):
 )
 def test_messages_that_lie_in_a_row_are_sent_from_there_and_received_there(pool, src, dst, copies, held):
     """From four ranks to the first two; what a rank keeps is copied."""
-    four, two = ProcessMesh.grid(dp=4), ProcessMesh.grid(dp=2)
-    found = pool.run(copied, Layout(four, f"dp: {src}"), Layout(two, f"dp: {dst}"), ranks=4)
+    before = Layout(ProcessMesh.grid(dp=4), f"dp: {src}")
+    after = Layout(ProcessMesh.grid(dp=2), f"dp: {dst}")
+    found = pool.run(copied, before, after, ranks=4)
     assert [each for each, _ in found] == copies
     assert [each for _, each in found] == held
+    assert plan(before, after, (8, 8), torch.float32).peak_bytes == 4 * max(held)
 
 
 def test_a_plan_that_moves_nothing_holds_its_input_and_result():

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from weft.mesh import Layout
 from weft.mesh.extents import largest_part
 
-from .exchange import Messages, messages_of
+from .exchange import Messages, messages_of, run_of
 from .layouts import dual_layout
 from .links import Links
 from .pricing import sizes_of
@@ -101,10 +101,16 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
             )  # put in order, or exchanged
             return held + again + (whole + result if whole == held else whole + whole + part + result)
         case ReduceExchange():
-            messages = backwards(layout, step, shape, rank)
+            messages = backwards(layout, step, shape, rank).reversed()
         case AllToAll() | Exchange() | Permute():
             messages = messages_of(layout, after, shape, rank)
-    return held + messages.sent_elements + messages.received_elements + result
+    is_sent_in_place = run_of((box for _, box in messages.sends), layout.local_slices(shape, rank)) is not None
+    is_received_in_place = (
+        not isinstance(step, ReduceExchange)  # which adds what arrives
+        and run_of((box for _, box in messages.receives), after.local_slices(shape, rank)) is not None
+    )
+    sent, received = messages.sent_elements, messages.received_elements
+    return held + sent * (not is_sent_in_place) + received * (not is_received_in_place) + result
 
 
 def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Links) -> float:

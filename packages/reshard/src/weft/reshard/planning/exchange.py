@@ -8,7 +8,7 @@ the same messages. A rank holds one box of the tensor and needs one, so two rank
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -159,6 +159,27 @@ def _cells_of(layout: Layout, shape: tuple[int, ...], ranks: tuple[int, ...]) ->
 
 def _rank(message: tuple[int, Box]) -> int:
     return message[0]
+
+
+def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
+    """Where boxes lie in the memory, row-major, of the local tensor that holds `outer`: None where one does not begin as the one before
+    ends, or is in several pieces. What is sent or received there needs no copy.
+    """
+    start = end = None
+    for box in boxes:
+        offset, is_cut = 0, False
+        for part, o in zip(box, outer, strict=True):
+            extent, size = part.stop - part.start, o.stop - o.start
+            if is_cut and extent != size:
+                return None
+            is_cut = is_cut or extent > 1
+            offset = offset * size + part.start - o.start
+        if end is None:
+            start = offset
+        elif offset != end:
+            return None
+        end = offset + volume(box)
+    return None if start is None else slice(start, end)
 
 
 def within(box: Box, outer: Box) -> Box:

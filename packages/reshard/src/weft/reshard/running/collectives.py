@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.mesh.extents import Box, volume
 
-from ..planning.exchange import Messages, within
+from ..planning.exchange import Messages, run_of, within
 from ..planning.identities import reduced
 from .issued import counted_as
 from .waits import wait_for
@@ -231,22 +231,23 @@ def exchange(
 
     ranks: the members of the group, ascending; without a group nothing moves.
     """
-    sent = [local[within(box, held)] for _, box in messages.sends]
-    places = [result[within(box, wanted)] for _, box in messages.receives]
-    there = None if add else _in_a_row(places)
-    arrived = result.new_empty(messages.received_elements) if there is None else there
+    sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
+    places = [result[within(box, wanted)] for box in received]
+    run = None if add else run_of(received, wanted)
+    arrived = result.new_empty(messages.received_elements) if run is None else result.view(-1)[run]
     if group is not None:
-        outgoing = _in_a_row(sent)
-        if outgoing is None:
-            outgoing = local.new_empty(messages.sent_elements)
-            for part, piece in zip(_split_as(sent, outgoing), sent, strict=True):
+        run_sent = run_of(sent, held) if local.is_contiguous() else None
+        outgoing = local.new_empty(messages.sent_elements) if run_sent is None else local.view(-1)[run_sent]
+        if run_sent is None:
+            pieces = [local[within(box, held)] for box in sent]
+            for part, piece in zip(_split_as(pieces, outgoing), pieces, strict=True):
                 part.copy_(piece)
         split_in, split_out = (
             [sizes.get(rank, 0) for rank in ranks]
             for sizes in ({rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends))
         )
         yield _started(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
-    parts = [] if there is not None else list(zip(places, _split_as(places, arrived), strict=True))
+    parts = [] if run is not None else list(zip(places, _split_as(places, arrived), strict=True))
     if messages.kept is not None:
         parts.append((result[within(messages.kept, wanted)], local[within(messages.kept, held)]))
     for place, part in parts:
@@ -261,18 +262,6 @@ def _split_as(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """`flat` cut into tensors of the shapes of parts, one behind the other."""
     cut = torch.split(flat, [part.numel() for part in parts])
     return [each.view(part.shape) for each, part in zip(cut, parts, strict=True)]
-
-
-def _in_a_row(parts: Sequence[Tensor]) -> Tensor | None:
-    """The memory of parts of a tensor, where each is contiguous and begins where the one before ends; else None."""
-    if not parts:
-        return None
-    start = end = parts[0].storage_offset()
-    for part in parts:
-        if part.storage_offset() != end or not part.is_contiguous():
-            return None
-        end += part.numel()
-    return parts[0].as_strided((end - start,), (1,), start)
 
 
 def _inverse(positions: Positions) -> list[int]:
