@@ -1,8 +1,8 @@
 """A training step on one GPU beside the same Llama in plain PyTorch under DistributedDataParallel: time, tokens a second, memory.
 
 The same losses first. All compute in bfloat16 by autocast, with float32 parameters and torch's fused AdamW; each way is timed
-compiled, too: Weft's by the block, torch's whole. On one GPU Weft's parameters are plain tensors. Without a GPU nothing is timed here; `of_steps` with the host's clock and a
-small model is how the tests see that it works.
+compiled, too: Weft's by the block, torch's whole. On one GPU Weft's parameters are plain tensors. Without a GPU nothing is timed
+here; `of_steps` with the host's clock and a small model is how the tests see that it works.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def of_steps(
     """The figures of a step of each way, timed in turn in this process' world of one rank; torch's ways that failed.
 
     step_bytes: on a GPU, what a step holds at the most above what there is between steps.
-
     Raises AssertionError where first losses are not the same, and whatever a way of Weft's raises.
     """
     ids = torch.randint(0, config.vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(0))

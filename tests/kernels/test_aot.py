@@ -122,7 +122,6 @@ def test_nothing_costs_more_than_kept(target):
     assert_as_kept(reports_for(target))
 
 
-@needs_kept
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(target):
@@ -130,7 +129,8 @@ def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(t
         reports = by_variant_and_target(fresh.run(compiled_others, target, ranks=1)[0])
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
     assert max(report["shared_bytes"] for report in reports.values()) <= SHARED_KIB[target] * 1024
-    assert_as_kept(reports)
+    if KEPT.exists():
+        assert_as_kept(reports)
 
 
 def assert_as_kept(fresh):

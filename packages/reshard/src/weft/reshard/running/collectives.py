@@ -232,7 +232,6 @@ def exchange(
     ranks: the members of the group, ascending; without a group nothing moves.
     """
     sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
-    places = [result[within(box, wanted)] for box in received]
     run = None if add else run_of(received, wanted)
     arrived = result.new_empty(messages.received_elements) if run is None else result.view(-1)[run]
     if group is not None:
@@ -242,12 +241,13 @@ def exchange(
             pieces = [local[within(box, held)] for box in sent]
             for part, piece in zip(_split_as(pieces, outgoing), pieces, strict=True):
                 part.copy_(piece)
-        split_in, split_out = (
-            [sizes.get(rank, 0) for rank in ranks]
-            for sizes in ({rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends))
-        )
+        sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends)]
+        split_in, split_out = ([each.get(rank, 0) for rank in ranks] for each in sizes)
         yield _started(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
-    parts = [] if run is not None else list(zip(places, _split_as(places, arrived), strict=True))
+    parts: list[tuple[Tensor, Tensor]] = []
+    if run is None:
+        places = [result[within(box, wanted)] for box in received]
+        parts += zip(places, _split_as(places, arrived), strict=True)
     if messages.kept is not None:
         parts.append((result[within(messages.kept, wanted)], local[within(messages.kept, held)]))
     for place, part in parts:
