@@ -1,12 +1,12 @@
 """A training step of Weft beside torch's own stack, as a ratio: DistributedDataParallel for the model of the default recipe, and
 `parallelize_module` + `fully_shard` + `torch.distributed.pipelining` for a smaller one.
 
-Four gloo processes on a CPU, and eight, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
+Two gloo processes on a CPU, four, and eight, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
 step by step in turn: by the clock, and by what all ranks' processors spend, which another load on the machine changes less. They
 say what the host spends, and nothing of a GPU's speed.
 
-Without tp torch's modules compute on plain tensors and Weft's ops on DTensors: on stages as small as those of pp=4 that is most of
-what the host spends, and torch's stack is ahead there.
+Without tp both compute on plain tensors: a step as small as these tells what the host spends around them. On more processes than
+cores each has fewer rows, and what it spends on a step counts for more.
 
 FSDP2 has no level between its two: zero=1 and 2 stand beside it with parameters that stay whole from forward to backward, and
 hold what the table shows. torch's schedules add up the whole gradients of all microbatches and reduce them once: that is zero=1.
@@ -46,6 +46,7 @@ MODEL = LlamaConfig(
 )
 RECIPE = recipe("llama-tiny")
 CASES = [
+    pytest.param({"dp": 2}, 0, id="dp2-recipe"),
     pytest.param({"dp": 4}, 0, id="dp4-recipe"),
     pytest.param({"dp": 8}, 1, id="dp8-zero1"),
     pytest.param({"dp": 8}, 2, id="dp8-zero2"),

@@ -37,6 +37,12 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
+@pytest.fixture(autouse=True)
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU is, and a CPU in 16 bits: see the last test."""
+    monkeypatch.setattr("weft.kernels.again.is_short_of_memory", lambda output: True)
+
+
 def test_a_product_keeps_what_makes_its_input() -> None:
     gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
     hidden = kernels.swiglu(gate, up)
@@ -134,3 +140,14 @@ def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
 def test_what_does_not_fit_is_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cpu_keeps_a_gates_output_in_32_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    gate, up, weight = (each.detach().to(dtype).requires_grad_() for each in leaves((3, 8), (3, 8), (5, 8)))
+    hidden = kernels.swiglu(gate, up)
+    with Saved() as saved:
+        kernels.linear(hidden, weight)
+    kept = (hidden, weight) if dtype == torch.float32 else (gate, up, weight)
+    assert storages(*saved.tensors) == storages(*kept)

@@ -2,7 +2,7 @@
 
 Where an op saves such a value, as a product saves its input, it saves the tensors that make it, which take no more memory: they are
 saved already. Products that share an input share what is made again. Under torch.compile the compiler decides, and nothing of this is
-done.
+done; nor is it where a CPU computes in 32 bits or more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .backend import on_cpu
 from .op import Op, Tensors
 
 SOURCE = "_weft_source"  # of a storage: the `Source` of what is in it
@@ -52,8 +53,15 @@ Makes = list[tuple[Again, int] | None]  # of each tensor: what makes it, of so m
 
 def mark(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
     """Has what saves `output`, the last of an op that has `again`, keep instead what makes it of what the op has saved."""
+    if not is_short_of_memory(output):
+        return
     source = Source(Again(op, options), saved[op.again_from :], output._version, _lies(output))
     setattr(output.untyped_storage(), SOURCE, source)
+
+
+def is_short_of_memory(output: Tensor) -> bool:
+    """Whether to make a value again is worth its time: not so of float32 and float64 on a CPU, which is slow and has room."""
+    return not on_cpu(output) or output.dtype.itemsize <= 2
 
 
 def kept(saved: Tensors) -> tuple[Sequence[Tensor | None], Makes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,21 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 from weft.kernels.order import Runs
 
+Kind = TypeVar("Kind", bound=type[nn.Module])
+ROWWISE: set[type[nn.Module]] = set()
 
+
+def rowwise(kind: Kind) -> Kind:
+    """A decorator of a class of modules that compute each row of a batch [B, T, ...] by itself, and communicate nothing.
+
+    On a mesh that divides nothing but rows a block of such modules computes on local tensors. It is said of a class, not of those
+    that are derived from it.
+    """
+    ROWWISE.add(kind)
+    return kind
+
+
+@rowwise
 class Linear(nn.Linear):
     """nn.Linear whose parameters are left unset: `initialize` or a checkpoint fills them, once.
 
@@ -49,6 +63,7 @@ class LowRank(nn.Module):
         return f"rank={self.A.shape[0]}, scale={self.scale:g}"
 
 
+@rowwise
 class Embedding(nn.Embedding):
     """nn.Embedding whose table is left unset: `initialize` or a checkpoint fills it, once."""
 
@@ -60,6 +75,7 @@ class Embedding(nn.Embedding):
         return kernels.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
+@rowwise
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x**2) + eps) * weight, over the last dim; its weight is left unset, as the other layers' are."""
 
@@ -78,6 +94,7 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+@rowwise
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dim; its parameters are left unset too."""
 
@@ -96,6 +113,7 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+@rowwise
 class HeadNorm(nn.Module):
     """An RMSNorm of each head alone, and the rotation of what it gives: of the last dim `size` elements, all heads by one weight."""
 
@@ -112,6 +130,7 @@ class HeadNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+@rowwise
 class Dropout(nn.Module):
     """Zeroes elements with probability p while training, by (key, name, global element index); see `kernels.dropout`.
 
@@ -161,6 +180,7 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
+@rowwise
 class KeysAndValues(nn.Module):
     """Keys and values on their way to the queries, as they are.
 
@@ -173,6 +193,7 @@ class KeysAndValues(nn.Module):
         return key, value
 
 
+@rowwise
 class DotProductAttention(nn.Module):
     """Causal attention of queries to keys, between a layer's projections; it has no parameters.
 
@@ -233,6 +254,7 @@ def project_at_once(
     return kernels.qkv_linear(x, *[each.weight for each in layers], *[each.bias for each in layers], cos=cos, sin=sin)
 
 
+@rowwise
 class Attention(nn.Module):
     """Causal attention with grouped queries and rotary positions.
 
@@ -295,6 +317,7 @@ def _rotated(heads: Tensor, norm: HeadNorm | None, cos: Tensor, sin: Tensor) -> 
     return turned
 
 
+@rowwise
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up are computed together where nobody comes between."""
 
@@ -339,6 +362,7 @@ def join(
     return stream, normal
 
 
+@rowwise
 class Block(nn.Module):
     """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); with dropout on what is added, as in GPT-2.
 

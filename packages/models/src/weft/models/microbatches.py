@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from .train.step import find_gradients
 
 _SYNC = "_gradient_sync"  # of a model that forward_backward was called with
 IGNORED = -100  # torch's ignore_index
+
+_known: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
 def forward_backward(
@@ -107,7 +111,7 @@ def weighing(criterion: Callable[..., Tensor], parts: list[Microbatch], targets:
     backward until all are forward.
     Communication: of targets that are sharded, in several microbatches, the sum of a number.
     """
-    known = inspect.signature(criterion).parameters
+    known = _parameters(criterion)
     options = {name: each.default for name, each in known.items()} | getattr(criterion, "keywords", {})
     has_all = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
     if len(parts) == 1 and not (has_all and "denominator" in known and options.get("weight") is None):
@@ -119,6 +123,15 @@ def weighing(criterion: Callable[..., Tensor], parts: list[Microbatch], targets:
     if "denominator" in known:
         return lambda output, target: criterion(output, target, denominator=total)
     return lambda output, target: criterion(output, target) * (_count(target, index, None) / total)
+
+
+def _parameters(criterion: Callable[..., Tensor]) -> Mapping[str, inspect.Parameter]:
+    """To read those of a function takes the host longer than to count the tokens."""
+    if not isinstance(criterion, FunctionType):
+        return inspect.signature(criterion).parameters
+    if criterion not in _known:
+        _known[criterion] = inspect.signature(criterion).parameters
+    return _known[criterion]
 
 
 def _count(targets: Tensor, ignored: int, weight: Any) -> Tensor:

@@ -88,7 +88,7 @@ class Call:
         outputs = [layout for layout, _ in self.outputs]
         arrived = [None if grad is None else layout_of(grad) for grad in grads]
         sliced = tuple(
-            None if grad is None or layout is None else _sliced_layout(layout, output, tuple(grad.shape), grad.dtype)
+            None if grad is None or layout is None else sliced_layout(layout, output, tuple(grad.shape), grad.dtype)
             for grad, layout, output in zip(grads, arrived, outputs, strict=True)
         )
         taken = (cut or layout for cut, layout in zip(sliced, arrived, strict=True))
@@ -144,7 +144,7 @@ def sliced(grad: DTensor, layout: Layout | None) -> DTensor:
 
 
 @lru_cache(maxsize=65536)
-def _sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
+def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
     """What an output's gradient is cut to, where all that it takes is to leave something out; else None.
 
     torch's own ops give the gradient of a sharded tensor whole: that of a mean, for one.

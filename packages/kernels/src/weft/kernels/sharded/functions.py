@@ -109,7 +109,10 @@ class ToLocal(torch.autograd.Function):
         ctx.call, ctx.flows = call, flows
         ctx.set_materialize_grads(False)
         locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return tuple(None if local is None else local.detach() for local in locals_)
+        parts = tuple(None if local is None else local.detach() for local in locals_)
+        needed = zip(parts, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*[part for part, need in needed if part is not None and not need])
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor | None) -> Tensors:

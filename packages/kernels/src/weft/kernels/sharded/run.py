@@ -65,7 +65,7 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
             if op.again is not None and outputs[-1].requires_grad:
                 mark(outputs[-1], op, found[1], options)
             return *outputs, None
-    return _recorded(Plain, op, options, *tensors)
+    return recorded(Plain, op, options, *tensors)
 
 
 def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
@@ -74,7 +74,7 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     if not torch.is_grad_enabled():
         return *computed(call, options, tensors, recorded=False)[0], None
     if op.backward is not None or call.options is None:
-        return _recorded(Sharded, call, options, *tensors)
+        return recorded(Sharded, call, options, *tensors)
     flows: list[Flow] = []
     parts = ToLocal.apply(call, flows, *tensors)  # type: ignore[no-untyped-call]
     output = op.forward(*parts, **options, **call.options)
@@ -82,7 +82,7 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
     return *FromLocal.apply(call, flows, *outputs), None  # type: ignore[no-untyped-call]
 
 
-def _recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """The function's outputs, without what torch does first for functorch: it costs as much as the rest, and no op is transformed."""
     if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]

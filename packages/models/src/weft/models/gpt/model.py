@@ -22,6 +22,7 @@ from ..layers import (
     join,
     project_at_once,
     projects_at_once,
+    rowwise,
 )
 from ..parallel.plan import ParallelPlan
 from .config import Activation, GPTConfig
@@ -31,6 +32,7 @@ from .plan import PLAN
 ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {"gelu_new": ("gelu_tanh", "tanh"), "gelu": ("gelu", "none")}
 
 
+@rowwise
 class GPT(CausalModel[GPTConfig]):
     """tokens [B, T] int64 -> logits [B, T, V].
 
@@ -92,6 +94,7 @@ class GPT(CausalModel[GPTConfig]):
         return PLAN
 
 
+@rowwise
 class GPTBlock(nn.Module):
     """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), each with dropout. index: which block it is."""
 
@@ -117,6 +120,7 @@ class GPTBlock(nn.Module):
         return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
 
 
+@rowwise
 class GPTAttention(nn.Module):
     """Causal attention whose projections all have biases. index: which block it is in."""
 
@@ -150,6 +154,7 @@ class GPTAttention(nn.Module):
         return output
 
 
+@rowwise
 class GPTMLP(nn.Module):
     """c_proj(gelu(c_fc(x))); the gelu is part of the second product where nobody sees what that is given."""
 

@@ -9,7 +9,6 @@ from weft.mesh import ProcessMesh
 from .styles import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 
 DATA_AXES = ("dp", "data", "batch", "replica", "shard")
-_KNOWN = (*DATA_AXES, CONTEXT_AXIS, TENSOR_AXIS)
 
 
 def check_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
@@ -44,7 +43,12 @@ def check_named(mesh: ProcessMesh, axes: Iterable[str], where: str) -> None:
 
 
 def _is_known(axis: str) -> bool:
-    return axis in _KNOWN or axis.startswith(tuple(f"{name}_" for name in DATA_AXES))
+    return axis in (CONTEXT_AXIS, TENSOR_AXIS) or is_of_data(axis)
+
+
+def is_of_data(axis: str) -> bool:
+    """Whether an axis shards the rows of a batch alone."""
+    return axis in DATA_AXES or axis.startswith(tuple(f"{name}_" for name in DATA_AXES))
 
 
 def _names() -> str:

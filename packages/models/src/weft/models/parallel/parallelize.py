@@ -24,6 +24,7 @@ from .plan import ParallelPlan, pipeline_plan, without_pipeline
 from .preparation import check_prepared, hook_prepared
 from .recompute import blocks_of, recompute
 from .resolve import Part, parts_of, parts_with, styles_of
+from .rows import hook_rows
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
 from .zero import check_zero, hook_zero, shard_layouts
 
@@ -51,7 +52,8 @@ def parallelize(
     plan: the model's own where None. device_mesh: torch's name for the mesh; give one of the two.
     Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
     parameters are left as they are; so is a model that was laid out by an equal plan on an equal mesh. Give it tokens as a DTensor,
-    sharded over the data axes; plain tokens count as replicated.
+    sharded over the data axes; plain tokens count as replicated. Where all axes are of data, a model of this library computes on each
+    rank's own rows, unwrapped once; where a module of it is hooked, replaced or compiled, by DTensors, as on any other mesh.
     Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
     row- or vocab-parallel layer one reduction of its output, in the backward one for every input that
     column-parallel layers share, and those of prepared inputs and outputs; with `zero` the gathers of sharded parameters.
@@ -62,9 +64,13 @@ def parallelize(
     given = one_mesh(mesh, device_mesh)
     if given is None:
         raise ValueError("parallelize needs a mesh to lay the model out on")
-    mesh = as_process_mesh(given)
-    if plan is None:
-        plan = own_plan(model)
+    return _laid_out_on(model, as_process_mesh(given), own_plan(model) if plan is None else plan)
+
+
+def _laid_out_on(
+    model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, *, in_stage: bool = False, weights_wait: bool = False
+) -> nn.Module:
+    """See `parallelize`. in_stage: whether it holds stages alone. weights_wait: whether backward may leave the gradients of weights for later."""
     if _is_laid_out(model, mesh, plan):
         return model
     parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
@@ -100,6 +106,10 @@ def parallelize(
     for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
+    if not weights_wait:  # such gradients are of products whose weights are the parameters themselves
+        hook_rows(
+            model, mesh, by_block=in_stage or at_rest != layouts or any(p.plan.recompute != "none" for p in recomputing)
+        )
     hook_zero(model, parts, layouts, at_rest)
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return _recomputing(model, recomputing, mesh, plan)
@@ -113,7 +123,8 @@ def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline
     assert at is not None, "a model is laid out by the ranks of its mesh"
     parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
     stages = Stages(model, where, schedule.stages[at[PIPELINE_AXIS]])
-    parallelize(model, stage_mesh_of(mesh, at[PIPELINE_AXIS]), without_pipeline(plan))
+    stage_mesh = stage_mesh_of(mesh, at[PIPELINE_AXIS])
+    _laid_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
     stages.take_calls(model)
     object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard.running.gradients import sharded_over
+from weft.reshard.planning.layouts import sharded_over
 from weft.reshard.running.units import Place, gather_when_called
 
 from .plan import ParallelPlan

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ..decoder import Decoder
+from ..layers import rowwise
 from ..parallel.plan import ParallelPlan
 from .config import QwenConfig
 from .plan import PLAN
 
 
+@rowwise
 class Qwen(Decoder[QwenConfig]):
     """tokens [B, T] int64 -> logits [B, T, V].
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate
+from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 
 
 def without_trivial_axes(layout: Layout) -> Layout:
@@ -64,3 +65,14 @@ def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
     for axis, before, after in zip(src.mesh.axis_names, src.placements, dst.placements, strict=True):
         if isinstance(before, Partial) and isinstance(after, Partial) and before != after:
             raise LayoutError(f"axis {axis!r} goes from {before} to {after}; reshard to Replicate() in between")
+
+
+def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
+    """`layout` with shards over those of `axes` that it replicates; a scalar stays as it is."""
+    for axis in axes:
+        if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
+            size = layout.mesh.axis_size(axis)
+            local = layout.largest_local_shape(shape)
+            dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
+            layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
+    return layout

@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
-from weft.mesh import Layout, Replicate, Shard
 
+from ..planning.layouts import sharded_over
 from . import fused  # noqa: F401  optimizers' steps on the parameters, once it is there
 from .api import reshard
 from .buckets import Bucket, Route
-from .dtensor import kind_of, layout_of, memory_of, wrap
+from .dtensor import kind_of, layout_of, memory_of, of_kind
+from .leaves import Leaf, as_dtensor, grad_of, in_dtype, sum_of
 from .units import units_of
 from .waiting import Waiting
 
@@ -29,37 +29,6 @@ BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (buc
 _synchronized = WeakTensorKeyDictionary()  # by parameter, a weak reference to its GradientSync: two would reduce twice
 
 _alive: weakref.WeakSet[GradientSync] = weakref.WeakSet()
-
-
-@dataclass(slots=True, eq=False)
-class _Leaf:
-    """A parameter that autograd gives gradients to, and what is known of those: what belongs to a tensor is slow to find by it.
-
-    home: the parameter that they are for. target: the layout that they end in. at_once: whole gradients, which never add up.
-    aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its layout, and whether that is
-    the target. travels: of one that was sent its kind, and how it travels.
-    waits: whether a backward pass gave a gradient since `wait()`; came: also one that is to be sent; arrived: how often, and was not
-    sent. held: synchronized before, waiting for what is on its way. stand_in: in `home.grad` until then.
-    """
-
-    parameter: DTensor
-    home: DTensor
-    name: str
-    target: Layout
-    at_once: bool
-    aside: dict[Layout, DTensor] = field(default_factory=dict)
-    lies: tuple[object, Layout, bool] | None = None
-    travels: tuple[object, Route | None] | None = None
-    waits: bool = False
-    came: bool = False
-    arrived: int = 0
-    held: DTensor | None = None
-    stand_in: Waiting | None = None
-
-    @property
-    def grad(self) -> DTensor | None:
-        """What backward passes gave it since the last was sent."""
-        return _grad_of(self.parameter)
 
 
 class GradientSync:
@@ -123,8 +92,8 @@ class GradientSync:
         for name, home in named.items():
             whole = wholes.get(home)
             leaves.append(
-                _Leaf(
-                    parameter=home if whole is None else _dtensor(whole.leaf),
+                Leaf(
+                    parameter=home if whole is None else as_dtensor(whole.leaf),
                     home=home,
                     name=name,
                     target=sharded_over(layout_of(home), home.shape, axes),
@@ -132,10 +101,12 @@ class GradientSync:
                 )
             )
         self._leaves = tuple(reversed(leaves))  # about the order of backward, and the same on every rank
+        # By the identity of the parameter, those whose addends need not come by `.grad`.
+        self._of = {id(leaf.parameter): leaf for leaf in self._leaves if leaf.parameter is leaf.home}
         self._expected = self._leaves  # those whose gradients others wait for: those that came in the last step
         self._next = 0  # of the expected, the one that is sent next
-        self._filling: dict[Hashable, Bucket[_Leaf]] = {}
-        self._sent: deque[Bucket[_Leaf]] = deque()
+        self._filling: dict[Hashable, Bucket[Leaf]] = {}
+        self._sent: deque[Bucket[Leaf]] = deque()
         self._paused = False
         self._unsynchronized = False  # whether any leaf waits
         _alive.add(self)
@@ -166,7 +137,7 @@ class GradientSync:
         neither an all-reduce nor a reduce-scatter.
         """
         for leaf in self._leaves:
-            if leaf.aside or leaf.grad is not None:
+            if leaf.addend is not None or leaf.aside or leaf.grad is not None:
                 self._add(leaf)
         if any(leaf.came for leaf in self._leaves):
             self._expected = tuple(leaf for leaf in self._leaves if leaf.came)
@@ -180,12 +151,12 @@ class GradientSync:
             if leaf.held is None:
                 continue
             home = leaf.home
-            there = _grad_of(home)  # in its layout from the start
+            there = grad_of(home)  # in its layout from the start
             if there is not None:
-                _accumulate(leaf, there)
+                leaf.hold(there)
             held, leaf.held = leaf.held, None
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
-            home.grad = held if dtype in (None, held.dtype) else _in_dtype(held, dtype)
+            home.grad = held if dtype in (None, held.dtype) else in_dtype(held, dtype)
         self._filling.clear()
         self._unsynchronized = False
         for unit in self._units:
@@ -201,6 +172,7 @@ class GradientSync:
                 leaf.home.grad = None
         self._hooks.clear()
         self._leaves = self._expected = ()
+        self._of.clear()
         self._unsynchronized = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -224,25 +196,44 @@ class GradientSync:
                 f"gradients up, sync.wait() and then zero_grad()"
             )
 
-    def _set_aside(self, leaf: _Leaf, incoming: Tensor) -> None:
+    def _set_aside(self, leaf: Leaf, incoming: Tensor) -> None:
         """An older gradient that lies in another layout: added up, DTensor would move one of them unasked."""
         older = leaf.grad
         if older is None:  # on its way
             leaf.parameter.grad = None
             return
-        if kind_of(older) is kind_of(_dtensor(incoming)):
+        if kind_of(older) is kind_of(as_dtensor(incoming)):
             return
         layout = layout_of(older)
-        if layout != layout_of(_dtensor(incoming)):
+        if layout != layout_of(as_dtensor(incoming)):
             leaf.parameter.grad = None
-            leaf.aside[layout] = _sum(leaf.aside.get(layout), older)
+            leaf.aside[layout] = sum_of(leaf.aside.get(layout), older)
 
-    def _ready(self, leaf: _Leaf) -> None:
+    def _ready(self, leaf: Leaf) -> None:
         leaf.waits = self._unsynchronized = True
         if self._paused and not leaf.at_once:
             return
         if leaf.grad is None and not leaf.aside:  # it waits, as those of a zero-bubble schedule do
             return
+        self._arrived(leaf)
+
+    def _take(self, parameter: DTensor, part: Tensor, kind: Any) -> bool:
+        """See `takes_addends`."""
+        leaf = self._of.get(id(parameter))
+        if leaf is None or leaf.addend is not None or leaf.aside or self._paused:
+            return False
+        if parameter.grad is not None or self._dtype not in (None, part.dtype) or not leaf.is_seen_by_us_alone:
+            return False
+        if leaf.travels is None or leaf.travels[0] is not kind:
+            leaf.travels = kind, Route.of(of_kind(part, kind), leaf.target)
+        if leaf.travels[1] is None:
+            return False
+        leaf.addend = part
+        leaf.waits = self._unsynchronized = True
+        self._arrived(leaf)
+        return True
+
+    def _arrived(self, leaf: Leaf) -> None:
         leaf.came = True
         leaf.arrived += 1
         while (expected := self._expected[self._next]).arrived:
@@ -250,8 +241,12 @@ class GradientSync:
             expected.arrived -= 1
             self._next = (self._next + 1) % len(self._expected)
 
-    def _add(self, leaf: _Leaf) -> None:
+    def _add(self, leaf: Leaf) -> None:
         """Sends the leaf's gradients on their way, but for one that has its layout."""
+        if leaf.addend is not None:
+            assert leaf.travels is not None and leaf.travels[1] is not None, "it was found when the addend was taken"
+            self._put(leaf, leaf.addend, leaf.travels[1])
+            leaf.addend = None
         for layout, older in leaf.aside.items():
             self._bring(leaf, older, layout == leaf.target)
         leaf.aside.clear()
@@ -268,36 +263,40 @@ class GradientSync:
                 leaf.stand_in = Waiting(leaf.home, leaf.name)
             leaf.home.grad = leaf.stand_in
 
-    def _bring(self, leaf: _Leaf, grad: DTensor, is_there: bool) -> None:
+    def _bring(self, leaf: Leaf, grad: DTensor, is_there: bool) -> None:
         """is_there: whether the gradient has its layout."""
         if self._dtype is not None and grad.dtype != self._dtype:
-            grad = _in_dtype(grad, self._dtype)
+            grad = in_dtype(grad, self._dtype)
         if is_there:
-            _accumulate(leaf, grad)
+            leaf.hold(grad)
             return
         if leaf.travels is None or leaf.travels[0] is not kind_of(grad):
             leaf.travels = kind_of(grad), Route.of(grad, leaf.target)
         route = leaf.travels[1]
         if route is None:
-            _accumulate(leaf, reshard(grad, placements=leaf.target))
+            leaf.hold(reshard(grad, placements=leaf.target))
             return
+        self._put(leaf, memory_of(grad), route)
+
+    def _put(self, leaf: Leaf, part: Tensor, route: Route) -> None:
+        """Into a bucket, which is sent when it is full."""
         bucket = self._filling.get(route.key)
         if bucket is None:
-            bucket = self._filling[route.key] = Bucket(grad.device_mesh)
-        bucket.add(leaf, memory_of(grad), route)
+            bucket = self._filling[route.key] = Bucket(leaf.home.device_mesh)
+        bucket.add(leaf, part, route)
         if bucket.nbytes >= self._bucket_bytes:
             self._send(self._filling.pop(route.key))
 
-    def _send(self, bucket: Bucket[_Leaf]) -> None:
+    def _send(self, bucket: Bucket[Leaf]) -> None:
         """Starts it; of those that were sent before, one stays on its way, and what others brought gives its memory back."""
         while len(self._sent) > 1:
             self._finish(self._sent.popleft())
         bucket.start()
         self._sent.append(bucket)
 
-    def _finish(self, bucket: Bucket[_Leaf]) -> None:
+    def _finish(self, bucket: Bucket[Leaf]) -> None:
         for leaf, grad in bucket.finish():
-            _accumulate(leaf, grad)
+            leaf.hold(grad)
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
@@ -307,32 +306,15 @@ def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
             sync._refuse(parameters, what, what)
 
 
-def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
-    """`layout` with shards over those of `axes` that it replicates; a scalar stays as it is."""
-    for axis in axes:
-        if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
-            size = layout.mesh.axis_size(axis)
-            local = layout.largest_local_shape(shape)
-            dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
-            layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
-    return layout
+def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
+    """What takes the gradients of a parameter, and of others of its GradientSync, without `.grad` in between; None where none would.
 
-
-def _accumulate(leaf: _Leaf, grad: DTensor) -> None:
-    leaf.held = _sum(leaf.held, grad)
-
-
-def _in_dtype(grad: DTensor, dtype: torch.dtype) -> DTensor:
-    with torch.no_grad():
-        return wrap(grad.to_local().to(dtype), layout_of(grad), grad.shape)
-
-
-def _sum(first: DTensor | None, second: DTensor) -> DTensor:
-    """The sum of two gradients in one layout."""
-    if first is None:
-        return second
-    with torch.no_grad():
-        return _dtensor(first + second)
+    It is called in a backward pass with a parameter, this rank's part of its gradient, and the `kind_of` that has, once a pass: it takes
+    that along, or says False, where the gradient is to go by `.grad`, as autograd brings it.
+    """
+    sync = None if parameter is None else _synchronized.get(parameter)  # type: ignore[no-untyped-call]
+    alive: GradientSync | None = None if sync is None else sync()
+    return None if alive is None else alive._take
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -369,14 +351,3 @@ def _ready_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor]
             alive._ready(alive._leaves[number])
 
     return ready
-
-
-def _grad_of(parameter: DTensor) -> DTensor | None:
-    """Its gradient, where there are numbers in it."""
-    grad = parameter.grad
-    return None if grad is None or isinstance(grad, Waiting) else _dtensor(grad)
-
-
-def _dtensor(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor), "parameters that are hooked are DTensors, and their gradients are"
-    return tensor

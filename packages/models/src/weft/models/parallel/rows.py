@@ -1,0 +1,258 @@
+"""Modules computed on local tensors, where a mesh divides nothing in them but the rows of a batch.
+
+There a module is one op on DTensors: what it is given and its parameters are unwrapped once, and its output is wrapped, where
+else each of its ops would do so. FSDP2 computes so, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.kernels.backend import is_compiling
+from weft.kernels.sharded.calls import sliced, sliced_layout
+from weft.kernels.sharded.derivatives import refusing
+from weft.kernels.sharded.run import recorded
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
+from weft.reshard import layout_of
+from weft.reshard.running.dtensor import kind_of, of_kind, wrap
+from weft.reshard.running.gradients import BUCKET_BYTES, takes_addends
+from weft.reshard.running.groups import of_this_world, this_rank
+
+from ..layers import ROWWISE, Dropout, is_bare
+from .axes import is_of_data
+
+
+def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
+    """Has a laid out model compute on local tensors, on the ranks of a mesh that has axes of data alone.
+
+    by_block: its blocks, the `rowwise` modules of a ModuleList, and not all of it at once. So it is in any case where the gradients
+    are more than a bucket: those of a module come together, and the blocks' are to travel while backward goes on.
+    A module computes as before where it is compiled, where it drops elements, where one within it has a hook, another forward or a
+    class that is not `rowwise`, and where what it is given lies otherwise. Communication: none.
+    """
+    axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
+    if this_rank() not in mesh or not all(map(is_of_data, axes)):
+        return
+    nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    if type(model) in ROWWISE and not by_block and nbytes <= BUCKET_BYTES:
+        model.forward = partial(_forward, _Unit(model, model.forward))
+        return
+    for blocks in model.modules():
+        for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
+            if type(block) in ROWWISE:
+                block.forward = partial(_forward, _Unit(block, block.forward))
+
+
+class _Unit:
+    """A module, its forward, and its last call."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.module, self.forward = module, forward
+        self.last: Callable[[], _Call | None] = lambda: None
+
+
+class _Call:
+    """A call of a unit: what is unwrapped for it, its input, the other tensors that it is given, its parameters.
+
+    places: of the other tensors, a position in args or a name in kwargs. users: of each parameter, the modules that have it, and as what.
+    lone: whether no other call of the unit waits for its backward.
+    """
+
+    def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
+        self.unit, self.args, self.kwargs, self.x = unit, args, kwargs, x
+        self.others: dict[int | str, Tensor] = {}
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}
+        self.lone, self.is_over = True, False
+
+    def is_of_rows(self) -> bool:
+        """Whether local tensors would do, of which it takes note."""
+        return self._take_others() and self._take_parameters(self.unit.module)
+
+    def _take_others(self) -> bool:
+        x = self.x
+        given: list[tuple[int | str, Any]] = [*enumerate(self.args[1:], 1), *self.kwargs.items()]
+        for place, each in given:
+            if isinstance(each, Tensor):
+                # A plain tensor of the batch [B, T] is of all its rows, of which each rank would take its own.
+                alike = each.placements == x.placements if isinstance(each, DTensor) else each.shape[:2] != x.shape[:2]
+                if each.requires_grad or not alike:
+                    return False
+                self.others[place] = each
+            elif each is not None and not isinstance(each, int):  # a cache
+                return False
+        return True
+
+    def _take_parameters(self, module: nn.Module) -> bool:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not isinstance(parameter, DTensor) or parameter.device_mesh is not self.x.device_mesh:
+                return False
+            for placement in parameter.placements:
+                if not placement.is_replicate():
+                    return False
+            self.users.setdefault(parameter, []).append((module, name))
+        for child in module._modules.values():
+            if child is None:
+                continue
+            kind = type(child)
+            if kind is not nn.ModuleList and (kind not in ROWWISE or child._compiled_call_impl is not None):
+                return False
+            if not is_bare(child, kind) or (kind is Dropout and child.drops) or not self._take_parameters(child):
+                return False
+        return True
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The input, the other tensors, the parameters."""
+        return self.x, *self.others.values(), *self.users
+
+    def run(self, x: Tensor, *locals_: Tensor) -> Tensor:
+        """The forward on local tensors in the places of the operands."""
+        args, kwargs = [x, *self.args[1:]], dict(self.kwargs)
+        for place, local in zip(self.others, locals_, strict=False):
+            if isinstance(place, int):
+                args[place] = local
+            else:
+                kwargs[place] = local
+        try:
+            for users, local in zip(self.users.values(), locals_[len(self.others) :], strict=True):
+                for module, name in users:
+                    module._parameters[name] = local  # type: ignore[assignment]
+            output: Tensor = self.unit.forward(*args, **kwargs)
+            return output
+        finally:
+            for parameter, users in self.users.items():
+                for module, name in users:
+                    module._parameters[name] = parameter  # type: ignore[assignment]
+
+    def gradients(self, parts: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Tensor | None]:
+        """Those of the operands: each rank has the input's own rows, and an addend of a parameter's, where it had rows of its own.
+
+        nodes: autograd's of each operand. What a GradientSync takes at once is left out.
+        """
+        first, *_ = parts
+        found: list[Tensor | None] = [None] * len(parts)
+        if first is not None:
+            found[0] = of_kind(first, kind_of(self.x))
+        kinds, start = _kinds_of_addends(self.x), 1 + len(self.others)
+        take = takes_addends(next(iter(self.users), None)) if self.lone else None
+        for i, parameter in enumerate(self.users, start):
+            part = parts[i]
+            if part is None:
+                continue
+            kind = kinds.get((kind_of(parameter), part.dtype))
+            if kind is None:
+                kind = kind_of(wrap(part, _layout_of_addends(self.x), parameter.shape))
+                kinds[kind_of(parameter), part.dtype] = kind
+            if take is None or not _is_added_up(nodes[i]) or not take(parameter, part, kind):
+                found[i] = of_kind(part, kind)
+        return found
+
+
+def _is_added_up(node: Any) -> bool:
+    """Whether the backward pass that runs adds to a leaf's `.grad`: not where it is for other leaves, or for autograd.grad.
+
+    torch.autograd.graph asks so for its hooks of several tensors.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad, of this leaf
+        return False
+
+
+def _layout_of_addends(x: DTensor) -> Layout:
+    layout = layout_of(x)
+    cut = {axis: Partial() for axis, size in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True) if size > 1}
+    return Layout(layout.mesh, {axis: each for axis, each in cut.items() if layout[axis] == Shard(0)})
+
+
+def _kinds_of_addends(x: DTensor) -> dict[Any, Any]:
+    """By the kind of a parameter and the dtype of its gradient, the kind of that."""
+    kinds: dict[Any, Any] = of_this_world().setdefault(("addends", x.device_mesh, x.placements), {})
+    return kinds
+
+
+def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if args else None
+    if (
+        isinstance(x, DTensor)
+        and not is_compiling()
+        and all(each.is_replicate() or each.is_shard(0) for each in x.placements)
+    ):
+        call = _Call(unit, args, kwargs, x)
+        if call.is_of_rows():
+            return _computed(call)
+    return unit.forward(*args, **kwargs)
+
+
+def _computed(call: _Call) -> DTensor:
+    """What the unit gives, from local tensors."""
+    if not torch.is_grad_enabled():
+        return _wrapped(call.run(*map(_local, call.operands)), call.x)
+    previous, call.unit.last = call.unit.last(), weakref.ref(call)
+    if previous is not None and not previous.is_over:
+        previous.lone = call.lone = False
+    output: DTensor = recorded(_Leave, call.x, call.run(*recorded(_Enter, call, *call.operands)))
+    return output
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _wrapped(output: Tensor, x: DTensor) -> DTensor:
+    return wrap(output, layout_of(x), (x.shape[0], *output.shape[1:]))
+
+
+class _Enter(torch.autograd.Function):
+    """A call's operands as local tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        locals_ = tuple(map(_local, operands))
+        needed = zip(locals_, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*[local for local, need in needed if not need])
+        return locals_
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.is_over = True
+        if not torch.is_grad_enabled():
+            return None, *ctx.call.gradients(parts, [node for node, _ in ctx.next_functions])
+        ctx.call.lone = False  # such gradients are asked for, and not to be sent
+        with torch.no_grad():
+            gradients = ctx.call.gradients([None if part is None else part.detach() for part in parts], ())
+        return None, *refusing(gradients, *parts)
+
+
+class _Leave(torch.autograd.Function):
+    """What a call gave, as a DTensor of the rows of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, output: Tensor) -> DTensor:
+        wrapped = _wrapped(output.detach(), x)
+        ctx.layout, ctx.shape = layout_of(wrapped), tuple(wrapped.shape)
+        return wrapped
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[None, Tensor | None]:
+        with torch.no_grad():
+            arrived = layout_of(grad)
+            cut = sliced_layout(arrived, ctx.layout, ctx.shape, grad.dtype)
+            if cut is None and arrived != ctx.layout:
+                raise LayoutError(
+                    f"the gradient of rows that lie ({ctx.layout}) is ({arrived}); reshard what was computed of them before it is "
+                    f"used"
+                )
+            part = sliced(grad, cut).to_local()
+        return None, refusing([part], grad)[0] if torch.is_grad_enabled() else part
