@@ -1,7 +1,7 @@
 """A training step of Weft beside torch's own stack, as a ratio: DistributedDataParallel for the model of the default recipe, and
 `parallelize_module` + `fully_shard` + `torch.distributed.pipelining` for a smaller one.
 
-Two gloo processes on a CPU, four, and eight, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
+One gloo process on a CPU, two, four, and eight, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
 step by step in turn: by the clock, and by what all ranks' processors spend, which another load on the machine changes less. They
 say what the host spends, and nothing of a GPU's speed.
 
@@ -46,6 +46,7 @@ MODEL = LlamaConfig(
 )
 RECIPE = recipe("llama-tiny")
 CASES = [
+    pytest.param({"dp": 1}, 0, id="dp1-recipe"),
     pytest.param({"dp": 2}, 0, id="dp2-recipe"),
     pytest.param({"dp": 4}, 0, id="dp4-recipe"),
     pytest.param({"dp": 8}, 1, id="dp8-zero1"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -93,9 +94,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], None], int, set[str]]]
 }
 
 
-def stepped(name: str) -> tuple[set[str], float, dict[str, Tensor | None], list[int]]:
-    """What the blocks' norms were given, the loss, the whole gradients, and the bytes of each collective."""
-    options, change, bucket, _ = VARIANTS[name]
+@contextmanager
+def seeing() -> Iterator[set[str]]:
+    """What the norms within blocks are given in it."""
     seen: set[str] = set()
     norm = kernels.add_rms_norm
 
@@ -103,11 +104,18 @@ def stepped(name: str) -> tuple[set[str], float, dict[str, Tensor | None], list[
         seen.add("DTensor" if isinstance(x, DTensor) else "plain")
         return norm(x, *more)
 
+    with patch.object(kernels, "add_rms_norm", told):
+        yield seen
+
+
+def stepped(name: str) -> tuple[set[str], float, dict[str, Tensor | None], list[int]]:
+    """What the blocks' norms were given, the loss, the whole gradients, and the bytes of each collective."""
+    options, change, bucket, _ = VARIANTS[name]
     model = made()
     with patch.object(rows, "BUCKET_BYTES", bucket):
         parallelize(model, ProcessMesh.grid(dp=2), replace(PLAN, **options))
     change(model)
-    with patch.object(kernels, "add_rms_norm", told), CollectiveCount() as count:
+    with seeing() as seen, CollectiveCount() as count:
         loss = forward_backward(model, cross_entropy, *batch())
         issued = [each.nbytes for each in count.take_each()]
     return seen, loss.item(), whole_gradients(model), issued
@@ -146,13 +154,6 @@ def test_nothing_more_is_communicated(pool: Any) -> None:
 
 
 def in_other_ways() -> dict[str, set[str]]:
-    seen: set[str] = set()
-    norm = kernels.add_rms_norm
-
-    def told(x: Tensor, *more: Any) -> Any:
-        seen.add("DTensor" if isinstance(x, DTensor) else "plain")
-        return norm(x, *more)
-
     found = {}
     tokens, targets = batch()
     documents = torch.zeros_like(tokens)
@@ -170,12 +171,11 @@ def in_other_ways() -> dict[str, set[str]]:
         plan = replace(PLAN, context="ulysses") if "cp" in axes else PLAN
         model, alone = (made(config) for _ in range(2))
         parallelize(model, ProcessMesh.grid(**axes), plan)
-        seen.clear()
-        with patch.object(kernels, "add_rms_norm", told):
+        with seeing() as seen:
             loss = forward_backward(model, cross_entropy, tokens, targets, **inputs)
         if name != "dropout":  # whose masks are the same: its own tests
             torch.testing.assert_close(loss, forward_backward(alone, cross_entropy, tokens, targets, **inputs).detach())
-        found[name] = set(seen)
+        found[name] = seen
     return found
 
 
@@ -216,6 +216,10 @@ def without_sync() -> None:
 
 def test_without_a_gradient_sync_gradients_are_partial(pool: Any) -> None:
     pool.run(without_sync, ranks=2)
+
+
+def weight_of(model: Any) -> Any:
+    return model.layers[1].mlp.down_proj.weight
 
 
 def sums(bucket: int) -> None:
@@ -286,9 +290,23 @@ def sums(bucket: int) -> None:
     sync.wait()
     model.zero_grad()
 
+    cross_entropy(model(distribute(tokens, Layout(mesh))), distribute(targets, Layout(mesh))).backward()
+    assert layout_of(weight_of(model).grad) == Layout(mesh), "it is there at once"
+    sync.wait()
+    check(model, 1)
+    model.zero_grad()
+
+    few = lay_out_batch(mesh, PLAN, tokens[:1], targets[:1])  # of which the second rank has none
+    loss: Any = cross_entropy(model(few.tokens), few.targets)
+    loss.backward()
+    sync.wait()
+    right = made()
+    cross_entropy(right(tokens[:1]), targets[:1]).backward()
+    torch.testing.assert_close(to_global(weight_of(model).grad), weight_of(right).grad, **TOLERANCE)
+    model.zero_grad()
+
     told: list[Tensor] = []
-    weight = model.layers[1].mlp.down_proj.weight
-    weight.register_hook(lambda grad: told.append(grad))
+    weight_of(model).register_hook(lambda grad: told.append(grad))
     loss_of(model).backward()
     sync.wait()
     check(model, 1)
@@ -309,6 +327,29 @@ def sums(bucket: int) -> None:
 @pytest.mark.parametrize("bucket", [pytest.param(1 << 20, id="whole"), pytest.param(1, id="by-block")])
 def test_backward_passes_add_up(bucket: int, pool: Any) -> None:
     pool.run(sums, bucket, ranks=2)
+
+
+def unused() -> None:
+    """A gradient that others wait for never comes: what they have for it meanwhile is refused, and not passed over."""
+    mesh = ProcessMesh.grid(dp=2)
+    model: Any = made()
+    model.unused = nn.Parameter(torch.ones(3))  # the first that backward would come to
+    parallelize(model, mesh)
+    sync, laid_out = GradientSync(model), lay_out_batch(mesh, PLAN, *batch())
+    for _ in range(2):
+        loss: Any = cross_entropy(model(laid_out.tokens), laid_out.targets)
+        loss.backward()
+        used = [each for name, each in model.named_parameters() if name != "unused"]
+        assert all(each.grad is not None and not isinstance(each.grad, DTensor) for each in used)
+        with pytest.raises(RuntimeError, match=r"sync.wait\(\)"):
+            torch.nn.utils.clip_grad_norm_(used, 1.0)
+        sync.wait()
+        assert model.unused.grad is None and all(layout_of(each.grad) == Layout(mesh) for each in used)
+        model.zero_grad()
+
+
+def test_what_waits_for_another_gradient_is_refused_until_then(pool: Any) -> None:
+    pool.run(unused, ranks=2)
 
 
 def failing() -> None:

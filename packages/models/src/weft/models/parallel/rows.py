@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from weft.kernels.backend import is_compiling
 from weft.kernels.sharded.calls import sliced, sliced_layout
 from weft.kernels.sharded.derivatives import refusing
 from weft.kernels.sharded.run import recorded
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
 from weft.reshard import layout_of
-from weft.reshard.running.dtensor import kind_of, of_kind, wrap
+from weft.reshard.running.dtensor import kind_of, layout_on, of_kind, wrap
 from weft.reshard.running.gradients import BUCKET_BYTES, takes_addends
 from weft.reshard.running.groups import of_this_world, this_rank
 
@@ -58,45 +58,55 @@ class _Unit:
 
 
 class _Call:
-    """A call of a unit: what is unwrapped for it, its input, the other tensors that it is given, its parameters.
+    """A call of a unit, and what is unwrapped for it.
 
-    places: of the other tensors, a position in args or a name in kwargs. users: of each parameter, the modules that have it, and as what.
+    mesh, placements: of the input. places: of the other tensors that it is given, a position in args or a name in kwargs.
+    users: of each parameter, the modules that have it, and its name there. operands: the input, the other tensors, the parameters.
     lone: whether no other call of the unit waits for its backward.
     """
 
     def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
-        self.unit, self.args, self.kwargs, self.x = unit, args, kwargs, x
-        self.others: dict[int | str, Tensor] = {}
+        self.unit, self.args, self.kwargs = unit, args, kwargs
+        self.mesh, self.placements, self.kind = x.device_mesh, x.placements, kind_of(x)
+        self.places: list[int | str] = []
         self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}
+        self.operands: list[Tensor] = [x]
         self.lone, self.is_over = True, False
 
     def is_of_rows(self) -> bool:
         """Whether local tensors would do, of which it takes note."""
-        return self._take_others() and self._take_parameters(self.unit.module)
+        if not self._take_others() or not self._take_parameters(self.unit.module):
+            return False
+        self.operands += self.users
+        return True
 
     def _take_others(self) -> bool:
-        x = self.x
+        B_T = self.operands[0].shape[:2]
         given: list[tuple[int | str, Any]] = [*enumerate(self.args[1:], 1), *self.kwargs.items()]
         for place, each in given:
             if isinstance(each, Tensor):
                 # A plain tensor of the batch [B, T] is of all its rows, of which each rank would take its own.
-                alike = each.placements == x.placements if isinstance(each, DTensor) else each.shape[:2] != x.shape[:2]
+                alike = self._has(each, self.placements) if isinstance(each, DTensor) else each.shape[:2] != B_T
                 if each.requires_grad or not alike:
                     return False
-                self.others[place] = each
+                self.places.append(place)
+                self.operands.append(each)
             elif each is not None and not isinstance(each, int):  # a cache
                 return False
         return True
 
+    def _has(self, tensor: DTensor, placements: tuple[Placement, ...]) -> bool:
+        """Whether it lies so on the input's mesh."""
+        mesh = tensor.device_mesh
+        return (mesh is self.mesh or mesh == self.mesh) and tensor.placements == placements
+
     def _take_parameters(self, module: nn.Module) -> bool:
+        whole = (Replicate(),) * len(self.placements)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if not isinstance(parameter, DTensor) or parameter.device_mesh is not self.x.device_mesh:
+            if not isinstance(parameter, DTensor) or not self._has(parameter, whole):
                 return False
-            for placement in parameter.placements:
-                if not placement.is_replicate():
-                    return False
             self.users.setdefault(parameter, []).append((module, name))
         for child in module._modules.values():
             if child is None:
@@ -108,21 +118,18 @@ class _Call:
                 return False
         return True
 
-    @property
-    def operands(self) -> tuple[Tensor, ...]:
-        """The input, the other tensors, the parameters."""
-        return self.x, *self.others.values(), *self.users
-
     def run(self, x: Tensor, *locals_: Tensor) -> Tensor:
-        """The forward on local tensors in the places of the operands."""
+        """The forward on local tensors in the places of the operands, which backward does not keep alive."""
         args, kwargs = [x, *self.args[1:]], dict(self.kwargs)
-        for place, local in zip(self.others, locals_, strict=False):
+        self.args, self.kwargs = (), {}
+        self.operands.clear()
+        for place, local in zip(self.places, locals_, strict=False):
             if isinstance(place, int):
                 args[place] = local
             else:
                 kwargs[place] = local
         try:
-            for users, local in zip(self.users.values(), locals_[len(self.others) :], strict=True):
+            for users, local in zip(self.users.values(), locals_[len(self.places) :], strict=True):
                 for module, name in users:
                     module._parameters[name] = local  # type: ignore[assignment]
             output: Tensor = self.unit.forward(*args, **kwargs)
@@ -140,16 +147,16 @@ class _Call:
         first, *_ = parts
         found: list[Tensor | None] = [None] * len(parts)
         if first is not None:
-            found[0] = of_kind(first, kind_of(self.x))
-        kinds, start = _kinds_of_addends(self.x), 1 + len(self.others)
+            found[0] = of_kind(first, self.kind)
+        kinds: dict[Any, Any] = of_this_world().setdefault(("addends", self.mesh, self.placements), {})
         take = takes_addends(next(iter(self.users), None)) if self.lone else None
-        for i, parameter in enumerate(self.users, start):
+        for i, parameter in enumerate(self.users, 1 + len(self.places)):
             part = parts[i]
             if part is None:
                 continue
             kind = kinds.get((kind_of(parameter), part.dtype))
             if kind is None:
-                kind = kind_of(wrap(part, _layout_of_addends(self.x), parameter.shape))
+                kind = kind_of(wrap(part, _layout_of_addends(layout_on(self.mesh, self.placements)), parameter.shape))
                 kinds[kind_of(parameter), part.dtype] = kind
             if take is None or not _is_added_up(nodes[i]) or not take(parameter, part, kind):
                 found[i] = of_kind(part, kind)
@@ -167,16 +174,10 @@ def _is_added_up(node: Any) -> bool:
         return False
 
 
-def _layout_of_addends(x: DTensor) -> Layout:
-    layout = layout_of(x)
-    cut = {axis: Partial() for axis, size in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True) if size > 1}
-    return Layout(layout.mesh, {axis: each for axis, each in cut.items() if layout[axis] == Shard(0)})
-
-
-def _kinds_of_addends(x: DTensor) -> dict[Any, Any]:
-    """By the kind of a parameter and the dtype of its gradient, the kind of that."""
-    kinds: dict[Any, Any] = of_this_world().setdefault(("addends", x.device_mesh, x.placements), {})
-    return kinds
+def _layout_of_addends(rows: Layout) -> Layout:
+    """How a parameter's gradient lies where the rows lie so."""
+    axes = zip(rows.mesh.axis_names, rows.mesh.shape, strict=True)
+    return Layout(rows.mesh, {axis: Partial() for axis, size in axes if size > 1 and rows[axis] == Shard(0)})
 
 
 def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
@@ -188,18 +189,18 @@ def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
     ):
         call = _Call(unit, args, kwargs, x)
         if call.is_of_rows():
-            return _computed(call)
+            return _computed(call, x)
     return unit.forward(*args, **kwargs)
 
 
-def _computed(call: _Call) -> DTensor:
+def _computed(call: _Call, x: DTensor) -> DTensor:
     """What the unit gives, from local tensors."""
     if not torch.is_grad_enabled():
-        return _wrapped(call.run(*map(_local, call.operands)), call.x)
+        return _wrapped(call.run(*map(_local, call.operands)), x)
     previous, call.unit.last = call.unit.last(), weakref.ref(call)
     if previous is not None and not previous.is_over:
         previous.lone = call.lone = False
-    output: DTensor = recorded(_Leave, call.x, call.run(*recorded(_Enter, call, *call.operands)))
+    output: DTensor = recorded(_Leave, x, call.run(*recorded(_Enter, call, *call.operands)))
     return output
 
 

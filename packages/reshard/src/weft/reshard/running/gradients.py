@@ -226,9 +226,11 @@ class GradientSync:
             return False
         if leaf.travels is None or leaf.travels[0] is not kind:
             leaf.travels = kind, Route.of(of_kind(part, kind), leaf.target)
-        if leaf.travels[1] is None:
+        route = leaf.travels[1]
+        if route is None or not any(route.way.axes):  # one that has its layout is there at once
             return False
         leaf.addend = part
+        leaf.stand()
         leaf.waits = self._unsynchronized = True
         self._arrived(leaf)
         return True
@@ -259,9 +261,7 @@ class GradientSync:
                 leaf.parameter.grad = None
                 self._bring(leaf, grad, False)
         if leaf.home.grad is None:
-            if leaf.stand_in is None or not leaf.stand_in.fits(leaf.home):
-                leaf.stand_in = Waiting(leaf.home, leaf.name)
-            leaf.home.grad = leaf.stand_in
+            leaf.stand()
 
     def _bring(self, leaf: Leaf, grad: DTensor, is_there: bool) -> None:
         """is_there: whether the gradient has its layout."""

@@ -46,6 +46,12 @@ class Leaf:
         """What backward passes gave it since the last was sent."""
         return grad_of(self.parameter)
 
+    def stand(self) -> None:
+        """Puts into `home.grad` what stands there while its gradient is on its way."""
+        if self.stand_in is None or not self.stand_in.fits(self.home):
+            self.stand_in = Waiting(self.home, self.name)
+        self.home.grad = self.stand_in
+
     def hold(self, grad: DTensor) -> None:
         """Adds a synchronized gradient to what is held."""
         self.held = sum_of(self.held, grad)
