@@ -29,6 +29,15 @@ def test_steps(kept: dict[tuple[str, str, str], Case]) -> None:
     assert "| {:.2f} | 1.00 with the same, and {:.2f} again |".format(*ratios) in README
 
 
+def test_steps_beside_torchs_data_parallelism(kept: dict[tuple[str, str, str], Case]) -> None:
+    ratios = []
+    for dp in (1, 2, 4):
+        name = f"a step of the default recipe, dp={dp}, zero=0"
+        weft, torch = (kept["parallel_stacks", name, way].seconds.median for way in ("Weft", "torch"))
+        ratios.append(weft / torch)
+    assert "| {:.2f}, {:.2f} and {:.2f} | 1.00 with `DistributedDataParallel` |".format(*ratios) in README
+
+
 def test_layout_changes(kept: dict[tuple[str, str, str], Case]) -> None:
     shown = []
     for way in ENGINES:
