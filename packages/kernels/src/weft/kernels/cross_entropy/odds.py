@@ -1,6 +1,6 @@
 """The loss alone, without options, of a few rows that have all classes, on a CPU: by the odds against each row's target.
 
-What the host does for each number of a row is most of what such a loss takes, and here it is a third of what `reference` does.
+What the host asks for is most of what such a loss takes: here, forward and backward, it is two thirds of the ops of `reference`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def loss_and_gradient(logits: Tensor, target: Tensor, upstream: Tensor | None, o
     """Each row's loss [N] in float64, and in `out`, of the logits' shape, their gradient. None where a logit is not finite, or so far
     above its target's that its exponential is not.
 
-    upstream: the gradient of the losses, a scalar or [N], as `out` None without a gradient.
+    upstream: the gradient of the losses, a scalar or [N]. Where it or `out` is None, no gradient is computed.
     With the target's probability p the odds against it are (1 - p) / p, the sum of exp(logit - target's logit) over the other
     classes: the loss is log1p(odds), its gradient exp(logit - target's logit) / (1 + odds), and -odds / (1 + odds) at the target.
     All are accurate for p near 1.

@@ -7,7 +7,7 @@ else each of its ops would do so. FSDP2 computes so, too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,27 +129,29 @@ class _Call:
             else:
                 kwargs[place] = local
         try:
-            for users, local in zip(self.users.values(), locals_[len(self.places) :], strict=True):
-                for module, name in users:
-                    module._parameters[name] = local  # type: ignore[assignment]
+            self._place(locals_[len(self.places) :])
             output: Tensor = self.unit.forward(*args, **kwargs)
             return output
         finally:
-            for parameter, users in self.users.items():
-                for module, name in users:
-                    module._parameters[name] = parameter  # type: ignore[assignment]
+            self._place(self.users)
+
+    def _place(self, tensors: Iterable[Any]) -> None:
+        """Puts a tensor in the places of each parameter."""
+        for tensor, users in zip(tensors, self.users.values(), strict=True):
+            for module, name in users:
+                module._parameters[name] = tensor
 
     def gradients(self, parts: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Tensor | None]:
         """Those of the operands: each rank has the input's own rows, and an addend of a parameter's, where it had rows of its own.
 
-        nodes: autograd's of each operand. What a GradientSync takes at once is left out.
+        nodes: autograd's of each operand; none where the gradients are differentiated. What a GradientSync takes at once is left out.
         """
         first, *_ = parts
         found: list[Tensor | None] = [None] * len(parts)
         if first is not None:
             found[0] = of_kind(first, self.kind)
         kinds: dict[Any, Any] = of_this_world().setdefault(("addends", self.mesh, self.placements), {})
-        take = takes_addends(next(iter(self.users), None)) if self.lone else None
+        take = takes_addends(next(iter(self.users), None)) if self.lone and nodes else None
         for i, parameter in enumerate(self.users, 1 + len(self.places)):
             part = parts[i]
             if part is None:
@@ -230,7 +232,6 @@ class _Enter(torch.autograd.Function):
         ctx.call.is_over = True
         if not torch.is_grad_enabled():
             return None, *ctx.call.gradients(parts, [node for node, _ in ctx.next_functions])
-        ctx.call.lone = False  # such gradients are asked for, and not to be sent
         with torch.no_grad():
             gradients = ctx.call.gradients([None if part is None else part.detach() for part in parts], ())
         return None, *refusing(gradients, *parts)

@@ -312,8 +312,8 @@ def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any],
     It is called in a backward pass with a parameter, this rank's part of its gradient, and the `kind_of` that has, once a pass: it takes
     that along, or says False, where the gradient is to go by `.grad`, as autograd brings it.
     """
-    sync = None if parameter is None else _synchronized.get(parameter)  # type: ignore[no-untyped-call]
-    alive: GradientSync | None = None if sync is None else sync()
+    found = parameter is not None and parameter in _synchronized
+    alive: GradientSync | None = _synchronized[parameter]() if found else None
     return None if alive is None else alive._take
 
 
