@@ -40,6 +40,14 @@ class Case:
         return sum(name in WIDE for name in self.takes.split())
 
 
+def drops(p: float) -> Case:
+    """Dropout with residual add, of this chance."""
+    return Case(
+        weft=lambda x, y: kernels.dropout(x, p, 0, residual=y), eager=lambda x, y: y + F.dropout(x, p),
+        takes="x y", passes=(3, 2),
+    )  # fmt: skip
+
+
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
 
@@ -115,10 +123,7 @@ CASES = {
         weft=kernels.rms_norm_rope, eager=_norm_and_turn, takes="x head cos sin", passes=(2, 3)
     ),
     "embedding": Case(weft=kernels.embedding, eager=F.embedding, takes="tokens table", passes=(2, 2)),
-    "dropout, residual": Case(
-        weft=lambda x, y: kernels.dropout(x, NEVER, 0, residual=y), eager=lambda x, y: y + F.dropout(x, NEVER),
-        takes="x y", passes=(3, 2),
-    ),
+    "dropout, residual": drops(NEVER),
 }  # fmt: skip
 
 

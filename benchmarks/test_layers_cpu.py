@@ -25,6 +25,8 @@ PRODUCTS = {
     "matmul": Case(weft=kernels.matmul, eager=torch.matmul, takes="x square", passes=(2, 3)),
 }
 CASES: Mapping[str, Case] = {**layers.CASES, **PRODUCTS}
+# What is timed in the place of what is compared: torch's own dropout is faster where it drops nothing, as no model has it.
+TIMED = {"dropout, residual": layers.drops(0.1)}
 
 
 def way(layer: Callable[..., Any], given: tuple[Tensor, ...], upstream: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -53,6 +55,8 @@ def test_a_layer_on_a_cpu(name: str, N: int, H: int, tell: Tell) -> None:
         ways = {which: way(layer, given, upstream) for which, layer in (("Weft", case.weft), ("torch", case.eager))}
         for ours, theirs in zip(ways["Weft"](), ways["torch"](), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.detach().abs().max()))
+        if name in TIMED:
+            ways = {"Weft": way(TIMED[name].weft, given, upstream), "torch": way(TIMED[name].eager, given, upstream)}
         found = tell.measuring(in_turn, ways, Processor(), rounds=40 if N * H < 2**22 else 15)
     finally:
         torch.set_num_threads(threads)

@@ -25,10 +25,10 @@ def bits(
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The 32 bits of each element, int64."""
-    row, first = tile(N, SHIFTED, ROWS, GROUPS)
+    row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
-    b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
-    cols = columns(start, first, SHIFTED, GROUPS)
+    b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)
+    cols = columns(start, first, SHIFTED, GROUPS, 4)
     in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
     tl.store(out_ptr + row[:, None] * N + cols, interleave(b0, b1, b2, b3, ROWS, GROUPS).to(tl.int64), mask=in_part)
 
@@ -36,7 +36,7 @@ def bits(
 @triton.jit
 def tiles(out_ptr, N, SHIFTED: tl.constexpr, GROUPS: tl.constexpr):
     """The first run and the first lane of each program's tile: int64 [programs, 2]."""
-    row, first = tile(N, SHIFTED, 1, GROUPS)
+    row, first = tile(N, SHIFTED, 1, GROUPS, 4)
     program = tl.program_id(0)
     tl.store(out_ptr + 2 * program + tl.arange(0, 1), row)
     tl.store(out_ptr + 2 * program + 1, first)

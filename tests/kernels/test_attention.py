@@ -49,7 +49,7 @@ def attend(
     weights = scores.masked_fill(~seen, -float("inf")).softmax(-1)
     if dropout:
         places = torch.arange(weights.numel()).reshape(weights.shape)
-        weights = weights * (philox.bits(places, dropout_key) >= round(dropout * 2**32)) / (1 - dropout)
+        weights = weights * philox.kept(places, dropout, dropout_key) / (1 - round(dropout * 2**16) / 2**16)
     return (weights @ v).transpose(-3, -2).flatten(-2)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from weft import kernels
-from weft.kernels.dropout import function
+from weft.kernels.dropout import function, reference
 from weft.kernels.random.part import Part
 from weft.kernels.traffic import Traffic, counted_traffic
 from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
@@ -36,13 +36,13 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: s
 
 def kept(shape: tuple[int, ...], p: float, key: int = KEY) -> Tensor:
     """Where an element survives, by the oracle's bits."""
-    return oracle.bits(torch.arange(math.prod(shape)).reshape(shape), key) >= round(p * 2**32)
+    return oracle.kept(torch.arange(math.prod(shape)).reshape(shape), p, key)
 
 
 def expected(x: Tensor, p: float, key: int = KEY) -> Tensor:
     """By the oracle's mask; the scale and the product rounded to float32, or in float64 for float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    scaled = (x.cpu().to(wide) * torch.tensor(1 / (1 - p), dtype=wide)).to(x.dtype)
+    scaled = (x.cpu().to(wide) * torch.tensor(2**16 / (2**16 - round(p * 2**16)), dtype=wide)).to(x.dtype)
     return torch.where(kept(x.shape, p, key), scaled, torch.zeros((), dtype=x.dtype))
 
 
@@ -61,7 +61,7 @@ def test_a_residual_is_added_to_what_survives(shape: tuple[int, ...], dtype: tor
     x, residual = normal(shape, dtype, device), normal(shape, dtype, device, seed=1).mT.contiguous().mT
     leaves = [each.requires_grad_() for each in (x, residual)]
     y = kernels.dropout(leaves[0], 0.3, KEY, residual=leaves[1])
-    dropped = torch.where(kept(shape, 0.3), x.detach().cpu().double() / 0.7, 0)
+    dropped = torch.where(kept(shape, 0.3), x.detach().cpu().double() / (1 - round(0.3 * 2**16) / 2**16), 0)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(
         y.detach().cpu().double(), residual.detach().cpu().double() + dropped, rtol=tolerance, atol=tolerance
@@ -122,9 +122,12 @@ def test_a_ranks_mask_is_its_part_of_the_one_mask_in_every_layout(
                 if part in seen:
                     continue
                 seen.add(part)
-                y, saved = function.forward(local, p=0.4, number=KEY, part=part)
-                assert torch.equal(y.cpu(), wanted[rank]), (str(layout), rank)
-                assert saved == ()
+                for held in (None, []):
+                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, held=held)
+                    assert torch.equal(y.cpu(), wanted[rank]), (str(layout), rank)
+                    assert saved == ()
+                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, held=held)
+                    assert of_x is not None and torch.equal(of_x.cpu(), wanted[rank]), (str(layout), rank)
 
 
 def test_indices_beyond_32_bits(device: str) -> None:
@@ -133,7 +136,7 @@ def test_indices_beyond_32_bits(device: str) -> None:
     x = normal(part.sizes, torch.bfloat16, device)
     index = (torch.arange(1, 5) * shape[1])[:, None] + torch.arange(2**32 - 1, 2**32 + 40)
     y, _ = function.forward(x, p=0.5, number=KEY, part=part)
-    assert torch.equal(y.cpu(), torch.where(oracle.bits(index, KEY) >= 2**31, x.cpu() * 2, 0))
+    assert torch.equal(y.cpu(), torch.where(oracle.kept(index, 0.5, KEY), x.cpu() * 2, 0))
 
 
 # The probability
@@ -141,9 +144,9 @@ def test_indices_beyond_32_bits(device: str) -> None:
 
 def test_an_element_is_dropped_where_its_bits_are_below_p(device: str) -> None:
     x = torch.ones(64, device=device)
-    bits = oracle.bits(torch.arange(64), KEY)
+    bits = oracle.halves(torch.arange(64), KEY)
     for i in range(64):
-        at, above = int(bits[i]) / 2**32, (int(bits[i]) + 1) / 2**32
+        at, above = int(bits[i]) / 2**16, (int(bits[i]) + 1) / 2**16
         assert kernels.dropout(x, at, KEY)[i] > 0
         assert kernels.dropout(x, above, KEY)[i] == 0
 
@@ -151,12 +154,12 @@ def test_an_element_is_dropped_where_its_bits_are_below_p(device: str) -> None:
 def test_the_ends_of_the_range(device: str) -> None:
     x = normal((5, 7), device=device).requires_grad_()
     assert kernels.dropout(x, 0, KEY) is x
-    for p in (1, 1.0, 1 - 2**-40):  # the last is 1 in 32 bits
+    for p in (1, 1.0, 1 - 2**-18):  # the last is 1 in 16 bits
         y = kernels.dropout(x, p, KEY)
         assert torch.equal(y, torch.zeros_like(x))
         (gradient,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(gradient, torch.zeros_like(x))
-    almost = kernels.dropout(x, 2**-40, KEY)  # 0 in 32 bits
+    almost = kernels.dropout(x, 2**-18, KEY)  # 0 in 16 bits
     assert torch.equal(almost, x)
 
 
@@ -215,6 +218,24 @@ def test_nothing_is_saved(device: str) -> None:
         y = kernels.dropout(normal((5, 7), device=device).requires_grad_(), 0.3, KEY)
     assert y.requires_grad
     assert saved == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_a_cpu_backward_has_the_mask_of_forward_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Part] = []
+
+    def seen(part: Part, *arguments: Any) -> Tensor:
+        drawn.append(part)
+        return draw(part, *arguments)
+
+    draw = reference.drawn
+    monkeypatch.setattr(reference, "drawn", seen)
+    x, upstream = normal((5, 333), dtype).requires_grad_(), normal((5, 333), dtype, seed=1)
+    y = kernels.dropout(x, 0.3, KEY)
+    for draws in (1, 2):  # then it is given up, and drawn again where a graph is kept and gone through twice
+        (gradient,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+        assert torch.equal(gradient, expected(upstream, 0.3))
+        assert len(drawn) == draws
 
 
 def test_recomputation_draws_the_mask_again(device: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ def drawn(part: Part, key: int, device: str, path: str) -> Tensor:
     """The bits of the elements, int64, as the torch path or a kernel computes them."""
     out = torch.full(part.sizes, -1, dtype=torch.int64, device=device)
     if path == "torch":
-        philox.fill(out, part, key, lambda block: block)
+        philox.fill(out, part, key, lambda words: torch.stack(words, -1))
     else:
         from weft.kernels.random import launch
 
@@ -72,8 +75,8 @@ def test_known_answers(name: str, device: str, path: str) -> None:
     counter, key, answer = oracle.KNOWN_ANSWERS[name]
     assert [int(word) for word in oracle.words([np.array(word) for word in counter], key)] == answer
     if path == "torch":
-        block = philox._blocks(signed(*counter[:2]), signed(*counter[2:]), key[0] | key[1] << 32)
-        assert block.tolist() == [answer]
+        block = philox._blocks(tuple(torch.tensor([word]) for word in counter), key[0] | key[1] << 32)
+        assert [int(word) for word in block] == answer
         return
     from tests.kernels import philox_kernels
 
@@ -140,17 +143,18 @@ def test_a_ranks_bits_are_its_part_of_the_whole_in_every_layout(shape: tuple[int
 
 @pytest.mark.parametrize("name", PARTS)
 def test_pieces_join_without_a_seam_and_bound_the_scratch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, at_once, sizes = PARTS[name], 64, []
+    part, at_once, sizes = PARTS[name], 16, []
     blocks = philox._blocks
 
-    def seen(low: Tensor, high: Tensor, key: int) -> Tensor:
-        sizes.append(low.numel())
-        return blocks(low, high, key)
+    def seen(counter: Any, key: int) -> philox.Words:
+        sizes.append(counter[0].numel())
+        return blocks(counter, key)
 
-    monkeypatch.setattr(philox, "_ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(philox, "_BLOCKS_A_THREAD", at_once)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(philox, "_blocks", seen)
     assert torch.equal(drawn(part, KEY, "cpu", "torch"), oracle.bits(indices(part), KEY))
-    assert max(sizes, default=0) <= at_once // 4 + 1
+    assert max(sizes, default=0) <= at_once + 1
 
 
 ON_KERNELS = pytest.mark.parametrize(
@@ -186,18 +190,22 @@ def test_runs_beyond_32_bits_are_unravelled(device: str) -> None:
 # No more than a part needs
 
 
-def blocks_computed(part: Part, monkeypatch: pytest.MonkeyPatch) -> int:
+def blocks_computed(part: Part, monkeypatch: pytest.MonkeyPatch, draw: Callable[[Part], Any] | None = None) -> int:
+    """By `draw`; of the bits of its elements without."""
     count = 0
     blocks = philox._blocks
 
-    def counted(low: Tensor, high: Tensor, key: int) -> Tensor:
+    def counted(counter: Any, key: int) -> philox.Words:
         nonlocal count
-        count += low.numel()
-        return blocks(low, high, key)
+        count += counter[0].numel()
+        return blocks(counter, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(philox, "_blocks", counted)
-        drawn(part, KEY, "cpu", "torch")
+        if draw is None:
+            drawn(part, KEY, "cpu", "torch")
+        else:
+            draw(part)
     return count
 
 
@@ -218,19 +226,31 @@ def test_a_run_of_neighbours_computes_a_block_for_four(monkeypatch: pytest.Monke
     assert blocks_computed(shifted, monkeypatch) == 65 * 64  # a block more for each run
 
 
+def test_a_mask_computes_a_block_for_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mask(part: Part) -> None:
+        philox.fill(torch.empty(part.sizes, dtype=torch.int16), part, KEY, philox.as_halves, philox.HALVES)
+
+    whole = Part.of((64, 1024))
+    assert blocks_computed(whole, monkeypatch, mask) == whole.numel // 8
+    shifted = Part.of((64, 1023), [slice(0, 64), slice(256, 512)])
+    assert blocks_computed(shifted, monkeypatch, mask) == 33 * 64  # a block more for each run
+
+
+@pytest.mark.parametrize("lanes", [philox.WORDS, philox.HALVES])
 @pytest.mark.parametrize("name", PARTS)
-def test_the_tiles_of_a_launch_hold_a_part_and_little_more(name: str, interpreted: None) -> None:
+def test_the_tiles_of_a_launch_hold_a_part_and_little_more(name: str, lanes: int, interpreted: None) -> None:
     from weft.kernels.random import launch
 
     part = PARTS[name].runs()
     if part.numel == 0 or len(part.sizes) > launch.OUTER_DIMS + 1:
         return
-    rows, length, shifted = math.prod(part.sizes[:-1]), part.sizes[-1], launch.is_shifted(part)
-    chosen = launch.fitted(launch.UNIFORM, length, shifted)
+    rows, length, shifted = math.prod(part.sizes[:-1]), part.sizes[-1], launch.is_shifted(part, lanes)
+    most = dataclasses.replace(launch.UNIFORM, lanes=lanes)
+    chosen = launch.fitted(most, length, shifted)
     (programs,) = launch.grid(chosen, rows, length, shifted)
-    lanes = 4 * chosen.rows * chosen.groups
-    assert lanes == 4 * launch.UNIFORM.groups
-    assert part.numel <= programs * lanes < 2 * rows * (length + 6) + lanes
+    of_a_program = lanes * chosen.rows * chosen.groups
+    assert of_a_program == lanes * launch.UNIFORM.groups
+    assert part.numel <= programs * of_a_program < 2 * rows * (length + 2 * (lanes - 1)) + of_a_program
 
 
 # Parts

@@ -45,6 +45,17 @@ def bits(index: Tensor, key: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(found.astype(np.int64))).reshape(index.shape)
 
 
+def halves(index: Tensor, key: int) -> Tensor:
+    """Half i % 8 of block i // 8, the lower of each word first, for each int64 index: int64 of its shape."""
+    word = bits(index // 2, key)  # two halves a word, so eight a block
+    return torch.where(index % 2 == 0, word % 2**16, word // 2**16)
+
+
+def kept(index: Tensor, p: float, key: int) -> Tensor:
+    """Whether dropout keeps the element of each index."""
+    return halves(index, key) >= round(p * 2**16)
+
+
 def uniform(index: Tensor, key: int) -> Tensor:
     """Float32, exact: the upper 24 bits over 2**24."""
     return (bits(index, key).double() / 2**8).floor().div(2**24).float()

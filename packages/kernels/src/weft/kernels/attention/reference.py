@@ -70,7 +70,7 @@ def forward(
         here = Part(here.offset + start, (*here.sizes[:-1], stop - start), here.strides)
         ones = torch.ones(here.sizes, dtype=q.dtype, device=q.device)
         kept, _ = dropping.forward(ones, dropout_key, p=dropout, number=number, name=name, part=here)
-        output = _attend_to_some(q, k, v, mask, kept != 0, scale, dropout)
+        output = _attend_to_some(q, k, v, mask, kept != 0, scale, dropping.quantized(dropout)[1])
     return output.transpose(1, 2).reshape(query.shape)
 
 
@@ -195,16 +195,16 @@ class _Shapes(torch.autograd.Function):
 
 
 def _attend_to_some(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor, scale: float | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor, scale: float | None, factor: float
 ) -> Tensor:
-    """Attention with weights of which those that are `kept` count, each divided by 1 - dropout."""
+    """Attention with weights of which those that are `kept` count, each times `factor`."""
     B, heads, T, D = q.shape
     q = q.view(B, k.shape[1], heads // k.shape[1], T, D)  # [B, kv_heads, groups, T, D]
     scores = q * (D**-0.5 if scale is None else scale) @ k.unsqueeze(2).mT  # [B, kv_heads, groups, T, S]
     if mask is not None:
         scores = scores.masked_fill(~(mask if mask.ndim == 2 else mask.unsqueeze(1)), -float("inf"))
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    weights = weights.masked_fill(~kept.view(scores.shape), 0) * (1 / (1 - dropout) if dropout < 1 else 0.0)
+    weights = weights.masked_fill(~kept.view(scores.shape), 0) * factor
     return (weights.to(v.dtype) @ v.unsqueeze(2)).view(B, heads, T, D)
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..random.kernel import UNSPECIALIZED, blocks, columns, interleave, run_start, tile
+from ..random.kernel import UNSPECIALIZED, blocks, columns, halves, run_start, tile
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "threshold"])
@@ -13,13 +13,12 @@ def masked(
     key, threshold, scale,
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.masked`; runs and tiles as in `random.kernel`. threshold: 32 bits, as an int32. y and the residual are contiguous."""
-    row, first = tile(N, SHIFTED, ROWS, GROUPS)
+    """See `reference`: an element is kept where its 16 bits are `threshold` or more; runs and tiles as in `random.kernel`. y and the residual are contiguous."""
+    row, first = tile(N, SHIFTED, ROWS, GROUPS, 8)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
-    b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
-    bits = interleave(b0, b1, b2, b3, ROWS, GROUPS)
-    keep = bits >= threshold.to(tl.uint32, bitcast=True)
-    cols = columns(start, first, SHIFTED, GROUPS)
+    b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 8)
+    keep = halves(b0, b1, b2, b3, ROWS, GROUPS) >= threshold.to(tl.uint32)
+    cols = columns(start, first, SHIFTED, GROUPS, 8)
     in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
     x_row = run_start(row, R1, R2, stride_x0, stride_x1, stride_x2)
     x = tl.load(x_ptr + x_row[:, None] + cols * stride_xn, mask=in_part, other=0.0).to(tl.float32)

@@ -9,15 +9,24 @@ from ..random import philox
 from ..random.part import Part
 
 
-def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
-    """scale * x where an element's 32 bits are `threshold` or more, and 0, whatever x is there, where they are less; and the
-    residual added to that.
+def drawn(part: Part, key: int, threshold: int, device: torch.device) -> Tensor:
+    """int8 of the sizes of `part`: -1, all bits, where an element's 16 bits are `threshold` or more, and it is kept; else 0."""
+    kept = torch.empty(part.sizes, dtype=torch.int8, device=device)
 
-    x: any strides, the elements `part` of the global tensor. -> its shape and dtype, contiguous.
-    The product is of float32, of float64 for a float64 x.
+    def transform(words: philox.Words) -> Tensor:
+        halves = philox.as_halves(words)
+        return torch.ge(halves, threshold - 2**15, out=halves).neg_()  # to a bool it takes ten times as long
+
+    philox.fill(kept, part, key, transform, philox.HALVES)
+    return kept
+
+
+def masked(x: Tensor, kept: Tensor, residual: Tensor | None, *, scale: float) -> Tensor:
+    """scale * x where an element is kept, and 0, whatever x is there, where it is not; and the residual added to that.
+
+    x: any strides. kept: as `drawn`. -> its shape and dtype, contiguous. The product is of float32, of float64 for a float64 x.
     """
-    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    philox.fill(keep, part, key, lambda block: block >= threshold)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = torch.where(keep, wide * scale, 0).to(x.dtype)
+    bits = torch.int32 if wide.dtype == torch.float32 else torch.int64
+    y = kept.to(bits).bitwise_and_(wide.view(bits)).view(wide.dtype).mul_(scale).to(x.dtype)
     return y if residual is None else y.add_(residual)

@@ -33,12 +33,13 @@ def dropout(
     """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
 
     x: any shape and strides, in bfloat16, float16, float32 or float64; the product is of float32 at least, and rounded
-    to x's dtype. p: 0 to 1; 0 gives x itself, 1 gives zeros. What is zeroed is 0 even where x is infinite or NaN.
+    to x's dtype. p: 0 to 1; 0 gives x itself, 1 gives zeros; else it counts as the nearest multiple of 2**-16, in the divisor too,
+    so that the mean is x. What is zeroed is 0 even where x is infinite or NaN.
     key: 64 bits, as weft.mesh.derive_key makes them; with a name, derive_key(key, name) takes its place. Compiled code takes
     it as a tensor of one uint64 on the CPU: an int would be compiled in, and each new one would compile anew.
-    Element i of the global tensor, row-major, is zeroed where word i % 4 of block i // 4 of Philox 4x32-10 (Salmon et al.
-    2011) is below p * 2**32: bitwise the same mask in every layout, on a CPU and on a GPU, and again in backward, which
-    draws it anew: no mask is saved. No rank draws more than its own part.
+    Element i of the global tensor, row-major, is zeroed where half i % 8 of block i // 8 of Philox 4x32-10 (Salmon et al.
+    2011) is below p * 2**16: bitwise the same mask in every layout, on a CPU and on a GPU, and again in backward, which
+    draws it anew: no mask is kept, but of float32 and float64 on a CPU, a byte an element. No rank draws more than its own part.
     order: of x [..., T, H], where the tokens lie in another order than they are read in, which then counts for the mask: as of
     `attention`.
     residual: of the shape of x, which the output is added to; in the same pass where its dtype is that of x.
@@ -62,6 +63,8 @@ def dropout(
     if p == 0:
         return x
     options: dict[str, Any] = {"p": p, "number": number, "name": name}
+    if not is_compiling():
+        options["held"] = []
     if order is not None:
         if x.ndim < 2:
             raise ValueError(f"dropout: order is of the tokens of x [..., T, H], got shape {tuple(x.shape)}")
@@ -108,4 +111,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, independent(output, (layout, None, *residual)), local)
 
 
-DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number",))
+DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number", "held"))

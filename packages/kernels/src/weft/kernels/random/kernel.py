@@ -1,8 +1,9 @@
 """Philox 4x32-10 in Triton: `uniform` and `normal` write 4 bytes a float32 and read nothing. `philox` is the meaning.
 
-A program takes a tile, ROWS runs by WIDTH = 4 * GROUPS lanes: GROUPS blocks of each run, computed once for four elements.
-Run r of a part is run (r // R2 // R1, r // R2 % R1, r % R2) of its outer dims, and has N elements. Where runs do not start
-at a block's first lane (SHIFTED), the tile begins up to 3 lanes before the run. Indices and offsets are 64-bit.
+A program takes a tile, ROWS runs by WIDTH = LANES * GROUPS lanes: GROUPS blocks of each run, computed once for LANES elements,
+which are the 4 words of a block or their 8 halves. Run r of a part is run (r // R2 // R1, r // R2 % R1, r % R2) of its outer
+dims, and has N elements. Where runs do not start at a block's first lane (SHIFTED), the tile begins up to LANES - 1 lanes
+before the run. Indices and offsets are 64-bit.
 """
 
 import triton
@@ -35,25 +36,26 @@ def run_start(row, R1, R2, stride_0, stride_1, stride_2):
 
 
 @triton.jit
-def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """This program's runs, int64 [ROWS], and its first lane within a run, a multiple of 4."""
-    lanes = tl.cast(N, tl.int64) + (3 if SHIFTED else 0)  # N may be 2**31 - 1
-    across = tl.cdiv(lanes, 4 * GROUPS)
+def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """This program's runs, int64 [ROWS], and its first lane within a run, a multiple of LANES."""
+    lanes = tl.cast(N, tl.int64) + (LANES - 1 if SHIFTED else 0)  # N may be 2**31 - 1
+    across = tl.cdiv(lanes, LANES * GROUPS)
     program = tl.program_id(0).to(tl.int64)
-    return program // across * ROWS + tl.arange(0, ROWS), program % across * (4 * GROUPS)
+    return program // across * ROWS + tl.arange(0, ROWS), program % across * (LANES * GROUPS)
 
 
 @triton.jit
-def columns(start, first, SHIFTED: tl.constexpr, GROUPS: tl.constexpr):
+def columns(start, first, SHIFTED: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """Place within its run of each lane of the tile: int64 [ROWS, WIDTH], or [1, WIDTH] where it is one for all runs."""
-    cols = first + tl.arange(0, 4 * GROUPS)[None, :]
-    return cols - (start & 3)[:, None] if SHIFTED else cols
+    cols = first + tl.arange(0, LANES * GROUPS)[None, :]
+    return cols - (start & (LANES - 1))[:, None] if SHIFTED else cols
 
 
 @triton.jit
-def blocks(start, first, key, GROUPS: tl.constexpr):
-    """The four lanes of each block of the tile: uint32 [ROWS, GROUPS] each. start: index of the runs' first elements."""
-    counter = ((start + first) >> 2)[:, None] + tl.arange(0, GROUPS)[None, :]
+def blocks(start, first, key, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """The four words of each block of the tile: uint32 [ROWS, GROUPS] each. start: index of the runs' first elements."""
+    shift: tl.constexpr = 2 if LANES == 4 else 3
+    counter = ((start + first) >> shift)[:, None] + tl.arange(0, GROUPS)[None, :]
     b0, b1, b2, b3 = tl.randint4x(key, counter)  # Philox 4x32-10 of (counter, key), both of 64 bits
     # Its dtype is not documented the same in all versions; the bits are.
     return (
@@ -64,8 +66,15 @@ def blocks(start, first, key, GROUPS: tl.constexpr):
 
 @triton.jit
 def interleave(x0, x1, x2, x3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Lane by lane: [ROWS, GROUPS] each -> [ROWS, WIDTH]"""
+    """Word by word: [ROWS, GROUPS] each -> [ROWS, 4 * GROUPS]"""
     return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(ROWS, 4 * GROUPS)
+
+
+@triton.jit
+def halves(b0, b1, b2, b3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Half by half, the lower of a word first: uint32 [ROWS, GROUPS] each -> 16 bits each, [ROWS, 8 * GROUPS]"""
+    words = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    return tl.join(words & 0xFFFF, words >> 16).reshape(ROWS, 8 * GROUPS)
 
 
 @triton.jit
@@ -106,12 +115,12 @@ def uniform(
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Float32 in 0 <= u < 1, the upper 24 bits, rounded to the dtype of `out`, whose runs are contiguous."""
-    row, first = tile(N, SHIFTED, ROWS, GROUPS)
+    row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
-    b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
+    b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)
     bits = interleave(b0, b1, b2, b3, ROWS, GROUPS)
     number = (bits >> 8).to(tl.float32) * 2.0**-24
-    cols = columns(start, first, SHIFTED, GROUPS)
+    cols = columns(start, first, SHIFTED, GROUPS, 4)
     in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
     tl.store(out_ptr + row[:, None] * N + cols, number.to(out_ptr.dtype.element_ty), mask=in_part)
 
@@ -124,12 +133,12 @@ def normal(
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """std times a standard normal, in float32, rounded to the dtype of `out`, whose runs are contiguous."""
-    row, first = tile(N, SHIFTED, ROWS, GROUPS)
+    row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
-    b0, b1, b2, b3 = blocks(start, first, key, GROUPS)
+    b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)
     n0, n1 = box_muller(b0, b1)
     n2, n3 = box_muller(b2, b3)
     number = interleave(n0, n1, n2, n3, ROWS, GROUPS) * std
-    cols = columns(start, first, SHIFTED, GROUPS)
+    cols = columns(start, first, SHIFTED, GROUPS, 4)
     in_part = (row < rows)[:, None] & (cols >= 0) & (cols < N)
     tl.store(out_ptr + row[:, None] * N + cols, number.to(out_ptr.dtype.element_ty), mask=in_part)

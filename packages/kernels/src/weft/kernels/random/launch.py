@@ -18,11 +18,12 @@ OUTER_DIMS = 3  # that a kernel unravels, beside the run
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The tile of a program: runs by blocks of four elements; and with how many warps."""
+    """The tile of a program: runs by blocks, of 4 elements or 8; and with how many warps."""
 
     rows: int
     groups: int
     warps: int
+    lanes: int = 4
 
 
 # A uniform takes 16 elements a thread, so four 16-byte stores of float32; a normal takes 8, as float64 needs twice the
@@ -33,19 +34,20 @@ NORMAL = Launch(rows=1, groups=256, warps=4)
 
 def fitted(most: Launch, length: int, shifted: bool) -> Launch:
     """The launch for runs of `length`: short ones share a program of the size of `most`."""
-    blocks = max(1, -(-(length + 3 * shifted) // 4))
+    blocks = max(1, -(-(length + (most.lanes - 1) * shifted) // most.lanes))
     groups = min(most.groups, 1 << (blocks - 1).bit_length())  # a power of two
-    return Launch(most.groups // groups, groups, most.warps)
+    return Launch(most.groups // groups, groups, most.warps, most.lanes)
 
 
-def is_shifted(part: Part) -> bool:
+def is_shifted(part: Part, lanes: int = 4) -> bool:
     """Whether a run of `part.runs()` may start within a block."""
-    return part.offset % 4 != 0 or any(stride % 4 for stride in part.strides[:-1])
+    return part.offset % lanes != 0 or any(stride % lanes for stride in part.strides[:-1])
 
 
 def grid(launch: Launch, rows: int, length: int, shifted: bool) -> tuple[int]:
     """How many programs, in one dim: a grid's others hold 65535 alone."""
-    return (-(-rows // launch.rows) * -(-(length + 3 * shifted) // (4 * launch.groups)),)
+    across = -(-(length + (launch.lanes - 1) * shifted) // (launch.lanes * launch.groups))
+    return (-(-rows // launch.rows) * across,)
 
 
 def padded(outer: Ints, fill: int) -> Ints:

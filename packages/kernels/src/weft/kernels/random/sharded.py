@@ -140,4 +140,4 @@ def _fill_normal(local: Tensor, part: Part, key: int, std: float = 1.0) -> None:
 
         launch.normal(local, part, key, std)
     else:
-        philox.fill(local, part, key, lambda block: philox.as_normal(block).mul_(std))
+        philox.fill(local, part, key, lambda words: philox.as_normal(words).mul_(std))
