@@ -50,12 +50,13 @@ def forward(
     """
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
-    if held is None or not parts or threshold == DROPS_ALL or use_triton(x) or again.is_short_of_memory(x):
+    redraws = key is not None or use_triton(x) or again.is_short_of_memory(x)
+    if held is None or redraws or threshold == DROPS_ALL or not parts:
         return _masked(x, residual, key, p, number, name, parts), () if key is None else (key,)
-    number = _number(key, number, name)
+    number = number if name is None else derive_key(number, name)
     drawn = [reference.drawn(each, number, threshold, x.device) for each in parts]
     held.append(drawn[0] if len(drawn) == 1 else torch.cat(drawn, -2))
-    return reference.masked(x, held[0], residual, scale=scale), () if key is None else (key,)
+    return reference.masked(x, held[0], residual, scale=scale), ()
 
 
 def backward(
@@ -116,7 +117,7 @@ def _masked_part(
     x: Tensor, residual: Tensor | None, key: Tensor | None, p: float, number: int, name: str | None, part: Part
 ) -> Tensor:
     if key is None:
-        return _drawn(x, residual, p, _number(key, number, name), part)
+        return _drawn(x, residual, p, number, name, part)
     masked: Tensor = _of_a_tensor(x, residual, p, key, name, part.offset, part.sizes, part.strides)
     return masked
 
@@ -133,7 +134,8 @@ def _of_a_tensor(
     strides: Sequence[int],
 ) -> Tensor:
     """A node of a graph that is traced once, and draws by another key in each step."""
-    return _drawn(x, residual, p, _number(key, 0, name), Part(offset, tuple(sizes), tuple(strides)))
+    part = Part(offset, tuple(sizes), tuple(strides))
+    return _drawn(x, residual, p, int(key.view(torch.int64)) % 2**64, name, part)
 
 
 @_of_a_tensor.register_fake
@@ -141,13 +143,8 @@ def _(x: Tensor, *more: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _number(key: Tensor | None, number: int, name: str | None) -> int:
-    """The key that the mask is drawn by."""
-    number = number if key is None else int(key.view(torch.int64)) % 2**64
-    return number if name is None else derive_key(number, name)
-
-
-def _drawn(x: Tensor, residual: Tensor | None, p: float, key: int, part: Part) -> Tensor:
+def _drawn(x: Tensor, residual: Tensor | None, p: float, key: int, name: str | None, part: Part) -> Tensor:
+    key = key if name is None else derive_key(key, name)
     threshold, scale = quantized(p)
     if threshold == DROPS_ALL:
         return x.new_zeros(x.shape) if residual is None else residual.clone(memory_format=torch.contiguous_format)

@@ -60,7 +60,7 @@ def as_halves(words: Words) -> Tensor:
     """The 16 bits of each lane, the lower half of a word before the upper, less 2**15: int16 [..., 8], ordered as the bits are."""
     narrow = torch.empty(*words[0].shape, WORDS, dtype=torch.int32, device=words[0].device)
     for lane, word in enumerate(words):
-        narrow[..., lane] = word  # its lower 32 bits; hosts and GPUs are little-endian
+        narrow.select(-1, lane).copy_(word)  # its lower 32 bits; hosts and GPUs are little-endian
     return narrow.view(torch.int16).bitwise_xor_(-(2**15))
 
 

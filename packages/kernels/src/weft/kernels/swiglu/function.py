@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from .. import again as making
+from ..backend import is_compiling, use_triton
 from ..launched import launched
 from ..op import Tensors
 from . import reference
@@ -17,22 +18,43 @@ ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # as the kernel counts them; ge
 
 
 def forward(gate: Tensor, up: Tensor, *, activation: str = "silu") -> tuple[Tensor, Tensors]:
-    """See `reference.forward`. Saves the two alone: the activation is computed again in backward."""
+    """See `reference.forward`. Saves the two alone, but on a CPU in 32 bits and more: the activation is computed again in backward."""
     if use_triton(gate) and gate.dtype == up.dtype:
         return activated(gate, up, activation), (gate, up)
-    return reference.forward(gate, up, activation=activation), (gate, up)
+    return reference.forward(gate, up, activation=activation, keep=_keeps(gate, up))
+
+
+def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+    """The output of `forward`."""
+    if use_triton(gate) and gate.dtype == up.dtype:
+        return activated(gate, up, activation)
+    return reference.forward(gate, up, activation=activation)[0]
+
+
+def native(gate: Tensor, up: Tensor, *, activation: str = "silu") -> tuple[Tensor, Tensors] | None:
+    """`forward` by functions that torch differentiates, where that saves no more."""
+    return (
+        None
+        if use_triton(gate) or not _keeps(gate, up)
+        else reference.forward(gate, up, activation=activation, keep=True)
+    )
+
+
+def _keeps(gate: Tensor, up: Tensor) -> bool:
+    """Whether the activation is kept for backward; the dtypes are one then. What is compiled computes again what its compiler says."""
+    return gate.dtype == up.dtype and not (making.is_short_of_memory(gate) or is_compiling())
 
 
 def again(saved: Tensors, *, activation: str = "silu") -> Tensor:
     """The output, from what `forward` saved."""
-    gate, up = saved
+    gate, up = saved[:2]
     assert gate is not None and up is not None, "forward saves both"
-    return forward(gate, up, activation=activation)[0]
+    return inference(gate, up, activation=activation)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str = "silu") -> Tensors:
     """See `reference.backward`."""
-    gate, up = saved
+    gate, up = saved[:2]
     assert gate is not None and up is not None, "forward saves both"
     if use_triton(gate) and gate.dtype == up.dtype:
         return gradients(grad, gate, up, needed, activation)

@@ -66,5 +66,14 @@ def _rule_of(name: str) -> Any:
 
 
 SWIGLU, GEGLU = (
-    Op(name, function.forward, function.backward, _rule_of(name), again=function.again) for name in ("swiglu", "geglu")
+    Op(
+        name,
+        function.forward,
+        function.backward,
+        _rule_of(name),
+        inference=function.inference,
+        again=function.again,
+        native=function.native,
+    )
+    for name in ("swiglu", "geglu")
 )

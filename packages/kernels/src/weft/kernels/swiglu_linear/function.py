@@ -19,22 +19,24 @@ from ..swiglu import function as swiglu
 def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensors]:
     """input [..., K], the weights [M, K] -> [..., M], by one kernel or by two products and a gate: see `by_kernel`.
 
-    keep: whether there is a backward. It needs the operands, and both products: the activation's derivative is computed again.
+    keep: whether there is a backward. It needs the operands, and what `swiglu` saves of the two products.
     """
     if not use_triton(input) or not by_kernel(input, gate_weight.mT, "gated"):
         products = linear(input, gate_weight)[0], linear(input, up_weight)[0]
-        return swiglu.forward(*products)[0], (input, gate_weight, up_weight, *products)
+        if not keep:
+            return swiglu.inference(*products), ()
+        out, kept = swiglu.forward(*products)
+        return out, (input, gate_weight, up_weight, *kept)
     rows, gate, up = rows_of(input), gate_weight.mT, up_weight.mT
     out = torch.empty((*input.shape[:-1], gate.shape[1]), dtype=input.dtype, device=input.device)
-    kept = [torch.empty_like(out) if keep else None for _ in range(2)]
-    _launch(rows, *_alike(gate, up), *(None if each is None else rows_of(each) for each in (out, *kept)))
-    return out, (input, gate_weight, up_weight, *kept)
+    both = [torch.empty_like(out) if keep else None for _ in range(2)]
+    _launch(rows, *_alike(gate, up), *(None if each is None else rows_of(each) for each in (out, *both)))
+    return out, (input, gate_weight, up_weight, *both)
 
 
 def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
     """dgate and dup, the gradients of the products."""
-    _, _, _, gate, up = saved
-    return swiglu.backward((gate, up), grad, (needed[0] or needed[1], needed[0] or needed[2]))
+    return swiglu.backward(saved[3:], grad, (needed[0] or needed[1], needed[0] or needed[2]))
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
