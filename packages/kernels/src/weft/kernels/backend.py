@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn import Parameter
 
 INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 # What is behind os.environ, which encodes and decodes, and raises for what is not there: a microsecond, twice in every op.
 _ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
+_PLAIN = frozenset((Tensor, Parameter))
 if hasattr(torch.compiler, "_compile_session_context"):  # torch 2.13, where it is True for all of a torch.compile
     is_compiling = torch.compiler.is_compiling
 else:
@@ -38,6 +40,21 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Where memory is a CPU's, and no GEMM takes narrow factors to a wide product. Without data a tensor is on a GPU."""
     return tensor.device.type == "cpu"
+
+
+def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether torch's own function may take these, and differentiate them: plain tensors of a CPU, all in float32 or all in float64,
+    neither traced nor interpreted. It is asked before all else, as of a short op the host's part is most.
+    """
+    dtype = first.dtype
+    if (dtype is not torch.float32 and dtype is not torch.float64) or is_compiling():
+        return False
+    if _ENVIRONMENT.get(b"TRITON_INTERPRET") == b"1":
+        return False
+    for each in (first, *others):
+        if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
+            return False
+    return True
 
 
 def chip_of(device: torch.device) -> tuple[str, int]:

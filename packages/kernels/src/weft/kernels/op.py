@@ -26,8 +26,6 @@ class Op:
     varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
     inference(*tensors, **options) -> output: what forward computes where no gradient is recorded, and saves nothing; forward
         itself where None.
-    native(*tensors, **options) -> what forward returns, computed by functions that torch differentiates itself, and that save no more;
-        None where there are none. Of plain tensors alone; of a short op an autograd function in Python is most of what it costs.
     constants(options) -> how many of the last outputs have no gradient.
     weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
     of_products(saved, grad, needed, **options) -> the gradients of what an activation is applied to, from which those of inputs and
@@ -48,7 +46,6 @@ class Op:
     of_products: Callable[..., Any] | None = None
     again: Callable[..., Tensor] | None = None
     again_from: int = 0
-    native: Callable[..., tuple[Any, Tensors] | None] | None = None
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 

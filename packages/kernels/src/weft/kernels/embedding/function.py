@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import can_read, on_cpu, use_triton
+from ..backend import can_read, is_torchs, use_triton
 from ..launched import launched
 from ..op import Tensors
 from . import reference
@@ -38,11 +38,11 @@ def forward(
     return y, (tokens, weight)
 
 
-def native(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> tuple[Tensor, Tensors] | None:
-    """`forward` by torch's own function, on a CPU, in dtypes in which it sums gradients as exactly. Raises as `forward`."""
-    if not on_cpu(weight) or use_triton(weight) or weight.dtype not in (torch.float32, torch.float64):
+def native(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
+    """The output by torch's own function, which differentiates it; None where that is not for it. Raises as `forward`."""
+    if not is_torchs(weight) or type(tokens) is not Tensor or not tokens.is_cpu:
         return None
-    return reference.whole(tokens, weight, padding_idx), ()
+    return reference.whole(tokens, weight, padding_idx)
 
 
 def backward(

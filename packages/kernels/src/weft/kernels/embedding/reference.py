@@ -34,7 +34,7 @@ def forward(
 def whole(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """`forward` of all rows. Raises as `check_tokens`: a CPU finds such a token without a pass of its own."""
     try:
-        return F.embedding(tokens, weight, padding_idx)
+        return torch.embedding(weight, tokens, -1 if padding_idx is None else padding_idx)
     except IndexError:
         check_tokens(tokens, weight.shape[0])
         raise

@@ -32,8 +32,6 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
         )
     if tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")
-    check_floats("embedding", ("the weight",), weight)
-    check_devices("embedding", tokens, weight)
     if padding_idx is not None:
         rows = weight.shape[0]
         if not -rows <= padding_idx < rows:
@@ -41,6 +39,11 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
                 f"padding_idx is {padding_idx}, outside the table of {rows} rows; give one of {-rows} to {rows - 1}"
             )
         padding_idx %= rows
+    found = function.native(tokens, weight, padding_idx)
+    if found is not None:
+        return found
+    check_floats("embedding", ("the weight",), weight)
+    check_devices("embedding", tokens, weight)
     return apply(EMBEDDING, tokens, weight, padding_idx=padding_idx)
 
 
@@ -61,4 +64,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, (*tokens_shape, weight_shape[1]), gradients, local)
 
 
-EMBEDDING = Op("embedding", function.forward, function.backward, _rule, native=function.native)
+EMBEDDING = Op("embedding", function.forward, function.backward, _rule)

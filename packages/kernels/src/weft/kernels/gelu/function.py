@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..backend import on_cpu, use_triton
+from ..backend import is_torchs, use_triton
 from ..op import Tensors
 from ..swiglu.function import activated, gradients
 from . import reference
@@ -18,9 +18,9 @@ def forward(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors]:
     return y, (x,)
 
 
-def native(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors] | None:
-    """`forward` by torch's own function, on a CPU."""
-    return (reference.forward(x, approximate=approximate), (x,)) if on_cpu(x) and not use_triton(x) else None
+def native(x: Tensor, approximate: str) -> Tensor | None:
+    """The output by torch's own function, which differentiates it; None where that is not for it."""
+    return reference.forward(x, approximate=approximate) if is_torchs(x) else None
 
 
 def again(saved: Tensors, *, approximate: str = "none") -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
+from ..backend import is_torchs, use_triton
 from ..launched import launched
 from ..op import Tensors
 from ..rows import fits
@@ -25,13 +25,15 @@ def forward(
     return y, (x, weight, bias, mean, rstd)
 
 
-def native(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
-) -> tuple[Tensor, Tensors] | None:
-    """`forward` by torch's own function, where that is as exact; see `reference.is_native`."""
-    if _launches(x) or not reference.is_native(x, weight, bias):
+def native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
+    """The output by torch's own function, which differentiates it; None where that is not for it, or not as exact: of many rows."""
+    if not is_torchs(x, weight, bias):
         return None
-    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps), (x, weight, bias)
+    size = x.shape[-1:]
+    fits = (weight is None or weight.shape == size) and (bias is None or bias.shape == size)
+    if not fits or not size or x.numel() > reference.ROWS_OF_TORCH * size[0]:
+        return None
+    return torch.layer_norm(x, size, weight, bias, eps)
 
 
 def again(saved: Tensors, *, eps: float) -> Tensor:
@@ -59,17 +61,6 @@ def add_forward(
     y, total, mean, rstd = _normalized(x, residual, weight, bias, eps)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, bias, mean, rstd)
-
-
-def add_native(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
-) -> tuple[tuple[Tensor, Tensor], Tensors] | None:
-    """`add_forward`, as `native`."""
-    if x.dtype != residual.dtype or not reference.is_native(x, weight, bias):
-        return None
-    total = x + residual
-    found = native(total, weight, bias, eps=eps)
-    return None if found is None else ((total, found[0]), found[1])
 
 
 def add_backward(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import is_compiling, on_cpu
+from ..backend import is_compiling
 from ..op import Tensors
 
 Wanted = tuple[bool, ...]
@@ -46,13 +46,6 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float
         total.to(each.dtype) if total is not None and each is not None and need else None
         for total, each, need in zip(totals, (weight, bias), sums, strict=False)
     )
-
-
-def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether torch's own layer_norm computes the same: a CPU's, of few rows, in a dtype that it neither widens nor rounds to."""
-    if not on_cpu(x) or x.dtype not in (torch.float32, torch.float64) or x.numel() > ROWS_OF_TORCH * x.shape[-1]:
-        return False
-    return all(each is None or each.dtype == x.dtype for each in (weight, bias))
 
 
 def _gradients(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..backend import is_torchs
 from ..checks import check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
@@ -22,6 +23,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises LayoutError where the last dim is sharded or `x` is Partial; ValueError for other shapes, for what is none of floats, and
     for two devices.
     """
+    found = function.native(x, weight, bias, eps)
+    if found is not None:
+        return found
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)
 
@@ -41,6 +45,11 @@ def add_layer_norm(
         raise ValueError(
             f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
         )
+    if is_torchs(x, residual):
+        total = x + residual
+        found = function.native(total, weight, bias, eps)
+        if found is not None:
+            return total, found
     _check("add_layer_norm", x, weight, bias, residual)
     total, normal = apply_many(ADD_LAYER_NORM, x, residual, weight, bias, eps=eps)
     return total, normal
@@ -84,12 +93,11 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     return Sharding(output, shape, gradients, more=((output, shape),))
 
 
-LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, again=function.again, native=function.native)
+LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, again=function.again)
 ADD_LAYER_NORM = Op(
     "add_layer_norm",
     function.add_forward,
     function.add_backward,
     _add_rule,
     again=function.again,
-    native=function.add_native,
 )

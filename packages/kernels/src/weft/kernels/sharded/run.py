@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.reshard.running.dynamo import in_graph
 
-from ..again import mark
 from ..backend import is_compiling
 from ..op import OPS, Op
 from .calls import Call, Flow
@@ -58,13 +57,6 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
     if op.backward is None:
         output = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
-    if op.native is not None and not is_compiling():
-        found = op.native(*tensors, **options)
-        if found is not None:
-            outputs = found[0] if isinstance(found[0], tuple) else found[:1]
-            if op.again is not None and outputs[-1].requires_grad:
-                mark(outputs[-1], op, found[1], options)
-            return *outputs, None
     return recorded(Plain, op, options, *tensors)
 
 

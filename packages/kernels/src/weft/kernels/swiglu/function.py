@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import again as making
-from ..backend import is_compiling, use_triton
+from ..backend import is_compiling, is_torchs, use_triton
 from ..launched import launched
 from ..op import Tensors
 from . import reference
@@ -31,13 +31,11 @@ def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     return reference.forward(gate, up, activation=activation)[0]
 
 
-def native(gate: Tensor, up: Tensor, *, activation: str = "silu") -> tuple[Tensor, Tensors] | None:
-    """`forward` by functions that torch differentiates, where that saves no more."""
-    return (
-        None
-        if use_triton(gate) or not _keeps(gate, up)
-        else reference.forward(gate, up, activation=activation, keep=True)
-    )
+def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
+    """The output by torch's own functions, which differentiate it, and save no more; None where they are not for it."""
+    if not is_torchs(gate, up) or gate.shape != up.shape:
+        return None
+    return reference.forward(gate, up, activation=activation, keep=True)[0]
 
 
 def _keeps(gate: Tensor, up: Tensor) -> bool:

@@ -23,6 +23,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Layouts: one for both, without Partial; the output lies the same. Communication: none.
     Raises ValueError for shapes and devices that differ, and for what is none of floats.
     """
+    found = function.native(gate, up)
+    if found is not None:
+        return found
     _check("swiglu", gate, up)
     return apply(SWIGLU, gate, up)
 
@@ -35,8 +38,11 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     Layouts: one for both, without Partial; the output lies the same. Communication: none.
     Raises ValueError as `swiglu`, and for another approximation.
     """
-    _check("geglu", gate, up)
     check_form("geglu", approximate)
+    found = function.native(gate, up, approximate)
+    if found is not None:
+        return found
+    _check("geglu", gate, up)
     return apply(GEGLU, gate, up, activation=approximate)
 
 
@@ -73,7 +79,6 @@ SWIGLU, GEGLU = (
         _rule_of(name),
         inference=function.inference,
         again=function.again,
-        native=function.native,
     )
     for name in ("swiglu", "geglu")
 )
