@@ -83,6 +83,8 @@ NATIVE = {
     "layer_norm": lambda x, weight, bias: torch.nn.functional.layer_norm(x, (4,), weight, bias),
     "add_layer_norm": lambda x, y, weight, bias: x + y + torch.nn.functional.layer_norm(x + y, (4,), weight, bias),
     "embedding": lambda weight, tokens: torch.nn.functional.embedding(tokens, weight),
+    "linear": torch.nn.functional.linear,
+    "matmul": torch.matmul,
     "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
 }
 WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
@@ -218,7 +220,10 @@ def test_where_torchs_own_function_runs_it_has_torchs_second_derivative(name):
 
 def test_transforms_of_torch_func_are_refused_in_plain_words():
     x = normal(3, 4)
-    for transformed in (torch.func.grad(lambda x: kernels.linear(x, x).sum()), torch.func.vmap(kernels.rms_norm)):
+    for transformed in (
+        torch.func.grad(lambda x: kernels.swiglu_linear(x, x, x).sum()),
+        torch.func.vmap(kernels.rms_norm),
+    ):
         with pytest.raises(
             RuntimeError, match=r"take no transform of torch.func \(vmap, grad, jvp\); differentiate them with"
         ):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import grouped_matmul, linear, rms_norm, swiglu_linear
-from weft.kernels.weights import waiting_weights
+from weft.kernels.weights import waiting_weights, weights_may_wait
 
 
 class Ran(TorchDispatchMode):
@@ -55,7 +55,8 @@ def test_what_waits_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
     hooked: list[bool] = []
     apart[1].register_post_accumulate_grad_hook(lambda parameter: hooked.append(parameter.grad is not None))
     with Ran() as halves:
-        made = output(x, *apart)
+        with weights_may_wait():
+            made = output(x, *apart)
         with waiting_weights() as later:
             made.backward(given)
         assert [each.grad is None for each in apart] == [True, True, True, False]  # a norm's is no product
@@ -76,7 +77,8 @@ def test_outside_nothing_waits_and_what_is_no_parameter_never_does() -> None:
     linear(x, weight).sum().backward()
     assert weight.grad is not None
     weight.grad = None
-    made = linear(x, weight * 2)
+    with weights_may_wait():
+        made = linear(x, weight * 2)
     with waiting_weights() as later:
         made.sum().backward()
     assert later == []

@@ -42,14 +42,19 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def is_short_of_memory(tensor: Tensor) -> bool:
+    """Whether to make a value again is worth its time: not so of float32 and float64 on a CPU, which is slow and has room."""
+    return not on_cpu(tensor) or tensor.dtype.itemsize <= 2
+
+
 def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
     """Whether torch's own function may take these, and differentiate them: plain tensors of a CPU, all in float32 or all in float64,
     neither traced nor interpreted. It is asked before all else, as of a short op the host's part is most.
     """
     dtype = first.dtype
-    if (dtype is not torch.float32 and dtype is not torch.float64) or is_compiling():
+    if (dtype is not torch.float32 and dtype is not torch.float64) or is_short_of_memory(first):
         return False
-    if _ENVIRONMENT.get(b"TRITON_INTERPRET") == b"1":
+    if _ENVIRONMENT.get(b"TRITON_INTERPRET") == b"1" or is_compiling():
         return False
     for each in (first, *others):
         if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 Later = list[Callable[[], None]]
 
+_may_wait = False
 _later: Later | None = None  # of the process: autograd runs backward in threads of its own
 
 
@@ -18,8 +19,8 @@ _later: Later | None = None  # of the process: autograd runs backward in threads
 def waiting_weights() -> Iterator[Later]:
     """Inside, ops leave the gradients of weights in the list that is given, to be computed and added up by calling what is in it.
 
-    Ops of which those are products of their own do so (`Op.weights`), for weights that are parameters themselves. torch calls a
-    parameter's hooks both times, first without its gradient.
+    Ops of which those are products of their own do so (`Op.weights`), for weights that are parameters themselves, if they were
+    recorded where `weights_may_wait`. torch calls a parameter's hooks both times, first without its gradient.
     """
     global _later
     before, _later = _later, []
@@ -27,6 +28,22 @@ def waiting_weights() -> Iterator[Later]:
         yield _later
     finally:
         _later = before
+
+
+@contextmanager
+def weights_may_wait() -> Iterator[None]:
+    """Inside, ops are recorded so that the gradients of their weights may wait in backward: none by torch's own functions."""
+    global _may_wait
+    before, _may_wait = _may_wait, True
+    try:
+        yield
+    finally:
+        _may_wait = before
+
+
+def may_wait() -> bool:
+    """Whether gradients of weights may wait in the backward of what is recorded now; also of what a backward computes again."""
+    return _may_wait or _later is not None
 
 
 class _Deferred(torch.autograd.Function):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, library
 from weft.mesh.random import derive_key
 
-from .. import again
-from ..backend import use_triton
+from .. import backend
 from ..op import Tensors
 from ..order import Runs
 from ..random.part import Part
@@ -50,7 +49,7 @@ def forward(
     """
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
-    redraws = key is not None or use_triton(x) or again.is_short_of_memory(x)
+    redraws = key is not None or backend.use_triton(x) or backend.is_short_of_memory(x)
     if held is None or redraws or threshold == DROPS_ALL or not parts:
         return _masked(x, residual, key, p, number, name, parts), () if key is None else (key,)
     number = number if name is None else derive_key(number, name)
@@ -148,7 +147,7 @@ def _drawn(x: Tensor, residual: Tensor | None, p: float, key: int, name: str | N
     threshold, scale = quantized(p)
     if threshold == DROPS_ALL:
         return x.new_zeros(x.shape) if residual is None else residual.clone(memory_format=torch.contiguous_format)
-    if use_triton(x):
+    if backend.use_triton(x):
         from . import launch  # imports triton, which a CPU run may not have
 
         return launch.masked(x, residual, part, key, threshold=threshold, scale=scale)

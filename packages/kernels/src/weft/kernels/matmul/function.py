@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import chip_of, multiplies, use_triton
+from ..backend import chip_of, is_torchs, multiplies, use_triton
 from ..launched import launched
 from ..op import Tensors
 from ..swiglu import function as gates
+from ..weights import may_wait
 from . import reference
 from .checks import rows_in_place
 from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of
@@ -49,6 +50,16 @@ def linear(
     out, z = product(rows_of(hidden), weight.mT, bias, activation=activation, keep_z=keep_z)
     out = shaped(out, input)
     return out, (input, weight) if activation is None else (input, weight, out if z is None else shaped(z, input))
+
+
+def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The output by torch's own function, which differentiates it; None where that is not for it, or gradients of weights may wait."""
+    if may_wait() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
+        return None
+    M, K = weight.shape
+    if input.shape[-1] != K or (bias is not None and bias.shape != (M,)):
+        return None
+    return torch.nn.functional.linear(input, weight, bias)
 
 
 def linear_of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
@@ -132,6 +143,15 @@ def matmul(
     # Of the residual backward needs the shape alone: one number that says it.
     told = None if residual is None else residual.new_empty(()).expand(residual.shape)
     return out, (a, b, z, told)
+
+
+def native_matmul(a: Tensor, b: Tensor, *more: Tensor | None) -> Tensor | None:
+    """a @ b by torch's own function, which differentiates it; None where that is not for it. more: all operands but those."""
+    for each in more:
+        if each is not None:
+            return None
+    fits = is_torchs(a, b) and a.dim() > 1 and b.dim() in (2, a.dim()) and a.shape[-1] == b.shape[-2]
+    return a @ b if fits and (b.dim() == 2 or b.shape[:-2] == a.shape[:-2]) else None
 
 
 def matmul_backward(

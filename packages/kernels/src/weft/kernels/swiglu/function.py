@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import again as making
-from ..backend import is_compiling, is_torchs, use_triton
+from .. import backend
 from ..launched import launched
 from ..op import Tensors
 from . import reference
@@ -19,28 +18,28 @@ ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # as the kernel counts them; ge
 
 def forward(gate: Tensor, up: Tensor, *, activation: str = "silu") -> tuple[Tensor, Tensors]:
     """See `reference.forward`. Saves the two alone, but on a CPU in 32 bits and more: the activation is computed again in backward."""
-    if use_triton(gate) and gate.dtype == up.dtype:
+    if backend.use_triton(gate) and gate.dtype == up.dtype:
         return activated(gate, up, activation), (gate, up)
     return reference.forward(gate, up, activation=activation, keep=_keeps(gate, up))
 
 
 def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     """The output of `forward`."""
-    if use_triton(gate) and gate.dtype == up.dtype:
+    if backend.use_triton(gate) and gate.dtype == up.dtype:
         return activated(gate, up, activation)
     return reference.forward(gate, up, activation=activation)[0]
 
 
 def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
     """The output by torch's own functions, which differentiate it, and save no more; None where they are not for it."""
-    if not is_torchs(gate, up) or gate.shape != up.shape:
+    if not backend.is_torchs(gate, up) or gate.shape != up.shape:
         return None
     return reference.forward(gate, up, activation=activation, keep=True)[0]
 
 
 def _keeps(gate: Tensor, up: Tensor) -> bool:
     """Whether the activation is kept for backward; the dtypes are one then. What is compiled computes again what its compiler says."""
-    return gate.dtype == up.dtype and not (making.is_short_of_memory(gate) or is_compiling())
+    return gate.dtype == up.dtype and not (backend.is_short_of_memory(gate) or backend.is_compiling())
 
 
 def again(saved: Tensors, *, activation: str = "silu") -> Tensor:
@@ -54,7 +53,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation
     """See `reference.backward`."""
     gate, up = saved[:2]
     assert gate is not None and up is not None, "forward saves both"
-    if use_triton(gate) and gate.dtype == up.dtype:
+    if backend.use_triton(gate) and gate.dtype == up.dtype:
         return gradients(grad, gate, up, needed, activation)
     return reference.backward(saved, grad, needed, activation=activation)
 

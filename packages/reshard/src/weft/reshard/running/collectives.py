@@ -160,10 +160,12 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> d
 def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """The reduction of all members' tensors, in the memory of `whole`; bool goes as bytes, which every backend reduces.
 
-    On gloo two ranks exchange small tensors and add them up: as many bytes, in one step of two.
+    On gloo two ranks exchange small tensors and add them up: as many bytes, in one step of two. Of one or two numbers gloo does it so
+    itself.
     """
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
-    if op in ("sum", "avg") and group.size() == 2 and whole.nbytes <= _SMALL and _by_exchange():
+    small = whole.numel() > 2 and whole.nbytes <= _SMALL
+    if small and op in ("sum", "avg") and group.size() == 2 and _by_exchange():
         other = torch.empty_like(result)
         yield _swapped(other, result, group, "all-reduce")
         result.add_(other)

@@ -51,6 +51,10 @@ def matmul(
     accumulate_into lies as the output. Communication: none.
     Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not go together.
     """
+    if activation is None and out_dtype is None and alpha == 1:
+        found = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)
+        if found is not None:
+            return found
     check_matmul(a, b, bias, activation, residual, out_dtype, a_scale, b_scale)
     check_devices("matmul", a, b, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from weft.kernels.weights import Later, waiting_weights
+from weft.kernels.weights import Later, waiting_weights, weights_may_wait
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
@@ -218,6 +218,7 @@ class _Run:
         self._kinds = [each.kind for each in microbatches]
         self._computing = computing
         self._last = pipeline.schedule.num_stages - 1
+        self._recording: Within = weights_may_wait if pipeline.schedule.splits_backward else nullcontext
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._taken: dict[tuple[str, int], int] = {}
         self._held: dict[tuple[int, int], _Held] = {}
@@ -241,7 +242,7 @@ class _Run:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
         received = self._receive("F", action) if stage else None
-        with self._computing():
+        with self._computing(), self._recording():
             given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
         if stage < self._last:
             self._pipeline.channel("F", stage + 1, self._device).send(given, self._kinds[action.microbatch])
