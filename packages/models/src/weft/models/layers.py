@@ -347,8 +347,12 @@ def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
     """
     if type(layer) is not kind or "forward" in layer.__dict__:
         return False
-    before = layer._forward_pre_hooks or layer._backward_pre_hooks
-    return not (before or layer._forward_hooks or layer._backward_hooks)
+    return not any(hooks_of(layer))
+
+
+def hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
+    """What is called when the layer is, or when backward comes to it."""
+    return layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
 
 
 def join(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.reshard import layout_of, start_reshard
+from weft.reshard import layout_of, plan
 from weft.reshard.planning.layouts import cotangent
+from weft.reshard.running.collectives import Pending
 from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.executor import started
 
 
 def first_gradient(loss: Tensor) -> Tensor:
@@ -36,10 +38,13 @@ class LossSum:
     def __init__(self, losses: Sequence[Tensor], device: torch.device) -> None:
         parts = [local_value(loss) for loss in losses] or [torch.zeros((), device=device)]
         self.local = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-        self._wait: Callable[[], Tensor] | None = None
+        self._pending: Pending | None = None
         if losses and isinstance(losses[0], DTensor):
-            self._wait = start_reshard(wrap(self.local, layout_of(losses[0]), ())).wait
+            layout = layout_of(losses[0])
+            # A reshard without its autograd and its DTensors, which take longer than the sum.
+            summed = plan(layout, cotangent(layout), (), self.local.dtype)
+            self._pending = started(summed, self.local, losses[0].device_mesh)
 
     def wait(self) -> Tensor:
         """The sum over all ranks, a plain number."""
-        return self.local if self._wait is None else local_value(self._wait())
+        return self.local if self._pending is None else self._pending.wait()

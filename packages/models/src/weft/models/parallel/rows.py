@@ -9,10 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from weft.kernels.backend import is_compiling
 from weft.kernels.sharded.calls import sliced, sliced_layout
@@ -20,11 +23,11 @@ from weft.kernels.sharded.derivatives import refusing
 from weft.kernels.sharded.run import recorded
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
 from weft.reshard import layout_of
-from weft.reshard.running.dtensor import kind_of, layout_on, of_kind, wrap
+from weft.reshard.running.dtensor import kind_of, layout_on, memory_of, of_kind, wrap
 from weft.reshard.running.gradients import BUCKET_BYTES, takes_addends
 from weft.reshard.running.groups import of_this_world, this_rank
 
-from ..layers import ROWWISE, Dropout, is_bare
+from ..layers import ROWWISE, Dropout, hooks_of
 from .axes import is_of_data
 
 
@@ -50,18 +53,76 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
 
 
 class _Unit:
-    """A module, its forward, and its last call."""
+    """A module, its forward, what is within it, and its last call."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward
+        self.within: _Within | None = None
         self.last: Callable[[], _Call | None] = lambda: None
+
+
+class _Within:
+    """The modules within a unit, and its parameters, as they were when they were looked at: to look takes as long as several ops.
+
+    users: of each parameter, the modules that have it, and its name there. locals: their local tensors. is_whole: whether each
+    lies whole on the mesh, and no module does more than its class says.
+    """
+
+    def __init__(self, unit: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
+        self.mesh, whole = mesh, (Replicate(),) * ndim
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}
+        modules = [unit]
+        for module in modules:  # which grows
+            modules += filter(None, module._modules.values())
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    self.users.setdefault(parameter, []).append((module, name))
+        self._modules = modules[1:]
+        self._classes = [*map(type, self._modules)]
+        self._drops = [module for module in self._modules if isinstance(module, Dropout)]
+        self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
+        self._tables: list[list[dict[str, Any]]] = [[m._modules for m in modules], [m._parameters for m in modules]]
+        self._held = [*map(_values, self._tables)]
+        self.locals = [*map(memory_of, self.users)]
+        plain = [each for each in self._held[1] if each is not None and not isinstance(each, DTensor)]
+        alike = all(_lies(parameter, mesh, whole) for parameter in self.users)
+        known = all(kind is nn.ModuleList or kind in ROWWISE for kind in self._classes)
+        self.is_whole = known and alike and not plain and self._is_bare()
+
+    def _is_bare(self) -> bool:
+        """Whether no module has a hook or another forward, is compiled, or drops elements."""
+        if any(self._hooks) or any(module.drops for module in self._drops):
+            return False
+        return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
+
+    def is_so_still(self, mesh: DeviceMesh) -> bool:
+        """Whether another look would find the same. Every call asks, so it is done in few steps."""
+        if not self.is_whole or mesh is not self.mesh:
+            return False
+        now = [*map(_values, self._tables)]
+        if not all(
+            len(one) == len(other) and all(map(is_, one, other)) for one, other in zip(now, self._held, strict=True)
+        ):
+            return False
+        same = all(map(is_, map(type, self._modules), self._classes))
+        return same and all(map(is_, map(memory_of, self.users), self.locals)) and self._is_bare()
+
+
+def _values(tables: list[dict[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, tables))]
+
+
+def _lies(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
+    on = tensor.device_mesh
+    return (on is mesh or on == mesh) and tensor.placements == placements
 
 
 class _Call:
     """A call of a unit, and what is unwrapped for it.
 
     mesh, placements: of the input. places: of the other tensors that it is given, a position in args or a name in kwargs.
-    users: of each parameter, the modules that have it, and its name there. operands: the input, the other tensors, the parameters.
+    users: as of `_Within`. operands: the input, the other tensors, the parameters; locals: the local ones of the parameters.
     lone: whether no other call of the unit waits for its backward.
     """
 
@@ -71,14 +132,19 @@ class _Call:
         self.places: list[int | str] = []
         self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}
         self.operands: list[Tensor] = [x]
+        self.locals: list[Tensor] = []
         self.lone, self.is_over = True, False
 
     def is_of_rows(self) -> bool:
         """Whether local tensors would do, of which it takes note."""
-        if not self._take_others() or not self._take_parameters(self.unit.module):
+        if not self._take_others():
             return False
+        within = self.unit.within
+        if within is None or not within.is_so_still(self.mesh):
+            within = self.unit.within = _Within(self.unit.module, self.mesh, len(self.placements))
+        self.users, self.locals = within.users, within.locals
         self.operands += self.users
-        return True
+        return within.is_whole
 
     def _take_others(self) -> bool:
         B_T = self.operands[0].shape[:2]
@@ -86,7 +152,7 @@ class _Call:
         for place, each in given:
             if isinstance(each, Tensor):
                 # A plain tensor of the batch [B, T] is of all its rows, of which each rank would take its own.
-                alike = self._has(each, self.placements) if isinstance(each, DTensor) else each.shape[:2] != B_T
+                alike = _lies(each, self.mesh, self.placements) if isinstance(each, DTensor) else each.shape[:2] != B_T
                 if each.requires_grad or not alike:
                     return False
                 self.places.append(place)
@@ -95,28 +161,11 @@ class _Call:
                 return False
         return True
 
-    def _has(self, tensor: DTensor, placements: tuple[Placement, ...]) -> bool:
-        """Whether it lies so on the input's mesh."""
-        mesh = tensor.device_mesh
-        return (mesh is self.mesh or mesh == self.mesh) and tensor.placements == placements
-
-    def _take_parameters(self, module: nn.Module) -> bool:
-        whole = (Replicate(),) * len(self.placements)
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if not isinstance(parameter, DTensor) or not self._has(parameter, whole):
-                return False
-            self.users.setdefault(parameter, []).append((module, name))
-        for child in module._modules.values():
-            if child is None:
-                continue
-            kind = type(child)
-            if kind is not nn.ModuleList and (kind not in ROWWISE or child._compiled_call_impl is not None):
-                return False
-            if not is_bare(child, kind) or (kind is Dropout and child.drops) or not self._take_parameters(child):
-                return False
-        return True
+    def unwrapped(self) -> tuple[Tensor, ...]:
+        """The operands' local tensors, without their graph."""
+        given = self.operands[: 1 + len(self.places)]
+        locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in given]
+        return tuple([each.detach() for each in (*locals_, *self.locals)])
 
     def run(self, x: Tensor, *locals_: Tensor) -> Tensor:
         """The forward on local tensors in the places of the operands, which backward does not keep alive."""
@@ -198,17 +247,12 @@ def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
 def _computed(call: _Call, x: DTensor) -> DTensor:
     """What the unit gives, from local tensors."""
     if not torch.is_grad_enabled():
-        return _wrapped(call.run(*map(_local, call.operands)), x)
+        return _wrapped(call.run(*call.unwrapped()), x)
     previous, call.unit.last = call.unit.last(), weakref.ref(call)
     if previous is not None and not previous.is_over:
         previous.lone = call.lone = False
     output: DTensor = recorded(_Leave, x, call.run(*recorded(_Enter, call, *call.operands)))
     return output
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
 
 
 def _wrapped(output: Tensor, x: DTensor) -> DTensor:
@@ -222,7 +266,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        locals_ = tuple(map(_local, operands))
+        locals_ = call.unwrapped()
         needed = zip(locals_, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*[local for local, need in needed if not need])
         return locals_

@@ -117,14 +117,20 @@ def kind_of(dtensor: DTensor) -> Any:
     return dtensor._spec
 
 
+_names_of_memory: dict[type[DTensor], str] = {}  # by the class of what has it
+
+
 def memory_of(dtensor: DTensor) -> Tensor:
     """The very tensor that a DTensor has, not a view of it: whoever gives it other memory gives it to the DTensor.
 
     Of a parameter `to_local()` makes a new one each time (torch 2.13). This asks by the protocol that subclasses of torch.Tensor that
-    hold tensors follow. It takes 5 us, so what asks often keeps the answer: as long as a DTensor has weak references, it has this tensor.
+    hold tensors follow, once for each class, as it takes 5 us. As long as a DTensor has weak references, it has this tensor.
     """
-    names, _ = dtensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
-    local: Tensor = getattr(dtensor, names[0])
+    name = _names_of_memory.get(type(dtensor))
+    if name is None:
+        (name, *_), _ = dtensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
+        _names_of_memory[type(dtensor)] = name
+    local: Tensor = getattr(dtensor, name)
     return local
 
 
