@@ -145,68 +145,6 @@ def test_blocks_compute_on_local_tensors_where_only_rows_are_divided(name: str, 
                 torch.testing.assert_close(gradients[each], right, **TOLERANCE, msg=each)
 
 
-def of_another_class(model: Any) -> None:
-    class Other(type(model.layers[0].mlp)):  # type: ignore[misc]
-        pass
-
-    model.layers[0].mlp.__class__ = Other
-
-
-def with_other_numbers(model: Any) -> None:
-    """A parameter of its own class, with other local tensors."""
-    norm = model.norm
-    norm.weight = nn.Parameter(norm.weight.detach() * 2)
-
-
-def swapped(model: Any) -> None:
-    """The same parameter, with all that another has."""
-    weight = model.norm.weight
-    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2))
-
-
-def written(model: Any) -> None:
-    with torch.no_grad():
-        model.norm.weight.mul_(2)
-
-
-def compiled(model: Any) -> None:
-    model.layers[0].mlp.compile(backend="eager")
-
-
-# By name: what is done to a model that has computed before; and what its blocks see then.
-LATER: dict[str, tuple[Callable[[Any], None], set[str]]] = {
-    "hooked": (hook, {"DTensor"}),
-    "own-module": (put_own, {"DTensor"}),
-    "own-forward": (wrap_forward, {"DTensor"}),
-    "own-class": (of_another_class, {"DTensor"}),
-    "compiled": (compiled, {"DTensor"}),
-    "own-parameter": (with_other_numbers, {"plain"}),
-    "swapped-parameter": (swapped, {"plain"}),
-    "written-parameter": (written, {"plain"}),
-    "frozen": (freeze, {"plain"}),
-}
-
-
-def changed_later() -> None:
-    tokens, _ = batch()
-    for name, (change, sees) in LATER.items():
-        model, alone = made(), made()
-        parallelize(model, ProcessMesh.grid(dp=2), PLAN)
-        laid = lay_out_batch(ProcessMesh.grid(dp=2), PLAN, tokens).tokens
-        for _ in range(2):
-            to_global(model(laid))
-        change(model)
-        change(alone)
-        with seeing() as seen:
-            found = to_global(model(laid))
-        assert seen == sees, name
-        torch.testing.assert_close(found, alone(tokens), **TOLERANCE, msg=name)
-
-
-def test_what_is_changed_after_a_call_is_seen_by_the_next(pool: Any) -> None:
-    pool.run(changed_later, ranks=2)
-
-
 def test_nothing_more_is_communicated(pool: Any) -> None:
     """One bucket of all gradients, and the loss."""
     nbytes = sum(each.nbytes for each in made().parameters())

@@ -73,8 +73,8 @@ def interleave(x0, x1, x2, x3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def halves(b0, b1, b2, b3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """Half by half, the lower of a word first: uint32 [ROWS, GROUPS] each -> 16 bits each, [ROWS, 8 * GROUPS]"""
-    words = tl.join(tl.join(b0, b2), tl.join(b1, b3))
-    return tl.join(words & 0xFFFF, words >> 16).reshape(ROWS, 8 * GROUPS)
+    block = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    return tl.join(block & 0xFFFF, block >> 16).reshape(ROWS, 8 * GROUPS)
 
 
 @triton.jit
