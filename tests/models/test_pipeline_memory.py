@@ -38,6 +38,7 @@ def plan_of(zero: int, pipeline: dict[str, Any], recompute: str = "none") -> Par
     return replace(Llama(CONFIG).parallel_plan(), zero=zero, pipeline=chosen, recompute=recompute)
 
 
+@patch("weft.kernels.backend._PLAIN", frozenset())
 @patch("weft.kernels.backend.is_short_of_memory", lambda output: True)  # as a GPU is, for which memory is predicted
 def measured(
     axes: dict[str, int], plan: ParallelPlan, config: LlamaConfig, observers: tuple[int, ...]

@@ -52,7 +52,7 @@ def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
     neither traced nor interpreted. It is asked before all else, as of a short op the host's part is most.
     """
     dtype = first.dtype
-    if (dtype is not torch.float32 and dtype is not torch.float64) or is_short_of_memory(first):
+    if dtype is not torch.float32 and dtype is not torch.float64:
         return False
     if _ENVIRONMENT.get(b"TRITON_INTERPRET") == b"1" or is_compiling():
         return False

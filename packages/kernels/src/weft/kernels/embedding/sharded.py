@@ -26,25 +26,35 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
     Communication: none. Raises LayoutError for any other layouts; ValueError for other dtypes, for two devices, and on the CPU for a
     token outside 0..V-1, which elsewhere gives NaN.
     """
+    if padding_idx is not None:
+        padding_idx = _row(padding_idx, weight)
+    found = function.native(tokens, weight, padding_idx)
+    if found is not None:
+        return found
+    _check_table(weight)
+    if tokens.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")
+    check_floats("embedding", ("the weight",), weight)
+    check_devices("embedding", tokens, weight)
+    return apply(EMBEDDING, tokens, weight, padding_idx=padding_idx)
+
+
+def _row(padding_idx: int, weight: Tensor) -> int:
+    """Which row that is, counted from the first."""
+    _check_table(weight)
+    rows = weight.shape[0]
+    if not -rows <= padding_idx < rows:
+        raise ValueError(
+            f"padding_idx is {padding_idx}, outside the table of {rows} rows; give one of {-rows} to {rows - 1}"
+        )
+    return padding_idx % rows
+
+
+def _check_table(weight: Tensor) -> None:
     if weight.ndim != 2:
         raise ValueError(
             f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}; give a row for each token of the vocabulary"
         )
-    if tokens.dtype not in TOKEN_DTYPES:
-        raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")
-    if padding_idx is not None:
-        rows = weight.shape[0]
-        if not -rows <= padding_idx < rows:
-            raise ValueError(
-                f"padding_idx is {padding_idx}, outside the table of {rows} rows; give one of {-rows} to {rows - 1}"
-            )
-        padding_idx %= rows
-    found = function.native(tokens, weight, padding_idx)
-    if found is not None:
-        return found
-    check_floats("embedding", ("the weight",), weight)
-    check_devices("embedding", tokens, weight)
-    return apply(EMBEDDING, tokens, weight, padding_idx=padding_idx)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
