@@ -38,21 +38,6 @@ def test_steps_beside_torchs_data_parallelism(kept: dict[tuple[str, str, str], C
     assert "| {:.2f}, {:.2f} and {:.2f} | 1.00 with `DistributedDataParallel` |".format(*ratios) in README
 
 
-def test_layers_on_a_cpu(kept: dict[tuple[str, str, str], Case]) -> None:
-    names = {name for group, name, _ in kept if group == "layers_cpu"}
-    ratios = []
-    for name in names:
-        weft, torch = (kept["layers_cpu", name, way].seconds.median for way in ("Weft", "torch"))
-        ratios.append(weft / torch)
-    ops = {name.partition(" on a CPU")[0] for name in names}
-    shown = f"{statistics.geometric_mean(ratios):.2f}, {max(ratios):.2f}"
-    assert (
-        f"| host time of {len(ops)} layers and products, each in {len(names) // len(ops)} sizes, forward + backward"
-        in README
-    )
-    assert f"the geometric mean, and the most | {shown} | 1.00 with torch's own ops |" in README
-
-
 def test_layout_changes(kept: dict[tuple[str, str, str], Case]) -> None:
     shown = []
     for way in ENGINES:

@@ -186,13 +186,17 @@ def check_lines(lines: list[Row], title: str, runs: list[Row]) -> None:
         before, now, others = wanted[key]
         told = line["from"].split(" → ")
         assert all(_is(text, value) for text, value in zip(told, (before, now), strict=True)), line
-        check(line["growth"], now / before)
+        growth = now / before if before else math.inf
+        if before:
+            check(line["growth"], growth)
+        else:
+            assert line["growth"] == "from 0"
         timed = key[0] != "compiled" and line["of"].endswith("time")
         assert line["word"] == (("slower" if timed else "more") if now > before else ("faster" if timed else "less"))
         assert line["link"]
         if others:
             check(line["others"].removeprefix("others "), statistics.geometric_mean(others))
-        growths.setdefault((key[0] == "compiled", line["broken"]), []).append(now / before)
+        growths.setdefault((key[0] == "compiled", line["broken"]), []).append(growth)
     assert all(worse >= better - 1e-4 for each in growths.values() for worse, better in pairwise(each))
     times = [each for each in lines if each["word"] in ("slower", "faster")]
     slower = sum(each["word"] == "slower" for each in times)
