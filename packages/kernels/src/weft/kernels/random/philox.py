@@ -71,23 +71,19 @@ def fill(out: Tensor, part: Part, key: int, transform: Transform, lanes: int = W
     Computed in pieces, so the scratch memory does not grow with `out`; at most one block for each element, and where
     runs of neighbours are long one for as many as it has lanes.
     """
-    if (
-        part.numel == 0 or out.is_meta
-    ):  # nothing to write, or nowhere: hundreds of operations are saved in a step that is recorded
+    # Nothing to write, or nowhere: hundreds of operations are saved in a step that is recorded.
+    if part.numel == 0 or out.is_meta:
         return
     runs = part.runs()
     length = runs.sizes[-1]
     rows = out.view(-1, length)  # one run each
-    at_once = (
-        _BLOCKS_A_THREAD * torch.get_num_threads() * lanes
-    )  # a multiple of the lanes, so that a run is cut between blocks
+    # A multiple of the lanes, so that a run is cut between blocks.
+    at_once = _BLOCKS_A_THREAD * torch.get_num_threads() * lanes
     rows_at_once = max(1, at_once // (length + 2 * (lanes - 1)))  # blocks hold elements beyond both ends of a run
     # Where all runs start at one lane the numbers are a slice of their blocks.
     lane = runs.offset % lanes if all(stride % lanes == 0 for stride in runs.strides[:-1]) else None
-    is_far = (
-        runs.offset + sum((size - 1) * stride for size, stride in zip(runs.sizes, runs.strides, strict=True))
-        >= lanes * 2**32
-    )
+    last = runs.offset + sum((size - 1) * stride for size, stride in zip(runs.sizes, runs.strides, strict=True))
+    is_far = last >= lanes * 2**32
     for row, first in product(range(0, len(rows), rows_at_once), range(0, length, at_once)):
         piece = rows[row : row + rows_at_once, first : first + at_once]
         starts = _starts(runs, row, len(piece), out.device) + first
