@@ -15,10 +15,8 @@ from tests.models.test_rows import PLAN, TOLERANCE, batch, freeze, hook, made, p
 
 
 def of_another_class(model: Any) -> None:
-    class Other(type(model.layers[0].mlp)):  # type: ignore[misc]
-        pass
-
-    model.layers[0].mlp.__class__ = Other
+    mlp = model.layers[0].mlp
+    mlp.__class__ = type("Other", (type(mlp),), {})
 
 
 def with_other_numbers(model: Any) -> None:

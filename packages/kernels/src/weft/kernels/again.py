@@ -19,9 +19,6 @@ from .op import Op, Tensors
 SOURCE = "_weft_source"  # of a storage: the `Source` of what is in it
 
 
-_has_marked = False  # anything, in this process
-
-
 @dataclass(slots=True, eq=False)
 class Again:
     """How to make an op's last output again. It holds no tensor but, from its first reader in backward to its last, the value."""
@@ -56,18 +53,14 @@ Makes = list[tuple[Again, int] | None]  # of each tensor: what makes it, of so m
 
 def mark(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
     """Has what saves `output`, the last of an op that has `again`, keep instead what makes it of what the op has saved."""
-    global _has_marked
     if not backend.is_short_of_memory(output):
         return
-    _has_marked = True
     source = Source(Again(op, options), saved[op.again_from :], output._version, _lies(output))
     setattr(output.untyped_storage(), SOURCE, source)
 
 
 def kept(saved: Tensors) -> tuple[Sequence[Tensor | None], Makes]:
     """What to save in the place of `saved`, and what makes that of it; nothing does where all are kept as they are."""
-    if not _has_marked:  # as in float32 on a CPU: to look at storages takes the host longer than a small op
-        return saved, []
     for tensor in saved:  # most ops find none: no list is made for them
         if tensor is not None and _source(tensor) is not None:
             break

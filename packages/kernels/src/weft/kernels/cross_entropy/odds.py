@@ -5,6 +5,8 @@ What the host asks for is most of what such a loss takes: here, forward and back
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,6 @@ from .merged import Shard
 from .options import Options
 from .reference import CHUNK
 
-# Of exp(-a target's logit), and of the odds: what is below, and above, float64 holds with all of its digits.
-LARGEST = 1e130
 PLAIN = {reduction: Options(reduction=reduction) for reduction in ("mean", "sum", "none")}
 
 
@@ -34,22 +34,22 @@ def takes(logits: Tensor, weight: Tensor | None, shard: Shard) -> bool:
 
 
 def loss_and_gradient(logits: Tensor, target: Tensor, upstream: Tensor | None, out: Tensor | None) -> Tensor | None:
-    """Each row's loss [N] in float64, and in `out`, of the logits' shape, their gradient. None where a logit is not finite, or of a size
-    of hundreds, whose exponential float64 may not hold.
+    """Each row's loss [N] in float64, and in `out`, of the logits' shape, their gradient. None where a logit is not finite, or so far
+    above its target's that its exponential is not.
 
     upstream: the gradient of the losses, a scalar or [N]. Where it or `out` is None, no gradient is computed.
-    With the target's probability p the odds against it are (1 - p) / p, the sum of exp(logit) over the other classes, by that of the
-    target's: the loss is log1p(odds), its gradient exp(logit - target's logit) / (1 + odds), and -odds / (1 + odds) at the target.
+    With the target's probability p the odds against it are (1 - p) / p, the sum of exp(logit - target's logit) over the other
+    classes: the loss is log1p(odds), its gradient exp(logit - target's logit) / (1 + odds), and -odds / (1 + odds) at the target.
     All are accurate for p near 1.
     """
     index = target.reshape(-1, 1).long()
-    z = logits.reshape(-1, logits.shape[-1]).to(torch.float64, copy=True).exp_()
-    inverse = z.gather(1, index).reciprocal_()  # exp(-target's logit)
-    odds = z.scatter_(1, index, 0).sum(-1, keepdim=True).mul_(inverse)
-    if not torch.maximum(odds, inverse).amax().item() < LARGEST:
+    z = logits.reshape(-1, logits.shape[-1]).to(torch.float64, copy=True)
+    z.sub_(z.gather(1, index)).scatter_(1, index, -torch.inf)
+    odds = z.exp_().sum(-1, keepdim=True)
+    if not math.isfinite(odds.sum().item()):
         return None
     if upstream is not None and out is not None:
         share = upstream.reshape(-1, 1) / (1 + odds)
-        z.mul_(share * inverse).scatter_(1, index, share.mul_(odds).neg_())
+        z.mul_(share).scatter_(1, index, share.mul_(odds).neg_())
         out.copy_(z.view(out.shape))
     return odds.log1p_().squeeze_(1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..backend import is_torchs
 from ..checks import check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
@@ -23,9 +23,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises LayoutError where the last dim is sharded or `x` is Partial; ValueError for other shapes, for what is none of floats, and
     for two devices.
     """
-    found = function.native(x, weight, bias, eps)
-    if found is not None:
-        return found
+    if function.is_native(x, weight, bias):
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)
 
@@ -45,11 +44,9 @@ def add_layer_norm(
         raise ValueError(
             f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
         )
-    if is_torchs(x, residual):
+    if function.is_native(x, weight, bias, residual):
         total = x + residual
-        found = function.native(total, weight, bias, eps)
-        if found is not None:
-            return total, found
+        return total, torch.layer_norm(total, x.shape[-1:], weight, bias, eps)
     _check("add_layer_norm", x, weight, bias, residual)
     total, normal = apply_many(ADD_LAYER_NORM, x, residual, weight, bias, eps=eps)
     return total, normal

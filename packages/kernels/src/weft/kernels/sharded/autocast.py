@@ -7,13 +7,13 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, is_autocast_enabled
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.dynamo import in_graph
 
-from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, may_be_cast, operands_dtype
+from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
 from ..backend import is_compiling
 
 AS_GIVEN = (
@@ -36,9 +36,7 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
     def decorator(op: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(op)
         def under_autocast(*args: Any, **kwargs: Any) -> Result:
-            if not (
-                is_autocast_enabled("cpu") or is_autocast_enabled("cuda")
-            ):  # `is_autocasting`, without another call
+            if not is_autocasting():
                 return op(*args, **kwargs)
             first: Any = args[0] if args else next((each for each in kwargs.values() if isinstance(each, Tensor)), None)
             dtype = autocast_dtype(first) if isinstance(first, Tensor) else None

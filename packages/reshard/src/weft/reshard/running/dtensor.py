@@ -128,7 +128,7 @@ def memory_of(dtensor: DTensor) -> Tensor:
     """
     name = _names_of_memory.get(type(dtensor))
     if name is None:
-        (name, *_), _ = dtensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
+        (name, *_), _ = dtensor.__tensor_flatten__()  # type: ignore[no-untyped-call]  # torch has no types for it
         _names_of_memory[type(dtensor)] = name
     local: Tensor = getattr(dtensor, name)
     return local

@@ -40,13 +40,13 @@ def linear(
     Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not go together, for factors of 8 bits,
     whose scales `matmul` takes, and for another activation.
     """
-    if activation is None and input_activation is None:
-        found = function.native_linear(input, weight, bias)
-        if found is not None:
-            return found
-        check_linear("linear", input, weight, bias)
-        return apply(LINEAR, input, weight, bias)
+    alone = activation is None and input_activation is None
+    found = function.native_linear(input, weight, bias) if alone else None
+    if found is not None:
+        return found
     check_linear("linear", input, weight, bias)
+    if alone:
+        return apply(LINEAR, input, weight, bias)
     check_activation_name("linear", activation)
     check_activation_name("linear", input_activation)
     return apply(LINEAR, input, weight, bias, activation=activation, input_activation=input_activation)
