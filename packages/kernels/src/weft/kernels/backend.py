@@ -16,6 +16,7 @@ INTERPRETED_PROGRAMS = 3  # few, so that one has several tiles
 # What is behind os.environ, which encodes and decodes, and raises for what is not there: a microsecond, twice in every op.
 _ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
 _PLAIN = frozenset((Tensor, Parameter))
+_FLOAT32, _FLOAT64 = torch.float32, torch.float64  # not looked up in torch in every op
 if hasattr(torch.compiler, "_compile_session_context"):  # torch 2.13, where it is True for all of a torch.compile
     is_compiling = torch.compiler.is_compiling
 else:
@@ -52,14 +53,12 @@ def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
     neither traced nor interpreted. It is asked before all else, as of a short op the host's part is most.
     """
     dtype = first.dtype
-    if dtype is not torch.float32 and dtype is not torch.float64:
+    if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN or not first.is_cpu:
         return False
-    if _ENVIRONMENT.get(b"TRITON_INTERPRET") == b"1" or is_compiling():
-        return False
-    for each in (first, *others):
+    for each in others:
         if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
             return False
-    return True
+    return _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1" and not is_compiling()
 
 
 def chip_of(device: torch.device) -> tuple[str, int]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import can_read, is_torchs, use_triton
-from ..checks import TOKEN_DTYPES
+from ..backend import can_read, use_triton
 from ..launched import launched
 from ..op import Tensors
 from . import reference
@@ -37,15 +36,6 @@ def forward(
     y = torch.empty(*tokens.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
     _forward(tokens, weight, y, vocab_start, size)
     return y, (tokens, weight)
-
-
-def native(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
-    """The output by torch's own function, which differentiates it; None where that is not for it. Raises as `forward`."""
-    if not is_torchs(weight) or type(tokens) is not Tensor or not tokens.is_cpu:
-        return None
-    if weight.dim() != 2 or tokens.dtype not in TOKEN_DTYPES:
-        return None
-    return reference.whole(tokens, weight, padding_idx)
 
 
 def backward(

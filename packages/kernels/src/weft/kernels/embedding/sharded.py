@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
+from ..backend import is_torchs
 from ..checks import TOKEN_DTYPES, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
+from .reference import whole
 
 
-@autocasts("embedding")
 def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """The rows of `weight` that `tokens` name.
 
@@ -28,9 +29,20 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
     """
     if padding_idx is not None:
         padding_idx = _row(padding_idx, weight)
-    found = function.native(tokens, weight, padding_idx)
-    if found is not None:
-        return found
+    if (
+        is_torchs(weight)
+        and type(tokens) is Tensor
+        and tokens.is_cpu
+        and weight.dim() == 2
+        and tokens.dtype in TOKEN_DTYPES
+    ):
+        return whole(tokens, weight, padding_idx)
+    return _looked_up(tokens, weight, padding_idx)
+
+
+@autocasts("embedding")
+def _looked_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """`embedding` by the op. padding_idx: counted from the first row."""
     _check_table(weight)
     if tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")

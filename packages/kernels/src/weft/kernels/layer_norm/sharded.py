@@ -14,7 +14,6 @@ from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devi
 from . import function
 
 
-@autocasts("layer_norm")
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`, over the last dim (Ba et al., 2016).
 
@@ -25,6 +24,12 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """
     if function.is_native(x, weight, bias):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return _normalized(x, weight, bias, eps)
+
+
+@autocasts("layer_norm")
+def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm` by the op."""
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)
 
