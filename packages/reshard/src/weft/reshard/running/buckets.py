@@ -22,6 +22,7 @@ from .collectives import Pending, Running, all_reduce, reduce_scatter
 from .dtensor import kind_of, layout_of, of_kind, wrap
 from .groups import group_along, process_mesh, this_rank
 from .order import Words, announce
+from .shared_memory import summed
 
 Owner = TypeVar("Owner")
 
@@ -153,17 +154,15 @@ class Bucket(Generic[Owner]):
         if route.mine is None:
             return next(iter(grads.values()))
         scattered, reduced = route.way.axes
+        group = group_along(self._mesh, reduced)[0] if reduced else None
         if scattered:
             flat = torch.cat([self._routes[owner].stacked(local) for owner, local in grads.items()], 1)
             grads.clear()
             flat = yield from reduce_scatter(flat, "sum", [group_along(self._mesh, scattered)])
-        else:
-            flat = torch.cat([local.reshape(-1) for local in grads.values()])
-            grads.clear()
-        if reduced:
-            group, _ = group_along(self._mesh, reduced)
-            flat = yield from all_reduce(flat, "sum", group)
-        return flat
+            return flat if group is None else (yield from all_reduce(flat, "sum", group))
+        parts = [*grads.values()]
+        grads.clear()
+        return torch.cat([part.reshape(-1) for part in parts]) if group is None else (yield from summed(parts, group))
 
     def _words(self) -> str:
         route = next(iter(self._routes.values()))

@@ -132,7 +132,7 @@ def gather_pieces(
     yield from in_turn(gather(piece) for piece in pieces)
 
 
-def _by_exchange() -> bool:
+def by_exchange() -> bool:
     """Whether all-gathers and reduce-scatters go as all-to-alls.
 
     Not where torch checks all calls (TORCH_DISTRIBUTED_DEBUG=DETAIL): it compares the shapes of gathers, and not of all-to-alls.
@@ -146,7 +146,7 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> d
     On gloo by an exchange, which takes half the time or less, and for that long the memory of the result once more; between two ranks
     none more.
     """
-    if not _by_exchange():
+    if not by_exchange():
         return _started(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
     if group.size() == 2:
         rows, mine = whole.view(2, -1), part.reshape(-1)
@@ -165,7 +165,7 @@ def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
     small = whole.numel() > 2 and whole.nbytes <= _SMALL
-    if small and op in ("sum", "avg") and group.size() == 2 and _by_exchange():
+    if small and op in ("sum", "avg") and group.size() == 2 and by_exchange():
         other = torch.empty_like(result)
         yield _swapped(other, result, group, "all-reduce")
         result.add_(other)
@@ -203,7 +203,7 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
         stacked = stacked.reshape(len(positions), -1).contiguous()
         if not isinstance(positions, range):
             stacked = stacked[list(positions)]
-        if op in ("sum", "avg") and not _by_exchange():
+        if op in ("sum", "avg") and not by_exchange():
             part = stacked.new_empty(stacked.shape[1])
             yield _started(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
         elif op in ("sum", "avg") and group.size() == 2:

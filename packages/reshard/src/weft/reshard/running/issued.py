@@ -58,13 +58,16 @@ def received_bytes(kind: str, ranks: int, given: int, made: int, itemsize: int =
     return made
 
 
-_counted_as: ContextVar[str | None] = ContextVar("_counted_as", default=None)
+_counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as", default=(None, None))
 
 
 @contextmanager
-def counted_as(kind: str) -> Iterator[None]:
-    """What is issued inside is of that kind: another by the name of its op, where the backend has none of its own."""
-    token = _counted_as.set(kind)
+def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
+    """What is issued inside is of that kind: another by the name of its op, where the backend has none of its own.
+
+    nbytes: what a rank receives, where it is not what the call brings.
+    """
+    token = _counted_as.set((kind, nbytes))
     try:
         yield
     finally:
@@ -76,7 +79,7 @@ def kind_of_op(namespace: str, name: str) -> str | None:
     name = name.lstrip("_").replace("all_", "all")
     if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT):
         return None
-    return _counted_as.get() or next((kind for prefix, kind in _NAMES.items() if name.startswith(prefix)), name)
+    return _counted_as.get()[0] or next((kind for prefix, kind in _NAMES.items() if name.startswith(prefix)), name)
 
 
 def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output: Any) -> int:
@@ -84,6 +87,9 @@ def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output:
 
     rank: its own in the group, to which an all-to-all sends nothing.
     """
+    stated = _counted_as.get()[1]
+    if stated is not None:
+        return stated
     tensors = [each for each in args if _first(each) is not None]
     splits = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], int)]
     if not tensors:
