@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, plan
 from weft.reshard.planning.layouts import cotangent
 from weft.reshard.running.collectives import Pending
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dtensor import kind_of, memory_of, of_kind, wrap
 from weft.reshard.running.executor import started
 
 
@@ -24,8 +24,12 @@ def first_gradient(loss: Tensor) -> Tensor:
 
 def local_value(scalar: Tensor) -> Tensor:
     """A number as a plain tensor: this rank's."""
-    scalar = scalar.detach()
-    return scalar.to_local() if isinstance(scalar, DTensor) else scalar
+    return (memory_of(scalar) if isinstance(scalar, DTensor) else scalar).detach()
+
+
+def without_graph(loss: Tensor) -> Tensor:
+    """The loss as it lies, which keeps nothing for backward alive. A DTensor's own `detach` goes through its dispatch."""
+    return of_kind(local_value(loss), kind_of(loss)) if isinstance(loss, DTensor) else loss.detach()
 
 
 class LossSum:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.reshard import GradientSync
 
 from ..communication import Phase
-from ..losses import LossSum, first_gradient
+from ..losses import LossSum, first_gradient, without_graph
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..tracing import traced
@@ -55,7 +55,7 @@ def find_gradients(
     def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
         with computing():
             loss = criterion(output, microbatch.targets)
-        losses.append(loss.detach())
+        losses.append(without_graph(loss))
         return loss
 
     pipeline, device = pipeline_of(model), next(model.parameters()).device

@@ -135,17 +135,15 @@ class Bucket(Generic[Owner]):
 
     def finish(self) -> list[tuple[Owner, DTensor]]:
         """Each owner with its gradient as it was to become. Communication: waits for what was started."""
-        found, offset = [], 0
+        found = []
         with torch.no_grad():
             flat = self._pending.wait()
-            for owner, route in self._routes.items():
-                if route.mine is None:
-                    local = flat.new_empty(0)
-                else:
-                    local = flat[offset : offset + route.size].view(route.stacking.part)
-                    local = local if route.mine == route.stacking.part else cut_to(local, route.mine)
-                    offset += route.size
-                found.append((owner, of_kind(local, route.kind)))
+            sizes = [0 if route.mine is None else route.size for route in self._routes.values()]
+            for (owner, route), part in zip(self._routes.items(), flat.split_with_sizes(sizes), strict=True):
+                if route.mine is not None:
+                    part = part.view(route.stacking.part)
+                    part = part if route.mine == route.stacking.part else cut_to(part, route.mine)
+                found.append((owner, of_kind(part, route.kind)))
         return found
 
     def _run(self) -> Running:

@@ -23,7 +23,7 @@ from .groups import of_this_world
 from .issued import counted_as, received_bytes
 from .worlds import world
 
-_LEAST, _MOST = 1 << 19, 1 << 25  # bytes of a member's tensor that go so
+_LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor that go so: of fewer, sockets are as quick
 _MEMBERS = 4
 # Of each member. A member writes the next sum's while others read the last one's; when that is over, all have read the one before.
 _PLACES = 2
