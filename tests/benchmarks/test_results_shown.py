@@ -38,6 +38,17 @@ def test_steps_beside_torchs_data_parallelism(kept: dict[tuple[str, str, str], C
     assert "| {:.2f}, {:.2f} and {:.2f} | 1.00 with `DistributedDataParallel` |".format(*ratios) in README
 
 
+def test_layers_on_a_cpu(kept: dict[tuple[str, str, str], Case]) -> None:
+    names = {name for group, name, _ in kept if group == "layers_cpu"}
+    seconds = {(name, way): case.seconds.median for (group, name, way), case in kept.items() if group == "layers_cpu"}
+    weft, again = ([seconds[name, way] / seconds[name, "torch"] for name in names] for way in ("Weft", "torch again"))
+    ops = {name.partition(" on a CPU")[0] for name in names}
+    assert f"| host time of {len(ops)} layers and products, each in {len(names) // len(ops)} sizes" in README
+    shown = f"{statistics.geometric_mean(weft):.2f}, {max(weft):.2f}"
+    beside = f"1.00 with torch's own ops, and {max(again):.2f} at the most with the same again"
+    assert f"the geometric mean, and the most | {shown} | {beside} |" in README
+
+
 def test_layout_changes(kept: dict[tuple[str, str, str], Case]) -> None:
     shown = []
     for way in ENGINES:
