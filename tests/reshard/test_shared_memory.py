@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import signal
 import time
 from unittest import mock
 
@@ -16,6 +17,7 @@ from weft.reshard.running.issued import received_bytes
 from weft.reshard.running.shared_memory import summed
 
 from tests.support.collectives import Collectives
+from tests.support.pool import RanksFailed
 
 ELEMENTS = 300_000  # of float32: more than the least that goes so
 
@@ -168,6 +170,20 @@ def of_five() -> None:
 )
 def test_without_shared_memory_it_is_an_all_reduce(pool, case, ranks: int) -> None:
     pool.run(case, ranks=ranks)
+
+
+def of_a_member_that_dies() -> None:
+    start(0).wait()
+    assert memory() is not None
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="Connection"):
+        start(1).wait()
+
+
+def test_who_waits_for_one_that_is_gone_is_told(pool) -> None:
+    with pytest.raises(RanksFailed, match="1 of 3 ranks failed"):
+        pool.run(of_a_member_that_dies, ranks=3)
 
 
 def mappings() -> tuple[int, int, int]:

@@ -81,7 +81,7 @@ def _memory(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None
     like, nbytes = parts[0], sum(part.nbytes for part in parts)
     if not (_LEAST <= nbytes <= _MOST and like.is_cpu and like.is_floating_point() and 2 <= group.size() <= _MEMBERS):
         return None
-    if not by_exchange():
+    if not by_exchange() or not hasattr(os, "memfd_create"):  # Linux alone has it
         return None
     known: dict[str, _Memory | None] = of_this_world().setdefault("shared memory", {})
     memory = known.get(group.group_name)
@@ -115,18 +115,18 @@ class _Offer:
 def _agreed(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
     """New memory for so many bytes of each member, which has it or none; None where a member has none."""
     here, rank, members = world(), group.rank(), group.size()
-    page = mmap.PAGESIZE
-    nbytes = -(-nbytes // page) * page
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     size = _PLACES * members * nbytes
     name = f"shared memory of {group.group_name}, {nbytes} bytes"
     file, mapped = None, None
     if rank == 0:
-        offer = _Offer(_machine(), "", "")
+        offer = _Offer("", "", "")  # which nobody can take
         with suppress(OSError):
             file = os.memfd_create("weft")
             os.posix_fallocate(file, 0, size)  # else the kernel kills who writes where there is no more memory
-            offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", secrets.token_hex(16))
-            os.pwrite(file, offer.token.encode(), 0)
+            token = secrets.token_hex(16)
+            os.pwrite(file, token.encode(), 0)
+            offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", token)
         here.tell(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
     else:
         offer = _Offer(*here.hear(name).decode().split("\n"))
