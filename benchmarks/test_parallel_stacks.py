@@ -151,15 +151,8 @@ def _held(model: nn.Module) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("axes", "zero"), CASES)
 def test_a_step_beside_torchs_stack(axes: dict[str, int], zero: int, pool: Pool, tell: Tell) -> None:
-    ranks = tell.measuring(
-        pool.run,
-        measure,
-        axes,
-        zero,
-        STEPS if zero else STEPS_OF_RECIPE,
-        ranks=ProcessMesh.grid(**axes).size,
-        timeout=840,
-    )
+    steps, size = STEPS if zero else STEPS_OF_RECIPE, ProcessMesh.grid(**axes).size
+    ranks = tell.measuring(pool.run, measure, axes, zero, steps, ranks=size, timeout=840)
     model = "a small Llama" if zero else "the default recipe"
     case = f"a step of {model}, {' x '.join(f'{axis}={size}' for axis, size in axes.items())}, zero={zero}"
     check(ranks)

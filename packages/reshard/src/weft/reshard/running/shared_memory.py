@@ -1,4 +1,4 @@
-"""Sums over the processes of one machine, by memory that they share: sockets would copy each byte four times on its way.
+"""Sums over the processes of one machine, by memory that they share: sockets would copy each byte into the kernel and out of it.
 
 A member writes what it has into its own place, and when all have, each adds up all of them: every byte is written once and read once
 by each. The others learn that it is written by an all-reduce of one number, on the group itself, so that who waits for a member that
@@ -36,13 +36,17 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
     The result is the same to the bit on every member. Communication: an all-reduce; of one number where the members share memory,
     which is counted as that of the whole.
     """
-    elements, memory = sum(part.numel() for part in parts), _memory(parts, group)
-    places = None if memory is None else memory.take(elements, parts[0].dtype)
-    mine = None if places is None else places[group.rank()]
-    flat = torch.cat([part.reshape(-1) for part in parts], out=mine)
+    memory = _memory(parts, group)
+    flat_parts = [part.reshape(-1) for part in parts]
     parts.clear()
-    if memory is None or places is None:
+    if memory is None:
+        flat = torch.cat(flat_parts)
+        flat_parts.clear()
         return (yield from all_reduce(flat, "sum", group))
+    elements = sum(map(len, flat_parts))
+    places = memory.take(elements, flat_parts[0].dtype)
+    torch.cat(flat_parts, out=places[group.rank()])
+    flat_parts.clear()
     nbytes = received_bytes("all-reduce", group.size(), elements * places.itemsize, 0, places.itemsize)
     with counted_as("all-reduce", nbytes):
         work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
