@@ -28,8 +28,9 @@ DATA_TOOLS = ("tokenizers", "pyarrow")  # of the extra weft-models[data]
 MODEL_TOOLS = ("transformers", "accelerate", "peft", "tensorboard")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
-BROWSER_TOOLS = (*DASHBOARD_TOOLS, *PYTEST, "playwright", "axe-playwright-python")  # Chromium itself is the machine's
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
+# Chromium itself is the machine's.
+BROWSER_TOOLS = (*DASHBOARD_TOOLS, *DOCS_TOOLS, *PYTEST, "playwright", "axe-playwright-python")
 
 # What `test_with` takes for a version, and what torch's wheels pin themselves.
 VERSION = re.compile(r"[A-Za-z][\w.-]*[=<>!~]=?\d")
@@ -111,7 +112,7 @@ def test_faults(session: nox.Session) -> None:
 
 @nox.session
 def test_browser(session: nox.Session) -> None:
-    """The tests of the results' page in Chromium; they fail where there is none. CHROMIUM names its program."""
+    """The tests of the results' page and of the documentation in Chromium; they fail without one. CHROMIUM names its program."""
     python = _environment(session, "browser", list(BROWSER_TOOLS))
     only = ("--confcutdir=tests/browser", "-m", "browser")  # the other conftest.py needs torch
     session.run(python, "-m", "pytest", TIME_LIMIT, *only, "tests/browser", *(session.posargs or WORKERS))

@@ -1,7 +1,8 @@
-"""The reference under docs/ has every public name of the four packages, once, and no other."""
+"""The reference under docs/ has every public name of the four packages, once, and every name that a page imports."""
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,26 @@ def documented_names(page: str) -> list[str]:
     return re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.MULTILINE)
 
 
+def imported_names(page: str) -> set[str]:
+    """The full names that the Python blocks of a page import from weft."""
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+    modules = [node for node in nodes if node.module is not None and node.module.startswith("weft.")]
+    return {f"{node.module}.{name.name}" for node in modules for name in node.names}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.relative_to(ROOT).as_posix())
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    ],
+)
+def test_every_name_that_a_page_imports_is_in_the_reference(page: Path) -> None:
+    reference = {name for each in (ROOT / "docs" / "api").glob("*.md") for name in documented_names(each.read_text())}
+    assert imported_names(page.read_text()) <= reference
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_in_the_reference(package: str) -> None:
     module = f"weft.{package}"
@@ -34,4 +55,5 @@ def test_every_public_name_is_in_the_reference(package: str) -> None:
 
 def test_public_and_documented_names_are_found() -> None:
     assert public_names('import a\n__all__ = ["b", "c"]\n') == ["b", "c"]
+    assert imported_names("```python\nfrom weft.a import b, c\nimport torch\n```\n") == {"weft.a.b", "weft.a.c"}
     assert documented_names(".. automodule:: a\n\n.. autofunction:: a.b\n   :members:\n") == ["a", "a.b"]
