@@ -1,0 +1,166 @@
+"""Files that a stranger may have written: opened only where they are plain files, and parsed into values of stated types.
+
+Every JSON file that the package reads goes through `read_json` or `parse_json`. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+# Bytes of a document, at most. The largest in use are manifests: about 150 bytes a part of a tensor.
+LARGEST = 256 * 2**20
+# Digits of a name in an error, at most.
+_SHOWN = 60
+
+
+def read_plain(path: Path, *, limit: int = LARGEST) -> bytes:
+    """The content of a plain file, or of the plain file that a link leads to.
+
+    limit: bytes, at most.
+    Raises ValueError for a folder, a pipe, a device or a larger file, FileNotFoundError where nothing has the name, OSError where the file
+    cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is no plain file; give a plain file, or a link to one")
+        if found.st_size > limit:
+            raise ValueError(f"{path} has {found.st_size:,} bytes, and {limit:,} are read at most; check the file")
+        return file.read(limit + 1)[:limit]
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    remedy: how the error ends.
+    Raises ValueError for a file that is missing, no plain file, not JSON, or holds something else than an object.
+    """
+    try:
+        content = read_plain(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}; {remedy}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+    return parse_json(content, str(path), remedy)
+
+
+def parse_json(content: bytes, where: str, remedy: str) -> dict[str, Any]:
+    """The object that a JSON text holds. where: the file, for errors. Raises ValueError as `read_json`."""
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{where} nests too deeply to be read; {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}; {remedy}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} holds {_article(value)}, not an object; {remedy}")
+    return value
+
+
+def check_plain_name(name: str, where: str) -> None:
+    """Raises ValueError unless `name` is the name of a file within its folder: no path, no "..", nothing hidden."""
+    if not name or PurePosixPath(name).name != name or name.startswith(".") or "\0" in name or "\\" in name:
+        raise ValueError(f"{where} names the file {name[:_SHOWN]!r}; a plain name within the folder is needed")
+
+
+def as_type(kind: type[T], value: object, where: str) -> T:
+    """A parsed JSON value as a `kind`: a dataclass, a tuple, a mapping with string keys, a union, or a plain type.
+
+    Objects become dataclasses, whose fields are all needed unless they have defaults; lists become tuples.
+    where: the file and the place in it, for errors.
+    Raises ValueError for a value of another type, a field that is missing and a field that is not known.
+    """
+    return cast(T, _as_type(kind, value, where))
+
+
+def _as_type(kind: Any, value: object, where: str) -> object:
+    if dataclasses.is_dataclass(kind):
+        return _as_dataclass(cast(type, kind), value, where)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for each in arguments:
+            if _is_of(each, value):
+                return _as_type(each, value, where)
+    elif origin is tuple and isinstance(value, list):
+        if arguments[-1] is Ellipsis:
+            return tuple(_as_type(arguments[0], each, f"{where}[{i}]") for i, each in enumerate(value))
+        if len(value) == len(arguments):
+            pairs = zip(arguments, value, strict=True)
+            return tuple(_as_type(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(pairs))
+    elif origin is not None and _is_of(kind, value) and isinstance(value, dict):
+        return {name: _as_type(arguments[1], each, f"{where}.{name[:_SHOWN]}") for name, each in value.items()}
+    elif origin is None and _is_of(kind, value):
+        return float(value) if kind is float and isinstance(value, int) else value
+    raise ValueError(f"{where} is {_article(value)}, and {_expected(kind)} is needed")
+
+
+def _as_dataclass(kind: type, value: object, where: str) -> object:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_article(value)}, and an object is needed")
+    types = get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(value.keys() - fields.keys()):
+        raise ValueError(f"{where} has {unknown[0][:_SHOWN]!r}; known are {', '.join(fields)}")
+    missing = (name for name, field in fields.items() if name not in value and _is_needed(field))
+    if (name := next(missing, None)) is not None:
+        raise ValueError(f"{where} has no {name!r}")
+    return kind(**{name: _as_type(types[name], each, f"{where}.{name}") for name, each in value.items()})
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    """Whether the outermost type of a JSON value is that of `kind`. A bool is no number."""
+    if kind is Any:
+        return True
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, dict)
+    origin = get_origin(kind) or kind
+    if origin is tuple:
+        return isinstance(value, list)
+    if origin in (dict, Mapping):
+        return isinstance(value, dict)
+    if isinstance(value, bool):
+        return origin is bool
+    if origin is float:
+        return isinstance(value, int | float)
+    return isinstance(value, origin)
+
+
+def _expected(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", NoneType: "null"}
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_expected, get_args(kind)))
+    if origin is tuple:
+        lengths = "" if get_args(kind)[-1] is Ellipsis else f" of {len(get_args(kind))}"
+        return f"a list{lengths}"
+    return names.get(kind, "an object")
+
+
+def _article(value: object) -> str:
+    """What a JSON value is, in words, and the value where it is short."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float() | str():
+            shown = repr(value) if not isinstance(value, int) or abs(value) < 10**_SHOWN else "a number of many digits"
+            return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+        case list():
+            return f"a list of {len(value)}"
+        case _:
+            return "an object"
