@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
-from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_file, write_shard
+from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_documents, write_file, write_shard
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
 
@@ -124,7 +124,7 @@ def finish_folder(
     documents: Mapping[str, bytes],
 ) -> None:
     """Adds the documents and the manifest, and gives the folder its name; it returns when the disk has all."""
-    written = {name: write_file(beside(folder) / name, content) for name, content in documents.items()}
+    written = write_documents(beside(folder), documents)
     write_file(beside(folder) / MANIFEST, Manifest(tensors, {**files, **written}).text().encode())
     sync_folder(beside(folder))
     beside(folder).rename(folder)
