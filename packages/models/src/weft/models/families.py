@@ -83,7 +83,7 @@ _MAY_DEFINE = frozenset(
 
 def _foreign_part(model: nn.Module, family: Family) -> str | None:
     """Modules are compared by class and forward, and parameters by name and shape, with the model that the config makes."""
-    from .layers import LowRank
+    from .low_rank import LowRank
     from .parallel.parallelize import pipeline_of
 
     config: Any = getattr(model, "config", None)
