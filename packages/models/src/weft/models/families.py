@@ -104,7 +104,11 @@ def _foreign_part(model: nn.Module, family: Family) -> str | None:
     own = {name: tuple(parameter.shape) for name, parameter in named if ".lora." not in name}
     if odd := own.keys() ^ shapes.keys():
         name = min(odd)
-        return f"its {name} is a parameter that a {family.model} of its config has not" if name in own else f"it has no {name}"
+        return (
+            f"its {name} is a parameter that a {family.model} of its config has not"
+            if name in own
+            else f"it has no {name}"
+        )
     if odd := {name for name, shape in own.items() if shape != shapes[name]}:
         name = min(odd)
         return f"its {name} has shape {own[name]}, and its config makes the shape {shapes[name]}"

@@ -255,7 +255,9 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
                 f"the adapters compute"
             )
         if not any(value is plain or (value == plain and type(value) is type(plain)) for plain in _PLAIN[field]):
-            allowed = _PLAIN[field] if _PLAIN[field] is not _OFF else (type(value)() if isinstance(value, bool) else None,)
+            allowed = (
+                _PLAIN[field] if _PLAIN[field] is not _OFF else (type(value)() if isinstance(value, bool) else None,)
+            )
             raise ValueError(
                 f"{file}: {field} {value!r} is not supported; it may be {' or '.join(map(repr, allowed))}. Merge the adapters into "
                 f"the base model in peft, and read that model"

@@ -54,7 +54,9 @@ def check_config(saved: ModelConfig, given: ModelConfig, folder: Path) -> None:
     """
     found = differences(saved, given)
     if found:
-        listed = "; ".join(f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items())
+        listed = "; ".join(
+            f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()
+        )
         raise ValueError(
             f"{folder} is of another model: {listed}. Make the model with the folder's config, or read the model by "
             f"from_pretrained({str(folder)!r})"
@@ -98,9 +100,7 @@ def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     """What is known of the files of the family that a config.json names. Raises ValueError for another."""
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        raise ValueError(
-            f"{folder / CONFIG}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}"
-        )
+        raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
     return FAMILIES[kind].weights
 
 

@@ -101,7 +101,10 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         stored_tensors: dict[str, StoredTensor] = {}
         for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
             shapes = {
-                tensor: (widest(dtypes[name] for name in names), weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)))
+                tensor: (
+                    widest(dtypes[name] for name in names),
+                    weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)),
+                )
                 for tensor, names in tensors.items()
             }
 

@@ -139,7 +139,9 @@ class Fields:
 
     def _check(self, name: str, value: Any) -> None:
         if name in self.nullable and value == 0:
-            raise ValueError(f"config.json: {name} is {value!r}; give a size, or null for the size that follows from the others")
+            raise ValueError(
+                f"config.json: {name} is {value!r}; give a size, or null for the size that follows from the others"
+            )
         if value is None and name in self.names and name not in self.nullable:
             raise ValueError(
                 f"config.json: {name} is null, which says no value; give the value that the model was trained with, or remove "

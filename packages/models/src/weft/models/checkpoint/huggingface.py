@@ -248,7 +248,9 @@ def finish_pretrained(
 
     It returns when the disk has all. manifest: of the safetensors files, which are written.
     """
-    dtype = widest(parameter.dtype for parameter in parameters.values())  # to which transformers brings all that it reads
+    dtype = widest(
+        parameter.dtype for parameter in parameters.values()
+    )  # to which transformers brings all that it reads
     written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
     if len(manifest.files) > 1:
         total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())

@@ -13,7 +13,13 @@ from .shards import DTYPES
 
 DOCUMENT = "optimizer.json"
 _UNTRIED = ("LBFGS", "SparseAdam")  # their step needs more than a gradient: a closure, or a sparse one
-_HOW = {"capturable": False, "foreach": None, "fused": None, "differentiable": False, "lr": 0.0}  # a step is computed, not what
+_HOW = {
+    "capturable": False,
+    "foreach": None,
+    "fused": None,
+    "differentiable": False,
+    "lr": 0.0,
+}  # a step is computed, not what
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -42,7 +48,11 @@ def state_to_fill(
 
 
 def check_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, said: Mapping[str, Any] | None, folder: object
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manifest: Manifest,
+    said: Mapping[str, Any] | None,
+    folder: object,
 ) -> None:
     """Raises ValueError for an optimizer of another kind than the one that was saved, or that keeps other state.
 

@@ -74,7 +74,8 @@ def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
     right = [compute_rotary_frequencies(each, torch.device("cpu")) for each in whole]
     allowed = 4 * torch.finfo(stored.dtype).eps
     return any(
-        stored.shape == each.shape and torch.allclose(stored.float(), each, rtol=max(allowed, 1e-5), atol=1e-7) for each in right
+        stored.shape == each.shape and torch.allclose(stored.float(), each, rtol=max(allowed, 1e-5), atol=1e-7)
+        for each in right
     )
 
 

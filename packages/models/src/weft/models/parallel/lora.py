@@ -146,7 +146,9 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a number > 0")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        raise ValueError(f"lora: dtype is {dtype!r}; give torch.float32, torch.bfloat16 or another floating-point dtype, or None")
+        raise ValueError(
+            f"lora: dtype is {dtype!r}; give torch.float32, torch.bfloat16 or another floating-point dtype, or None"
+        )
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:

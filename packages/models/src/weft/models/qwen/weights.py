@@ -90,7 +90,9 @@ def _read_window(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         layers = tuple(range(first, num_layers)) if window is not None else ()
         return {"sliding_window": window, "sliding_layers": layers} if layers else {}
     if not isinstance(kinds, list | tuple):
-        raise ValueError(f"config.json: layer_types is {kinds!r}; give a list with a kind for each of {num_layers} layers")
+        raise ValueError(
+            f"config.json: layer_types is {kinds!r}; give a list with a kind for each of {num_layers} layers"
+        )
     unknown = sorted({str(kind) for kind in kinds} - {_WINDOW, "full_attention"})
     if unknown or len(kinds) != num_layers:
         raise ValueError(
