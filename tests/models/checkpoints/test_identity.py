@@ -240,7 +240,7 @@ def test_no_value_is_rounded_unasked(stored: torch.dtype, given: torch.dtype, tm
 def test_one_wide_tensor_of_many_is_named(tmp_path: Path) -> None:
     save_checkpoint(mixed(), tmp_path / "saved")
     with pytest.raises(
-        ValueError, match="input_layernorm.weight and 6 more in torch.float32, which a model in torch.bfloat16"
+        ValueError, match=r"input_layernorm\.weight and 6 more in torch.float32, which a model in torch.bfloat16"
     ):
         load_checkpoint(filled(BASES["llama"]).bfloat16(), tmp_path / "saved")
 
