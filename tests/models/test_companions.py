@@ -185,5 +185,5 @@ def test_a_changed_companion_of_a_folder_that_was_written_is_refused(tmp_path):
     save_pretrained(from_pretrained(tmp_path / "theirs"), tmp_path / "again")
     path = tmp_path / "again" / GENERATION_FILE
     path.write_bytes(path.read_bytes().replace(b"7", b"8"))
-    with pytest.raises(ValueError, match="generation_config.json was changed after it was written"):
+    with pytest.raises(ValueError, match=r"generation_config\.json was changed after it was written"):
         from_pretrained(tmp_path / "again")

@@ -153,7 +153,9 @@ def _is_ours(function: Any) -> bool:
         home = str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
         if isinstance(function, partial):
             function = function.func
-        elif home.startswith("torch.") and hasattr(function, "__wrapped__"):  # compiled
+        elif home.startswith(("torch.", "contextlib")) and hasattr(
+            function, "__wrapped__"
+        ):  # compiled, under a setting of torch
             function = function.__wrapped__
         else:
             return home.startswith("weft.")

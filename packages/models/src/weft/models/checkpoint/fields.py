@@ -147,6 +147,8 @@ class Fields:
                 f"config.json: {name} is null, which says no value; give the value that the model was trained with, or remove "
                 f"the field for the default"
             )
+        if name in self.names and isinstance(value, list | dict):
+            raise ValueError(f"config.json: {name} is {value!r}; give one number, text, true or false")
         if name in self.names or name in self.elsewhere or name in self.meaningless or name in MEANINGLESS:
             return
         values = self.fixed.get(name, FIXED.get(name))
