@@ -18,6 +18,7 @@ from weft.models import (
     GPTConfig,
     LinearRopeScaling,
     LlamaConfig,
+    PipelinePlan,
     QwenConfig,
     YarnRopeScaling,
     forward_backward,
@@ -331,3 +332,35 @@ def test_the_state_of_an_older_checkpoint_is_compared_by_its_names(tmp_path: Pat
         with pytest.raises(ValueError, match=message):
             trained(MAKES[given], 0, tmp_path / "saved")
     trained(MAKES["adamw"], 0, tmp_path / "saved")
+
+
+STAGES = {"pipeline": PipelinePlan(split=(1, 1), schedule="1f1b", microbatches=2)}
+
+
+def refused_in_stages(folder: Path) -> list[str]:
+    """The errors of this rank: of a dtype that one stage alone would round, and of another optimizer."""
+    config: Any = BASES["llama"]
+    errors = []
+    for dtype, make in (
+        (torch.bfloat16, MAKES["adamw"]),
+        (torch.float32, MAKES["amsgrad"]),
+        (torch.float32, MAKES["sgd"]),
+    ):
+        model = filled(config, 1)
+        model = parallelize(model, ProcessMesh.grid(pp=2), replace(model.parallel_plan(), **STAGES))  # type: ignore[operator]
+        if torch.distributed.get_rank() == 1:
+            model.to(dtype)
+        with pytest.raises(ValueError) as refused:
+            load_checkpoint(model, folder, make(model.parameters()))
+        errors.append(str(refused.value))
+    return errors
+
+
+def test_every_stage_refuses_what_one_cannot_take(pool: Pool, tmp_path: Path) -> None:
+    trained(MAKES["adamw"], 1, tmp_path / "saved")
+    first, second = pool.run(refused_in_stages, tmp_path / "saved", ranks=2)
+    assert first == second
+    rounded, other_state, other_kind = first
+    assert "layers.1.input_layernorm.weight and" in rounded and "would round" in rounded
+    assert "it lacks max_exp_avg_sq" in other_state
+    assert "has the state of AdamW, and the optimizer is SGD" in other_kind

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..parallel.parallelize import pipeline_of
 from .manifest import OPTIMIZER, Manifest
 from .shards import DTYPES
 
@@ -22,9 +24,13 @@ _HOW = {
 }  # a step is computed, not what
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint says of an optimizer beside its state: its class, and the number of its groups of parameters."""
-    return {"kind": type(optimizer).__name__, "groups": len(optimizer.param_groups)}
+def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint says of an optimizer beside its state: its class, and the number of its groups of parameters.
+
+    The groups are None for a model in stages, as each stage's optimizer has the parameters of the stage alone.
+    """
+    groups = len(optimizer.param_groups) if pipeline_of(model) is None else None
+    return {"kind": type(optimizer).__name__, "groups": groups}
 
 
 def state_to_fill(
@@ -51,19 +57,19 @@ def check_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     manifest: Manifest,
-    said: Mapping[str, Any] | None,
-    folder: object,
+    folder: Path,
 ) -> None:
     """Raises ValueError for an optimizer of another kind than the one that was saved, or that keeps other state.
 
-    said: what `describe_optimizer` wrote, None in a checkpoint without it. The state that an optimizer of torch keeps is found by
-    a step of a fresh one on a parameter of one element.
+    An older checkpoint does not say the kind. The state that an optimizer of torch keeps is found by a step of a fresh optimizer
+    on a parameter of one element.
     """
-    here = describe_optimizer(optimizer)
+    said = manifest.document(folder, DOCUMENT) if DOCUMENT in manifest.files else None
+    here = describe_optimizer(model, optimizer)
     remedy = "make the optimizer as it was, or leave it out of load_checkpoint to begin with fresh state"
     if said is not None and said["kind"] != here["kind"]:
         raise ValueError(f"{folder} has the state of {said['kind']}, and the optimizer is {here['kind']}; {remedy}")
-    if said is not None and said["groups"] != here["groups"]:
+    if said is not None and None not in (said["groups"], here["groups"]) and said["groups"] != here["groups"]:
         raise ValueError(
             f"{folder} has the state of an optimizer with {said['groups']} groups of parameters, and this {here['kind']} has "
             f"{here['groups']}; {remedy}"

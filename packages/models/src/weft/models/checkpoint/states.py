@@ -78,7 +78,7 @@ def snapshot(
     if family is not None:
         documents[CONFIG] = as_document(along.in_config(family.weights.write_config(model)))
     if optimizer is not None:
-        documents[DOCUMENT] = as_document(describe_optimizer(optimizer))
+        documents[DOCUMENT] = as_document(describe_optimizer(model, optimizer))
     return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)
 
 
@@ -117,7 +117,7 @@ def load_checkpoint(
     optimizer: of this model, and of the kind that was saved, before its first step. Where the checkpoint has no state of it,
     as one that `weft convert` made, it stays as it is.
     Returns what was read with, which has counted the bytes.
-    Communication: the plan of what is read, and its sums, by way of rank 0. Every rank calls it.
+    Communication: a gather of what each rank's checks found; the plan of what is read, and its sums, by way of rank 0. Every rank calls it.
     Raises ValueError for a checkpoint of another model, whose differing fields it names, of another optimizer, whose kind or
     state it names, or of a dtype that would be rounded; DamagedCheckpoint for one that is not whole or not as it was written; on
     every rank.
@@ -140,14 +140,9 @@ def fill_from(
         if saved is not None and own is not None:
             check_config(saved, own, reader.folder)
         check_model(model, reader)
-        if not rounding:
-            _check_dtypes(model, reader)
+        _check_own_part(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
-        state = {}
-        if optimizer is not None:
-            said = manifest.document(reader.folder, DOCUMENT) if DOCUMENT in manifest.files else None
-            check_optimizer(model, optimizer, manifest, said, reader.folder)
-            state = state_to_fill(model, optimizer, manifest)
+        state = {} if optimizer is None else state_to_fill(model, optimizer, manifest)
         tensors |= {
             f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
         }
@@ -208,10 +203,32 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return tensors
 
 
+def _check_own_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, reader: FolderReader, rounding: bool
+) -> None:
+    """Checks the dtypes and the optimizer of what this rank holds, which may be some stages of the model.
+
+    Communication: a gather of the outcomes. Raises the first rank's error, on every rank.
+    """
+    outcomes: list[ValueError | None] = [None]
+    try:
+        if not rounding:
+            _check_dtypes(model, reader)
+        if optimizer is not None:
+            check_optimizer(model, optimizer, reader.manifest, reader.folder)
+    except ValueError as error:
+        outcomes = [error]
+    if dist.is_initialized():
+        own, outcomes = outcomes[0], [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, own)
+    for error in outcomes:
+        if error is not None:
+            raise error
+
+
 def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
     """Raises ValueError where a parameter's dtype does not hold every value of the dtype that is stored."""
-    pipeline = pipeline_of(model)
-    parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
+    parameters = dict(model.named_parameters())
     stored = {name: DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
     rounded = [name for name, each in parameters.items() if torch.promote_types(each.dtype, stored[name]) != each.dtype]
     if rounded:
