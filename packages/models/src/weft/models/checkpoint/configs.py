@@ -47,19 +47,18 @@ def differences(saved: ModelConfig, given: ModelConfig) -> dict[str, tuple[objec
     }
 
 
-def check_config(saved: ModelConfig, given: ModelConfig, folder: Path) -> None:
+def check_config(saved: ModelConfig, given: ModelConfig, folder: Path, *, beside: str = "") -> None:
     """Raises ValueError, which names each field and both values, unless the folder's model and the given one are one function.
 
     saved: what the folder says, as `config_of` reads it. given: of the model that is to take the folder's weights.
+    beside: what else differs, for the message.
     """
     found = differences(saved, given)
     if found:
-        listed = "; ".join(
-            f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()
-        )
+        listed = [f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()]
         raise ValueError(
-            f"{folder} is of another model: {listed}. Make the model with the folder's config, or read the model by "
-            f"from_pretrained({str(folder)!r})"
+            f"{folder} is of another model: {'; '.join([*listed, *filter(None, [beside])])}. Make the model with the folder's config, "
+            f"or read the model by from_pretrained({str(folder)!r})"
         )
 
 

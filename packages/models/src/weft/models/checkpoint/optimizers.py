@@ -13,7 +13,6 @@ from ..parallel.parallelize import pipeline_of
 from .manifest import OPTIMIZER, Manifest
 from .shards import DTYPES
 
-DOCUMENT = "optimizer.json"
 _UNTRIED = ("LBFGS", "SparseAdam")  # their step needs more than a gradient: a closure, or a sparse one
 _HOW = {
     "capturable": False,
@@ -64,7 +63,7 @@ def check_optimizer(
     An older checkpoint does not say the kind. The state that an optimizer of torch keeps is found by a step of a fresh optimizer
     on a parameter of one element.
     """
-    said = manifest.document(folder, DOCUMENT) if DOCUMENT in manifest.files else None
+    said = manifest.optimizer
     here = describe_optimizer(model, optimizer)
     remedy = "make the optimizer as it was, or leave it out of load_checkpoint to begin with fresh state"
     if said is not None and said["kind"] != here["kind"]:

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..parallel.parallelize import pipeline_of
 from .companions import Companions, companions_of, keep_companions
 from .configs import check_config, own_config, saved_config
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
-from .optimizers import DOCUMENT, check_optimizer, describe_optimizer, state_to_fill
+from .optimizers import check_optimizer, describe_optimizer, state_to_fill
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
 from .shards import DTYPES
 from .storage import FolderReader, FolderWriter, beside, check_sums
@@ -31,10 +31,14 @@ from .storage import FolderReader, FolderWriter, beside, check_sums
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes."""
+    """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes.
+
+    optimizer: what the manifest says of the optimizer; None without one.
+    """
 
     parts: Mapping[str, Part]
     documents: Mapping[str, bytes]
+    optimizer: Mapping[str, Any] | None = None
 
     def copied(self, into: Snapshot | None = None) -> Snapshot:
         """The same with tensors of its own, on the CPU: training may go on while it is written.
@@ -42,7 +46,8 @@ class Snapshot:
         into: an earlier copy, which is written already; its memory is taken again.
         """
         before = {} if into is None else into.parts
-        return Snapshot({name: part.copied(before.get(name)) for name, part in self.parts.items()}, self.documents)
+        parts = {name: part.copied(before.get(name)) for name, part in self.parts.items()}
+        return replace(self, parts=parts)
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +59,7 @@ class Snapshot:
             with _quietly():
                 save(
                     dict(self.parts),
-                    storage_writer=FolderWriter(folder, self.documents),
+                    storage_writer=FolderWriter(folder, self.documents, self.optimizer),
                     planner=PartSavePlanner(),
                     process_group=group,
                     no_dist=not dist.is_initialized(),
@@ -77,9 +82,8 @@ def snapshot(
     documents = {RUN: as_document(run or {}), **along.files}
     if family is not None:
         documents[CONFIG] = as_document(along.in_config(family.weights.write_config(model)))
-    if optimizer is not None:
-        documents[DOCUMENT] = as_document(describe_optimizer(model, optimizer))
-    return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)
+    parts = {name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}
+    return Snapshot(parts, documents, None if optimizer is None else describe_optimizer(model, optimizer))
 
 
 def save_checkpoint(
@@ -138,7 +142,7 @@ def fill_from(
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
         saved, own = saved_config(manifest, reader.folder), own_config(model)
         if saved is not None and own is not None:
-            check_config(saved, own, reader.folder)
+            check_config(saved, own, reader.folder, beside=tensors_that_differ(model, reader) or "")
         check_model(model, reader)
         _check_own_part(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
@@ -167,6 +171,13 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 
 def check_model(model: nn.Module, reader: FolderReader) -> None:
     """Raises ValueError for a checkpoint that has not the tensors of this model, in their shapes, and no others."""
+    differing = tensors_that_differ(model, reader)
+    if differing is not None:
+        raise ValueError(f"{reader.folder} is of another model: {differing}; give the model as it was")
+
+
+def tensors_that_differ(model: nn.Module, reader: FolderReader) -> str | None:
+    """How the tensors of a checkpoint differ from the model's, by name or shape; None where they are the same."""
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -175,19 +186,15 @@ def check_model(model: nn.Module, reader: FolderReader) -> None:
         for name, tensor in reader.manifest.tensors.items()
         if name.startswith(MODEL)
     }
-    for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
+    for verb, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            whose = "this model" if what == "lacks" else "the checkpoint"
-            raise ValueError(
-                f"{reader.folder} is of another model: it {what} {min(names)}{more}, of {whose}; give the model as it was"
-            )
+            whose = "this model" if verb == "lacks" else "the checkpoint"
+            return f"it {verb} {min(names)}{more}, of {whose}"
     for name, shape in wanted.items():
         if found[name] != shape:
-            raise ValueError(
-                f"{reader.folder} is of another model: {name} has shape {found[name]}, and {shape} here; give the model "
-                f"as it was"
-            )
+            return f"{name} has shape {found[name]}, and {shape} here"
+    return None
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
