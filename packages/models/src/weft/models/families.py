@@ -95,7 +95,9 @@ def _foreign_part(model: nn.Module, family: Family) -> str | None:
         where = f"its {name}" if name else "it"
         if name not in kinds:
             return f"{where} is a module that a {family.model} has not"
-        if (reason := _otherwise(type(module), kinds[name])) or (reason := _replaced_forward(module)):
+        kind: Any = type(module)
+        known: Any = kinds[name]
+        if (reason := _otherwise(kind, known)) or (reason := _replaced_forward(module)):
             return f"{where} {reason}"
     if missing := kinds.keys() - found.keys():
         return f"it has no {min(missing)}"

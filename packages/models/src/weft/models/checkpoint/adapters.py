@@ -46,7 +46,7 @@ _MEANINGLESS = frozenset(
     ]
 )
 _READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
-_OFF = (None, {}, [], False)
+_OFF: tuple[Any, ...] = (None, {}, [], False)
 # The fields that change the output, and the values with which they do not.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

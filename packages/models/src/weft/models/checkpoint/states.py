@@ -228,9 +228,9 @@ def _check_own_part(
     if dist.is_initialized():
         own, outcomes = outcomes[0], [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, own)
-    for error in outcomes:
-        if error is not None:
-            raise error
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome
 
 
 def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
