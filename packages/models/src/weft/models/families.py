@@ -60,13 +60,13 @@ def make_model(config: ModelConfig) -> nn.Module:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family whose network the model is; None for another, a subclass that computes otherwise among them: see `foreign_part`."""
+    """The family of a model's network; None for a different network, also in a subclass of a family: see `foreign_part`."""
     family = _family_by_class(model)
     return None if family is None or _foreign_part(model, family) is not None else family
 
 
 def foreign_part(model: nn.Module) -> str | None:
-    """What a model of a family's class has that the family's network has not, in words; None where there is nothing."""
+    """How a model of a family's class differs from the family's network, in words; None for the family's network."""
     family = _family_by_class(model)
     return None if family is None else _foreign_part(model, family)
 
@@ -75,7 +75,7 @@ def _family_by_class(model: nn.Module) -> Family | None:
     return next((family for family in FAMILIES.values() if isinstance(model, family.model_class)), None)
 
 
-# What a subclass may define anew: how a model is made, filled, laid out and shown, not how tokens become logits.
+# Names that a subclass may define anew: making, filling, laying out and printing a model, not computing logits.
 _MAY_DEFINE = frozenset(
     ["_apply", "extra_repr", "initial_value", "parallel_plan", "reset_parameters", "residual_outputs", "sharing_input"]
 )
@@ -130,7 +130,7 @@ def _parts(config: ModelConfig) -> tuple[dict[str, type[nn.Module]], dict[str, t
 
 @lru_cache(maxsize=1024)
 def _otherwise(kind: type[nn.Module], known: type[nn.Module]) -> str | None:
-    """How a module's class computes otherwise than the known one; None where it is that class, or adds to it alone."""
+    """How a class computes differently from the known class; None for the known class and for subclasses that only add names."""
     from torch import nn
 
     if known not in kind.__mro__:
@@ -150,7 +150,7 @@ def _replaced_forward(module: nn.Module) -> str | None:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether this library defines a function, as the code that lays a model out does: the values are the same."""
+    """Whether this library defines a function, as for laying out a model: then the values are the same."""
     while True:
         home = str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
         if isinstance(function, partial):

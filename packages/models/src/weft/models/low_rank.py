@@ -1,4 +1,4 @@
-"""What a low-rank adapter computes, beside the layer that it adapts."""
+"""The module of a low-rank adapter, beside the linear layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from weft.kernels.autocast import is_autocasting
 
 
 class LowRank(nn.Module):
-    """What a low-rank adapter adds to a linear layer's output: alpha / rank * (input @ A.T) @ B.T (Hu et al. 2022).
+    """A low-rank addend to a linear layer's output: alpha / rank * (input @ A.T) @ B.T (Hu et al. 2022).
 
-    It is beside the layer, as its `lora`, and lies as the layer's weight does: B as its outputs, A as its inputs. So on a mesh
-    its output has the layout of the layer's, Partial where that is, and both are reduced at once. Where A and B are wider than
-    the layer, as float32 beside bfloat16, the input is cast to their dtype, and the sum back to the layer's, as peft does.
+    The layer holds the adapter as `lora`. B is laid out as the outputs of the layer's weight are, A as the inputs. On a mesh the
+    addend therefore has the layout of the layer's output, Partial included, and both are reduced at once. Where A and B have a
+    wider dtype than the layer, as float32 beside bfloat16, the input is cast to the wider dtype, and the sum back, as in peft.
     """
 
     def __init__(self, a: Tensor, b: Tensor, alpha: float) -> None:

@@ -1,4 +1,4 @@
-"""What goes along with a model's weights through every folder: its tokenizer, its chat template, and the ids that end a text."""
+"""The companions of a model's weights in every folder: tokenizer, chat template, generation settings, ids of tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _END = "eos_token_id"
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """What a model's folder says beside the network and the weights.
+    """The contents of a model's folder beside the network and the weights.
 
-    fields: of config.json, those of COMPANIONS: ids of tokens, and settings of generation. files: contents by name, as they
-    were: the files of a tokenizer, and generation_config.json.
+    fields: the fields of config.json in COMPANIONS: ids of tokens, settings of generation. files: unchanged contents by name: the
+    files of a tokenizer, and generation_config.json.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Companions:
 
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any], check: Callable[[str, bytes], None]) -> Companions:
-        """Those of a Hugging Face folder. config: its config.json. check: raises where a file is not as it was written."""
+        """The companions in a Hugging Face folder. config: the folder's config.json. check: raises for a damaged file."""
         files = files_beside(folder)
         if (folder / GENERATION_FILE).is_file():
             files[GENERATION_FILE] = (folder / GENERATION_FILE).read_bytes()
@@ -41,15 +41,15 @@ class Companions:
 
     @classmethod
     def saved(cls, folder: Path, config: Mapping[str, Any], manifest: Manifest) -> Companions:
-        """Those of a checkpoint of a run. Raises DamagedCheckpoint where a file is not as it was written."""
+        """The companions in a checkpoint of a run. Raises DamagedCheckpoint for a damaged file."""
         names = [name for name in (*files_beside(folder), GENERATION_FILE) if name in manifest.files]
         return cls(_chosen(config), {name: manifest.content(folder, name) for name in names})
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> Companions:
-        """The same with a tokenizer that is named when the model is written.
+        """The companions with a tokenizer that the caller names for the folder.
 
-        Its files replace those of the same names; the end of its documents is the model's end where none is known. Where the
-        companions are of another tokenizer, nothing of them stays: their ids name tokens of the other one.
+        The tokenizer's files replace files of the same names. The end of documents becomes eos_token_id where no end is known. If
+        the companions hold a different tokenizer.json, all companions are dropped: their ids name tokens of that vocabulary.
         """
         if tokenizer is None:
             return self
@@ -70,13 +70,13 @@ class Companions:
 
 
 def companions_of(model: nn.Module) -> Companions:
-    """What goes along with a model's weights; nothing for a model that was read from no folder."""
+    """The companions of a model; empty for a model that was not read from a folder."""
     found = getattr(model, _ATTRIBUTE, None)
     return found if isinstance(found, Companions) else Companions()
 
 
 def keep_companions(model: nn.Module, companions: Companions) -> None:
-    """Has the model carry what its folder said; what it carries already stays where the folder said nothing."""
+    """Attach a folder's companions to the model. Where the folder has none, the model's earlier companions stay."""
     before = companions_of(model)
     fields = companions.fields if any(each is not None for each in companions.fields.values()) else before.fields
     kept = replace(before, fields=fields, files=companions.files or before.files)

@@ -128,7 +128,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
             stored_tensors.update(found)
         along = Companions.saved(source, config, reader.manifest)
         manifest = Manifest(stored_tensors, files, CHECKSUMS)
-        finish_pretrained(parameters, config, manifest, along.files, beside(target), target)
+        finish_pretrained(config, manifest, along.files, beside(target), target)
         return _others(source, {MANIFEST, *reader.manifest.files})
 
 

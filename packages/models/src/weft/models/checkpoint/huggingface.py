@@ -28,6 +28,7 @@ from .checksums import INDEX_FILE, Sums, write_summed
 from .companions import Companions, companions_of, keep_companions
 from .configs import read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
+from .shards import DTYPES as STORED_DTYPES
 from .shards import sync_folder, write_documents, write_file
 from .states import fill_from
 from .stored import grouped, joined, widest
@@ -136,9 +137,8 @@ def save_pretrained(
     if writer and error is None:
         along = companions_of(model).with_tokenizer(tokenizer)
         config = along.in_config(weights.write_config(model))
-        error = attempt(
-            finish_pretrained, parameters, config, Manifest(stored, files, CHECKSUMS), along.files, temporary, folder
-        )
+        whole_manifest = Manifest(stored, files, CHECKSUMS)
+        error = attempt(finish_pretrained, config, whole_manifest, along.files, temporary, folder)
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     raise_on_all(error, parallel)
@@ -237,23 +237,17 @@ def start_folder(folder: Path, temporary: Path) -> None:
 
 
 def finish_pretrained(
-    parameters: Mapping[str, Tensor],
-    config: dict[str, Any],
-    manifest: Manifest,
-    documents: Mapping[str, bytes],
-    temporary: Path,
-    folder: Path,
+    config: dict[str, Any], manifest: Manifest, documents: Mapping[str, bytes], temporary: Path, folder: Path
 ) -> None:
     """Adds the config, the index of several files, the documents and the checksums, and gives the folder its name.
 
     It returns when the disk has all. manifest: of the safetensors files, which are written.
     """
-    dtype = widest(
-        parameter.dtype for parameter in parameters.values()
-    )  # to which transformers brings all that it reads
+    stored = [(STORED_DTYPES[tensor.dtype], torch.Size(tensor.shape)) for tensor in manifest.tensors.values()]
+    dtype = widest(each for each, _ in stored)  # to which transformers brings every tensor that it reads
     written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
     if len(manifest.files) > 1:
-        total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+        total = sum(each.itemsize * shape.numel() for each, shape in stored)
         weight_map = {name: tensor.parts[0].file for name, tensor in manifest.tensors.items()}
         written[INDEX_FILE] = as_document({"metadata": {"total_size": total}, "weight_map": weight_map})
     files = write_documents(temporary, written)

@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint: of which kind it is, whether another optimizer can take it, and where it is read into."""
+"""The state of an optimizer in a checkpoint: its kind, the check before loading, and the tensors to load into."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..parallel.parallelize import pipeline_of
 from .manifest import OPTIMIZER, Manifest
 from .shards import DTYPES
 
-_UNTRIED = ("LBFGS", "SparseAdam")  # their step needs more than a gradient: a closure, or a sparse one
+_UNTRIED = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
 _HOW = {
     "capturable": False,
     "foreach": None,
     "fused": None,
     "differentiable": False,
     "lr": 0.0,
-}  # a step is computed, not what
+}  # the way to compute a step, not the state
 
 
 def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint says of an optimizer beside its state: its class, and the number of its groups of parameters.
+    """The class of an optimizer and the number of parameter groups, for the manifest of a checkpoint.
 
-    The groups are None for a model in stages, as each stage's optimizer has the parameters of the stage alone.
+    groups: None for a model in stages, where each rank's optimizer has the parameters of some stages only.
     """
     groups = len(optimizer.param_groups) if pipeline_of(model) is None else None
     return {"kind": type(optimizer).__name__, "groups": groups}
@@ -35,7 +35,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def state_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
-    """By parameter, the state that the checkpoint has of it, unset: laid out as the parameter where it is of its shape."""
+    """By parameter name, unset tensors for the stored state: laid out as the parameter where the shapes are equal."""
     groups = _groups(optimizer)
     found: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
     for name, parameter, keys in _stored(model, optimizer, manifest):
@@ -45,7 +45,7 @@ def state_to_fill(
             tensor = manifest.tensors[f"{OPTIMIZER}{name}.{key}"]
             if tensor.shape == tuple(parameter.shape):
                 values[key] = torch.zeros_like(parameter, dtype=DTYPES[tensor.dtype], requires_grad=False)
-            else:  # as the number of steps, which torch keeps beside the parameter where it reads it there
+            else:  # the number of steps, which torch keeps on the device only where its kernel reads the number there
                 device = parameter.device if on_device else "cpu"
                 values[key] = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
         found[name] = (parameter, values)
@@ -58,10 +58,10 @@ def check_optimizer(
     manifest: Manifest,
     folder: Path,
 ) -> None:
-    """Raises ValueError for an optimizer of another kind than the one that was saved, or that keeps other state.
+    """Raises ValueError for an optimizer of a different kind than the saved optimizer, or with different state.
 
-    An older checkpoint does not say the kind. The state that an optimizer of torch keeps is found by a step of a fresh optimizer
-    on a parameter of one element.
+    Older checkpoints do not name the kind. The state of torch's own optimizers is found by a step of a fresh optimizer on a
+    parameter of one element.
     """
     said = manifest.optimizer
     here = describe_optimizer(model, optimizer)
@@ -99,7 +99,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
 def _stored(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> list[tuple[str, nn.Parameter, list[str]]]:
-    """The model's parameters that the optimizer updates and of which the checkpoint has state, and the names of that."""
+    """The parameters that the optimizer updates and the checkpoint has state for, with the names of that state."""
     groups = _groups(optimizer)
     stored: dict[str, list[str]] = {}
     for each in manifest.tensors:
@@ -111,7 +111,7 @@ def _stored(
 
 
 def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str] | None:
-    """The state that an optimizer of torch keeps of such a parameter; None for an optimizer that cannot be tried."""
+    """The names of the state that torch's optimizer keeps for a parameter; None for an optimizer that cannot be tried."""
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _UNTRIED:
         return None

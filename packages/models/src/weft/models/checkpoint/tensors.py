@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: which files hold them, and whether they are those of the model that config.json says."""
+"""The tensors of a Hugging Face folder: the files that hold them, and the comparison with the model of config.json."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SINGLE_FILE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROWS = 1 << 14  # of two tensors that are compared, in memory at a time
 
-Opened = Callable[[], Any]  # gives a tensor to read slices of
+Opened = Callable[[], Any]  # returns the slices of a tensor
 
 
 def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Opened]:
-    """By name, what gives each tensor to read slices of, which are noted in `sums`.
+    """By name, a function that returns the slices of a stored tensor; reads are noted in `sums`.
 
-    prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
-    published GPT-2 was, and all names are of it.
-    Raises ValueError for a file that is missing or no safetensors file, and for a tensor that two files hold.
+    prefix: the prefix of names in the model without the head. Where no stored name has the prefix, the file holds the model
+    without the head, as the published GPT-2 does, and the prefix is added.
+    Raises ValueError for a missing file, for a file in another format, and for a tensor in two files.
     """
     tensors: dict[str, Opened] = {}
     homes: dict[str, str] = {}
@@ -55,8 +55,8 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
 def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a folder's model.
 
-    Files that an index does not name belong to something else, as in transformers, and are passed by. Raises ValueError where
-    there are no weights, and where there are two sets of them: model.safetensors beside an index of other files.
+    Files that the index does not name are ignored, as in transformers. Raises ValueError for a folder without weights, and for a
+    folder with two sets of weights: model.safetensors beside an index of different files.
     """
     single = (folder / SINGLE_FILE).is_file()
     if (folder / INDEX_FILE).is_file():
@@ -83,11 +83,11 @@ def _slices(sums: Sums, file: Any, name: str) -> Any:
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path, weights: Any) -> None:
-    """Raises ValueError unless the files hold the model's tensors, in its shapes, and beside them repetitions alone.
+    """Raises ValueError unless the files hold exactly the model's tensors, in the model's shapes, and repetitions.
 
-    A repetition is a tensor whose values follow from the config or from another tensor, as the head of a tied model. Its
-    values are read and compared: a different value is a network that config.json does not describe. Zeros alone are a
-    placeholder, which was never filled.
+    A repetition is a tensor whose values follow from the config or from a second tensor, as the head of a tied model. The
+    values are read and compared: a different value means a network that config.json does not describe. A tensor of zeros
+    counts as an unfilled placeholder.
     """
     shapes = {}
     for name, parameter in model.named_parameters():
@@ -142,7 +142,7 @@ def _listed(names: list[str]) -> str:
 
 
 def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
-    """A part of a stored tensor, in memory of its own: what safetensors gives may be a view of the whole tensor's memory."""
+    """A part of a stored tensor, in its own memory: safetensors may return a view of the whole tensor's memory."""
     shape = [s.stop - s.start for s in part]
     if 0 in shape:
         return torch.empty(shape, dtype=DTYPES[stored.get_dtype()])
