@@ -5,9 +5,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import safe_open
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models.checkpoint import huggingface
 from weft.models.checkpoint.huggingface import from_pretrained, save_pretrained
+from weft.models.checkpoint.tensors import read_slices
 from weft.models.generation import generate
 from weft.models.llama.plan import PLAN
 from weft.reshard import distribute, layout_of, to_global
@@ -23,12 +25,12 @@ def test_each_rank_reads_its_slice_alone(tmp_path):
     save_pretrained(model, tmp_path / "model")
     weight = model.embed_tokens.weight.detach()  # 61 rows
     mesh = ProcessMesh.grid(tp=8, dp=2)
-    with huggingface.safe_open(tmp_path / "model/model.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "model/model.safetensors", framework="pt") as file:
         stored = file.get_slice("model.embed_tokens.weight")
         for layout in (Layout(mesh, {"tp": Shard(0)}), Layout(mesh, {"tp": Shard(0), "dp": Shard(1)})):
             for rank in (*mesh.ranks, 16):
                 part = layout.local_slices(weight.shape, rank)
-                assert torch.equal(huggingface.read_slices(stored, part), weight[part])
+                assert torch.equal(read_slices(stored, part), weight[part])
 
 
 MESH = ProcessMesh.grid(dp=2, tp=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class Family:
 
     @property
     def weights(self) -> Any:
-        """What Hugging Face's files say of it: PREFIX, read_config, write_config, stored, is_ignored."""
+        """What Hugging Face's files say of it: PREFIX, read_config, write_config, stored, repetition."""
         return import_module(f".{self.folder}.weights", __package__)
 
 
@@ -59,5 +60,104 @@ def make_model(config: ModelConfig) -> nn.Module:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family that the model is of; None where it is of none."""
+    """The family of a model's network; None for a different network, also in a subclass of a family: see `foreign_part`."""
+    family = _family_by_class(model)
+    return None if family is None or _foreign_part(model, family) is not None else family
+
+
+def foreign_part(model: nn.Module) -> str | None:
+    """How a model of a family's class differs from the family's network, in words; None for the family's network."""
+    family = _family_by_class(model)
+    return None if family is None else _foreign_part(model, family)
+
+
+def _family_by_class(model: nn.Module) -> Family | None:
     return next((family for family in FAMILIES.values() if isinstance(model, family.model_class)), None)
+
+
+# Names that a subclass may define anew: making, filling, laying out and printing a model, not computing logits.
+_MAY_DEFINE = frozenset(
+    ["_apply", "extra_repr", "initial_value", "parallel_plan", "reset_parameters", "residual_outputs", "sharing_input"]
+)
+
+
+def _foreign_part(model: nn.Module, family: Family) -> str | None:
+    """Modules are compared by class and forward, and parameters by name and shape, with the model that the config makes."""
+    from .low_rank import LowRank
+    from .parallel.parallelize import pipeline_of
+
+    config: Any = getattr(model, "config", None)
+    if type(config) is not family.config_class:
+        return f"its config is a {type(config).__name__}, no {family.model}Config"
+    kinds, shapes = _parts(config)
+    found = {name: each for name, each in model.named_modules() if not isinstance(each, LowRank)}
+    for name, module in found.items():
+        where = f"its {name}" if name else "it"
+        if name not in kinds:
+            return f"{where} is a module that a {family.model} has not"
+        kind: Any = type(module)
+        known: Any = kinds[name]
+        if (reason := _otherwise(kind, known)) or (reason := _replaced_forward(module)):
+            return f"{where} {reason}"
+    if missing := kinds.keys() - found.keys():
+        return f"it has no {min(missing)}"
+    pipeline = pipeline_of(model)
+    named = model.named_parameters() if pipeline is None else pipeline.parameters.items()
+    own = {name: tuple(parameter.shape) for name, parameter in named if ".lora." not in name}
+    if odd := own.keys() ^ shapes.keys():
+        name = min(odd)
+        return (
+            f"its {name} is a parameter that a {family.model} of its config has not"
+            if name in own
+            else f"it has no {name}"
+        )
+    if odd := {name for name, shape in own.items() if shape != shapes[name]}:
+        name = min(odd)
+        return f"its {name} has shape {own[name]}, and its config makes the shape {shapes[name]}"
+    return None
+
+
+@lru_cache(maxsize=32)
+def _parts(config: ModelConfig) -> tuple[dict[str, type[nn.Module]], dict[str, tuple[int, ...]]]:
+    """The classes of the modules of a config's model, and the shapes of its parameters, by name."""
+    import torch
+
+    with torch.device("meta"):
+        model = make_model(config)
+    kinds: dict[str, type[nn.Module]] = {name: type(each) for name, each in model.named_modules()}
+    return kinds, {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+
+@lru_cache(maxsize=1024)
+def _otherwise(kind: type[nn.Module], known: type[nn.Module]) -> str | None:
+    """How a class computes differently from the known class; None for the known class and for subclasses that only add names."""
+    from torch import nn
+
+    if known not in kind.__mro__:
+        return f"is a {kind.__name__}, no {known.__name__}"
+    computing = {name for each in known.__mro__ if each not in nn.Module.__mro__ for name in vars(each)}
+    computing = {name for name in computing if not name.startswith("__")} - _MAY_DEFINE | {"forward", "__call__"}
+    for each in kind.__mro__[: kind.__mro__.index(known)]:
+        for name in computing & vars(each).keys():
+            if not _is_ours(vars(each)[name]):
+                return f"is a {kind.__name__}, whose {name} is another than a {known.__name__}'s"
+    return None
+
+
+def _replaced_forward(module: nn.Module) -> str | None:
+    forward = vars(module).get("forward")
+    return None if forward is None or _is_ours(forward) else "has a forward that was set from outside"
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether this library defines a function, as for laying out a model: then the values are the same."""
+    while True:
+        home = str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
+        if isinstance(function, partial):
+            function = function.func
+        elif home.startswith(("torch.", "contextlib")) and hasattr(
+            function, "__wrapped__"
+        ):  # compiled, under a setting of torch
+            function = function.__wrapped__
+        else:
+            return home.startswith("weft.")

@@ -43,26 +43,6 @@ class Linear(nn.Linear):
         return kernels.linear(input, self.weight, self.bias)
 
 
-class LowRank(nn.Module):
-    """What a low-rank adapter adds to a linear layer's output: alpha / rank * (input @ A.T) @ B.T (Hu et al. 2022).
-
-    It is beside the layer, as its `lora`, and lies as the layer's weight does: B as its outputs, A as its inputs. So on a mesh
-    its output has the layout of the layer's, Partial where that is, and both are reduced at once.
-    """
-
-    def __init__(self, a: Tensor, b: Tensor, alpha: float) -> None:
-        super().__init__()
-        self.A, self.B = nn.Parameter(a), nn.Parameter(b)
-        self.scale = alpha / a.shape[0]
-
-    def forward(self, input: Tensor, output: Tensor) -> Tensor:
-        """input [..., in_features], output [..., out_features] of the layer -> that with the adapter's added to it"""
-        return kernels.add(output, kernels.linear(kernels.linear(input, self.A), self.B), alpha=self.scale)
-
-    def extra_repr(self) -> str:
-        return f"rank={self.A.shape[0]}, scale={self.scale:g}"
-
-
 @rowwise
 class Embedding(nn.Embedding):
     """nn.Embedding whose table is left unset: `initialize` or a checkpoint fills it, once."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,66 @@ from torch.distributed.tensor import DTensor
 from ..data.tokenizer import Tokenizer, files_beside
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
-from .huggingface import attempt, is_parallel, raise_on_all, read_json, start_folder, weights_of_model, whole_parameter
+from .companions import companions_of
+from .configs import read_json
+from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
+from .shards import write_documents
 from .stored import Stored
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# Fields of adapter_config.json that change what adapters compute, and the values of those here.
-_PLAIN: dict[str, tuple[Any, ...]] = {
+# The fields of adapter_config.json that are known: any other field is an error. First the fields that change no output beyond
+# the tensors and the scale, or act in training alone.
+_MEANINGLESS = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "exclude_modules",  # as target_modules: the file has the tensors of the layers that were chosen
+        "fan_in_fan_out",  # how the base layer keeps its weight, for merging
+        "inference_mode",
+        "layers_pattern",  # of layers_to_transform
+        "lora_dropout",
+        "megatron_core",  # of megatron_config
+        "peft_version",
+        "qalora_group_size",  # of use_qalora
+        "revision",
+        "target_modules",
+    ]
+)
+_READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
+_OFF: tuple[Any, ...] = (None, {}, [], False)
+# The fields that change the output, and the values with which they do not.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None, []),
+    # pissa, olora, corda, eva, loftq and lora_ga take their start out of the base's weights, which the folder does not hold.
+    "init_lora_weights": (True, False, "gaussian"),
+    **dict.fromkeys(
+        [
+            "use_rslora",
+            "use_dora",
+            "use_qalora",
+            "use_bdlora",
+            "lora_bias",
+            "modules_to_save",
+            "layers_to_transform",
+            "layer_replication",
+            "trainable_token_indices",
+            "target_parameters",
+            "alora_invocation_tokens",
+            "arrow_config",
+            "corda_config",
+            "ensure_weight_tying",
+            "eva_config",
+            "kasa_config",
+            "loftq_config",
+            "lora_ga_config",
+            "megatron_config",
+            "monteclora_config",
+            "velora_config",
+        ],
+        _OFF,
+    ),
 }
 
 
@@ -46,14 +89,16 @@ def save_lora(
     """Writes the adapters alone, as `peft.PeftModel.from_pretrained` and `load_lora` read them.
 
     base: the name or folder of the model that they are for, which is written down.
-    tokenizer: its files are put into the folder; where None, those that stand in the folder `base`, if it is one.
+    tokenizer: its files are put into the folder; where None, those that stand in the folder `base`, if it is one, and without
+        `base` those that the model carries.
     Adapters of layers that Hugging Face's model keeps as one, as GPT-2's q, k and v, are one adapter of that: its A has theirs
     one after the other, its B has theirs on the diagonal, and its rank and alpha are as many times as large.
     Communication: as of `save_pretrained`, of the adapters alone. Every rank calls it.
     Raises ValueError for a model without adapters or of an unknown kind, and where the folder exists; OSError where it cannot be written; on every rank, for a parallel model.
     """
     folder, adapters = Path(folder), lora_of(model)
-    stored = {layer: _stored_layer(model, layer) for layer in adapters.layers}
+    weights = weights_of_model(model)
+    stored = {layer: _stored_layer(weights, layer) for layer in adapters.layers}
     parallel = is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -85,31 +130,33 @@ def save_lora(
             for name, own in parts.items()
             for leaf, whole in zip(("A", "B"), _as_one(own, of[name]), strict=True)
         }
-        error = attempt(_write, tensors, config, base, tokenizer, temporary, folder)
+        if tokenizer is not None:
+            documents = dict(tokenizer.files)
+        else:
+            documents = companions_of(model).tokenizer_files if base is None else files_beside(Path(base))
+        error = attempt(_write, tensors, config, documents, temporary, folder)
         if error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     raise_on_all(error, parallel)
 
 
-def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
+def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None) -> nn.Module:
     """`model` itself, with the adapters of a folder that `save_lora` or `peft` wrote; before or after `parallelize`.
 
     Each rank reads the parts that it holds. What dropout the adapters were trained with acts in training alone, and is left out.
+    dtype: of the adapters, as of `lora`.
     Communication: none.
-    Raises ValueError for a folder that has no such adapters, a setting that these here have not, layers that the model
+    Raises ValueError for a folder that has no such adapters, a field of adapter_config.json that is not known or has a value that these here have not, layers that the model
     has not, tensors of other shapes, and as `lora`.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_FILE, "give a folder that save_lora or peft saved adapters in")
-    for field, plain in _PLAIN.items():
-        if field in config and config[field] not in plain:
-            raise ValueError(
-                f"{folder / CONFIG_FILE}: {field} {config[field]!r} is not supported; it may be {plain[0]!r}"
-            )
+    _check_config(config, folder / CONFIG_FILE)
     layers: dict[str, dict[int, str]] = {}  # by layer of Hugging Face's model, ours that it is
+    weights = weights_of_model(model)
     for name, each in model.named_modules():
         if isinstance(each, nn.Linear):
-            where = _stored_layer(model, name)
+            where = _stored_layer(weights, name)
             layers.setdefault(where.name, {})[where.part] = name
     try:
         file: Any = safe_open(folder / FILE, framework="pt", device="cpu")
@@ -136,7 +183,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
                 )
             sources.update({layers[name][part]: source for part, source in own.items()})
         _check_patterns(config, found, folder / CONFIG_FILE)
-        lora(model, config["r"], config["lora_alpha"], sorted(sources))
+        lora(model, config["r"], config["lora_alpha"], sorted(sources), dtype=dtype)
         for name, leaf in ((f"{layer}.lora.{leaf}", leaf) for layer in sources for leaf in ("A", "B")):
             parameter, source = model.get_parameter(name), sources[name.rpartition(".lora.")[0]]
             if source.shape(leaf) != tuple(parameter.shape):
@@ -197,12 +244,36 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
     }
 
 
+def _check_config(config: Mapping[str, Any], file: Path) -> None:
+    """Raises ValueError for a field of adapter_config.json that is not known, or has a value that adapters here have not."""
+    for field, value in config.items():
+        if field in _MEANINGLESS or field in _READ:
+            continue
+        if field not in _PLAIN:
+            raise ValueError(
+                f"{file}: {field!r}, which is {value!r}, is no field that is known here; remove it where it does not change what "
+                f"the adapters compute"
+            )
+        if not any(value is plain or (value == plain and type(value) is type(plain)) for plain in _PLAIN[field]):
+            allowed = (
+                _PLAIN[field] if _PLAIN[field] is not _OFF else (type(value)() if isinstance(value, bool) else None,)
+            )
+            raise ValueError(
+                f"{file}: {field} {value!r} is not supported; it may be {' or '.join(map(repr, allowed))}. Merge the adapters into "
+                f"the base model in peft, and read that model"
+            )
+    for field, kinds in (("r", int), ("lora_alpha", int | float)):
+        value = config.get(field)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{file}: {field} is {value!r}; it must be a number above 0")
+
+
 def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], file: Path) -> None:
-    """Raises ValueError where layers have ranks of their own, but for those that are several of ours."""
+    """Raises ValueError where layers have ranks or scales of their own, but for those that are several of ours."""
     times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
     for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
         given, own = config.get(field) or {}, {name: n * one for name, n in times.items() if n > 1}
-        if given and given != own:
+        if given != own:
             raise ValueError(f"{file}: {field} {given!r} is not supported; it may be {own!r}")
 
 
@@ -219,23 +290,16 @@ def _as_one(parts: dict[int, tuple[Tensor, Tensor]], of: int) -> tuple[Tensor, T
     return a, b
 
 
-def _stored_layer(model: nn.Module, layer: str) -> Stored:
-    """The layer of Hugging Face's model that this one is, or is a part of."""
-    stored: Stored = weights_of_model(model).stored(f"{layer}.weight")
+def _stored_layer(weights: Any, layer: str) -> Stored:
+    """The layer of Hugging Face's model that this one is, or is a part of. weights: what is known of the family's files."""
+    stored: Stored = weights.stored(f"{layer}.weight")
     return replace(stored, name=stored.name.removesuffix(".weight"))
 
 
 def _write(
-    tensors: dict[str, Tensor],
-    config: dict[str, Any],
-    base: str | None,
-    tokenizer: Tokenizer | None,
-    temporary: Path,
-    folder: Path,
+    tensors: dict[str, Tensor], config: dict[str, Any], documents: dict[str, bytes], temporary: Path, folder: Path
 ) -> None:
-    documents = dict(tokenizer.files) if tokenizer is not None else {} if base is None else files_beside(Path(base))
-    for name, content in documents.items():
-        (temporary / name).write_bytes(content)
+    write_documents(temporary, documents)
     save_file(tensors, temporary / FILE, metadata={"format": "pt"})
     (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     temporary.rename(folder)

@@ -53,13 +53,12 @@ class Sums:
         self._pieces: dict[tuple[str, int, Piece], int] = {}
         for name in (CONFIG, INDEX_FILE):
             if (folder / name).is_file():
-                self.content(name)
+                self.check_content(name, (folder / name).read_bytes())
 
-    def content(self, name: str) -> bytes:
-        """A file that holds no tensors. Raises DamagedCheckpoint where it is not as it was written."""
-        if self._manifest is None or name not in self._manifest.files:
-            return (self._folder / name).read_bytes()
-        return self._manifest.content(self._folder, name)
+    def check_content(self, name: str, content: bytes) -> None:
+        """Raises DamagedCheckpoint where a file that holds no tensors is not as it was written."""
+        if self._manifest is not None and name in self._manifest.files:
+            self._manifest.check(self._folder, name, content)
 
     def check_header(self, filename: str) -> None:
         """Raises DamagedCheckpoint unless what stands before the tensors of a safetensors file is as it was written."""

@@ -13,20 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.tokenizer import FILES
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
-from .huggingface import (
-    SHARD_BYTES,
-    check_tensors,
-    finish_pretrained,
-    open_tensors,
-    read_config,
-    read_slices,
-    shards_of,
-    weight_files,
-    weights_of,
-)
+from .companions import Companions
+from .configs import read_config, weights_of
+from .huggingface import SHARD_BYTES, finish_pretrained, shards_of
 from .manifest import (
     CHECKSUMS,
     CONFIG,
@@ -43,15 +34,16 @@ from .manifest import (
 from .shards import DTYPES, positional_sum, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, beside, finish_folder
-
-DOCUMENTS = (*FILES, "generation_config.json")  # what goes along as it is
+from .stored import widest
+from .tensors import check_tensors, open_tensors, read_slices, weight_files
 
 
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Writes the weights of a checkpoint of a run as a Hugging Face folder, or those of such a folder as a checkpoint.
 
     No more is in memory than a tensor, of those that are written, and what is read for it from one file. A checkpoint made so has no
-    optimizer's state, and is of step 0: a run that is resumed from it begins with its weights. The files of a tokenizer go along.
+    optimizer's state, and is of step 0: a run that is resumed from it begins with its weights. The files of a tokenizer go along,
+    generation_config.json, and the ids of tokens in config.json.
     shard_bytes: of a file, at most, but for one of a single tensor.
     Returns the names of what stood beside and did not go along, such as code.
     Raises ValueError for a source that is neither or not whole, and where the target exists or another process makes it;
@@ -109,7 +101,10 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         stored_tensors: dict[str, StoredTensor] = {}
         for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
             shapes = {
-                tensor: (dtypes[names[0]], weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)))
+                tensor: (
+                    widest(dtypes[name] for name in names),
+                    weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)),
+                )
                 for tensor, names in tensors.items()
             }
 
@@ -121,15 +116,19 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
                     dtype, shape = shapes[tensor]
                     whole = torch.empty(shape, dtype=dtype)
                     for name in names:
-                        reader.read_into(f"{MODEL}{name}", weights.stored(name).place(whole))
+                        place = weights.stored(name).place(whole)
+                        part = place if dtypes[name] == dtype else torch.empty_like(place, dtype=dtypes[name])
+                        reader.read_into(f"{MODEL}{name}", part)
+                        if part is not place:
+                            place.copy_(part)
                     yield whole
                     del whole  # before the next is made
 
             files[filename], found = write_summed(beside(target) / filename, shapes, values())
             stored_tensors.update(found)
-        documents = {name: reader.manifest.content(source, name) for name in DOCUMENTS if name in reader.manifest.files}
+        along = Companions.saved(source, config, reader.manifest)
         manifest = Manifest(stored_tensors, files, CHECKSUMS)
-        finish_pretrained(parameters, config, manifest, documents, beside(target), target)
+        finish_pretrained(config, manifest, along.files, beside(target), target)
         return _others(source, {MANIFEST, *reader.manifest.files})
 
 
@@ -167,15 +166,17 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
             files[filename] = write_shard(beside(target) / filename, shapes, values())
         sums.check(None, torch.device("cpu"))
-        documents = {RUN: as_document({}), CONFIG: as_document(weights.write_config(model))}
-        documents |= {name: sums.content(name) for name in DOCUMENTS if (source / name).is_file()}
+        along = Companions.read(source, config, sums.check_content)
+        said = along.in_config(weights.write_config(model))
+        documents = {RUN: as_document({}), CONFIG: as_document(said), **along.files}
         finish_folder(target, found, files, documents)
         return _others(source, {CHECKSUMS, INDEX_FILE, *weight_files(source), *documents})
 
 
 def _others(source: Path, known: Iterable[str]) -> list[str]:
     """What is in a folder beside what is known, in order, but for what is hidden."""
-    return sorted(path.name for path in source.iterdir() if path.name not in known and not path.name.startswith("."))
+    first = {Path(name).parts[0] for name in known}
+    return sorted(path.name for path in source.iterdir() if path.name not in first and not path.name.startswith("."))
 
 
 def _model(source: Path, config: Mapping[str, Any]) -> tuple[Any, nn.Module]:

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What says nothing about the network: how the file came about, how text becomes tokens and tokens text, what else a
-# model's class can return, and settings of tasks other than the next token.
-MEANINGLESS = frozenset(
+# Fields that say nothing about the network. First those about the file itself and about how a program runs the model.
+_FILE = frozenset(
     [
         "_attn_implementation",
         "_attn_implementation_autoset",
@@ -19,45 +18,42 @@ MEANINGLESS = frozenset(
         "attn_implementation",
         "auto_map",
         "dtype",
+        "gradient_checkpointing",
+        "is_decoder",
         "model_type",
         "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
         "torch_dtype",
+        "torchscript",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
-        "tf_legacy_loss",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "prefix",
-        "sep_token_id",
-        "tokenizer_class",
-        "unk_token_id",
-        "gradient_checkpointing",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "torchscript",
-        "use_cache",
-        "finetuning_task",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "task_specific_params",
-        "tie_encoder_decoder",
-        "is_decoder",
+    ]
+)
+
+# How text becomes tokens and tokens text, settings of generation, and of tasks beyond the next token: these go along with a model.
+COMPANIONS = frozenset(
+    [
         "bad_words_ids",
         "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
         "diversity_penalty",
         "do_sample",
         "early_stopping",
         "encoder_no_repeat_ngram_size",
+        "eos_token_id",
         "exponential_decay_length_penalty",
+        "finetuning_task",
         "forced_bos_token_id",
         "forced_eos_token_id",
+        "id2label",
+        "label2id",
         "length_penalty",
         "max_length",
         "max_new_tokens",
@@ -65,18 +61,28 @@ MEANINGLESS = frozenset(
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
+        "num_labels",
         "num_return_sequences",
         "output_scores",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
         "remove_invalid_values",
         "repetition_penalty",
         "return_dict_in_generate",
+        "sep_token_id",
         "suppress_tokens",
+        "task_specific_params",
         "temperature",
+        "tokenizer_class",
         "top_k",
         "top_p",
         "typical_p",
+        "unk_token_id",
+        "use_cache",
     ]
 )
+MEANINGLESS = _FILE | COMPANIONS
 
 # What would make another network of any family, and the values with which it does not.
 FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -98,7 +104,8 @@ class Fields:
     model: what it is called in errors. names: Hugging Face's name of each field that is one of ours, and ours.
     required: of these, those that must be there. defaults: what transformers takes for a field that is absent, where that
     is not our default. fixed: fields with one meaning here, and the values that say it. elsewhere: fields that the family
-    reads itself. meaningless: fields of its own that say nothing about the network.
+    reads itself. meaningless: fields of its own that say nothing about the network. nullable: sizes that transformers works
+    out from other sizes where they are null, as our config does where they are absent; any other null is an error.
     """
 
     model: str
@@ -108,11 +115,12 @@ class Fields:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     elsewhere: Collection[str] = ()
     meaningless: Collection[str] = ()
+    nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values of our config's fields; those that the file leaves open are not among them.
 
-        Raises ValueError for a field that is missing, unknown, or has a value that the model does not have.
+        Raises ValueError for a field that is missing, unknown or null, or has a value that the model does not have.
         """
         for name in self.required:
             if config.get(name) is None:
@@ -130,6 +138,17 @@ class Fields:
         return {**fixed, **written, "bos_token_id": None, "eos_token_id": None}
 
     def _check(self, name: str, value: Any) -> None:
+        if name in self.nullable and value == 0:
+            raise ValueError(
+                f"config.json: {name} is {value!r}; give a size, or null for the size that follows from the others"
+            )
+        if value is None and name in self.names and name not in self.nullable:
+            raise ValueError(
+                f"config.json: {name} is null, which says no value; give the value that the model was trained with, or remove "
+                f"the field for the default"
+            )
+        if name in self.names and isinstance(value, list | dict):
+            raise ValueError(f"config.json: {name} is {value!r}; give one number, text, true or false")
         if name in self.names or name in self.elsewhere or name in self.meaningless or name in MEANINGLESS:
             return
         values = self.fixed.get(name, FIXED.get(name))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,21 +19,22 @@ from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import one_mesh, wrap
 
 from ..data.tokenizer import Tokenizer
-from ..families import FAMILIES, family_of, make_model
+from ..families import FAMILIES, family_of, foreign_part, make_model
 from ..initialization import local_slices
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
 from .checksums import INDEX_FILE, Sums, write_summed
+from .companions import Companions, companions_of, keep_companions
+from .configs import read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
-from .shards import sync_folder, write_file
-from .states import load_checkpoint
-from .stored import grouped, joined
+from .shards import DTYPES as STORED_DTYPES
+from .shards import sync_folder, write_documents, write_file
+from .states import fill_from
+from .stored import grouped, joined, widest
+from .tensors import DTYPES, SINGLE_FILE, check_tensors, open_tensors, read_slices
 
-SINGLE_FILE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000  # a file's size, as transformers writes them
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def from_pretrained(
@@ -54,7 +53,11 @@ def from_pretrained(
     with its checksums. Communication: with a mesh a gather of these sums along each axis; of a checkpoint that of
     `load_checkpoint`.
     device_mesh: torch's name for the mesh; give one of the two.
-    dtype: of the parameters; as stored where None.
+    dtype: of the parameters, to which stored values are rounded; where None each parameter keeps the dtype of its own stored
+        tensor. So a folder in bfloat16 gives parameters in bfloat16, and an optimizer then updates 16-bit weights, in which
+        small updates are lost: give dtype=torch.float32 to train the whole model, and compute in bfloat16 by torch.autocast.
+    The model carries what the folder says beside the network, which `save_pretrained` and `save_checkpoint` write again: the
+    files of the tokenizer, the chat template, generation_config.json and the ids of tokens in config.json.
     Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model;
     DamagedCheckpoint for one that is not as it was written.
     """
@@ -77,12 +80,13 @@ def from_pretrained(
             stored = weights.stored(name)
             file = tensors[stored.name]()
             held = stored.slices(local_slices(parameter), tuple(parameter.shape))
-            part = stored.restored(read_slices(file, held)).to(device, dtype or _DTYPES[file.get_dtype()])
+            part = stored.restored(read_slices(file, held)).to(device, dtype or DTYPES[file.get_dtype()])
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
         _replace(model, loaded)
     sums.check(mesh, torch.device(device))
+    keep_companions(model, Companions.read(folder, config, sums.check_content))
     return model
 
 
@@ -94,11 +98,13 @@ def save_pretrained(
     Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
     Adapters are folded into what is written, as `merge_lora` does it; the model stays as it is. `save_lora` writes them alone.
     shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
-    tokenizer: its files are put into the folder, where `weft generate` and transformers' AutoTokenizer find them.
+    What the model's own folder said beside the network goes along, see `from_pretrained`.
+    tokenizer: its files are put into the folder, where `weft generate` and transformers' AutoTokenizer find them, in the place
+        of those that go along; the end of its documents is eos_token_id where the model's folder had none.
     Communication: each parallel parameter is brought whole to every rank of its mesh, and from its stage to the others; with such parameters, one
         broadcast of rank 0's outcome before and one after. Every rank calls it.
-    Raises ValueError where the folder exists or the model is of an unknown kind, OSError where it cannot be written;
-        on every rank, for a parallel model.
+    Raises ValueError where the folder exists, and where the model is of an unknown kind or computes otherwise than its family,
+        as a subclass with another MLP does; OSError where it cannot be written; on every rank, for a parallel model.
     """
     folder = Path(folder)
     weights = weights_of_model(model)
@@ -129,11 +135,10 @@ def save_pretrained(
         if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
             error = attempt(write, filename, whole)
     if writer and error is None:
-        documents = dict(() if tokenizer is None else tokenizer.files)
-        config = weights.write_config(model)
-        error = attempt(
-            finish_pretrained, parameters, config, Manifest(stored, files, CHECKSUMS), documents, temporary, folder
-        )
+        along = companions_of(model).with_tokenizer(tokenizer)
+        config = along.in_config(weights.write_config(model))
+        whole_manifest = Manifest(stored, files, CHECKSUMS)
+        error = attempt(finish_pretrained, config, whole_manifest, along.files, temporary, folder)
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     raise_on_all(error, parallel)
@@ -155,117 +160,16 @@ def _from_checkpoint(
             f"{folder} is of a model of no family, so its config is not known; make the model, and load_checkpoint(model, folder)"
         )
     config = manifest.document(folder, CONFIG)
-    first = next(each for name, each in manifest.tensors.items() if name.startswith(MODEL))
     with torch.device("meta"):
-        model = make_model(weights_of(folder, config).read_config(config)).to(dtype or _DTYPES[first.dtype])
+        model = make_model(weights_of(folder, config).read_config(config))
+    stored = {name: manifest.tensors.get(f"{MODEL}{name}") for name, _ in model.named_parameters()}
+    dtypes = {name: dtype or (torch.float32 if each is None else DTYPES[each.dtype]) for name, each in stored.items()}
+    _replace(model, {each: nn.Parameter(each.to(dtypes[name])) for name, each in model.named_parameters()})
     if mesh is not None:
         model = parallelize(model, mesh, plan)
     model.to_empty(device=device)
-    load_checkpoint(model, folder)
+    fill_from(model, folder, rounding=dtype is not None)
     return model
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
-    return read_json(folder / "config.json", "give a folder that transformers or Weft saved a model in")
-
-
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; fetch or save it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; fetch or save it again")
-    return value
-
-
-def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
-    kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"{folder / 'config.json'}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[kind].weights
-
-
-def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Callable[[], Any]]:
-    """By name, what gives each tensor to read slices of, which are noted in `sums`.
-
-    prefix: of the names within the model without its head. Where no name has it, such a model was saved alone, as the
-    published GPT-2 was, and all names are of it.
-    """
-    tensors: dict[str, Callable[[], Any]] = {}
-    for filename in weight_files(folder):
-        if not (folder / filename).is_file():
-            raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
-        sums.check_header(filename)
-        try:
-            file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
-        except SafetensorError as error:
-            raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
-        names: list[str] = file.keys()  # it is no mapping, and has no iterator
-        tensors.update({name: partial(_slices, sums, file, name) for name in names})
-    if any(name.startswith(prefix) for name in tensors):
-        return tensors
-    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The names of the safetensors files of a folder. Raises ValueError where it has none."""
-    if (folder / INDEX_FILE).is_file():
-        index = read_json(folder / INDEX_FILE, "").get("weight_map")
-        if not isinstance(index, dict):
-            raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
-        return sorted(set(index.values()))
-    if (folder / SINGLE_FILE).is_file():
-        return [SINGLE_FILE]
-    raise ValueError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
-        f"save the model with save_pretrained(..., safe_serialization=True)"
-    )
-
-
-def _slices(sums: Sums, file: Any, name: str) -> Any:
-    return sums.of(name, file.get_slice(name))
-
-
-def check_tensors(model: nn.Module, tensors: Mapping[str, Callable[[], Any]], folder: Path, weights: Any) -> None:
-    """Raises ValueError unless the files hold the model's tensors, in its shapes, and no others."""
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        stored = weights.stored(name)
-        shapes[stored.name] = stored.shape(tuple(parameter.shape))
-    missing = [name for name in shapes if name not in tensors]
-    if missing:
-        raise ValueError(f"{folder} lacks {_listed(missing)}; check config.json against the files")
-    unexpected = [name for name in tensors if name not in shapes and not weights.is_ignored(name, model)]
-    if unexpected:
-        raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
-    for name, shape in shapes.items():
-        stored = tensors[name]()
-        if tuple(stored.get_shape()) != shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {tuple(stored.get_shape())}, but config.json makes it {shape}; check it"
-            )
-        if stored.get_dtype() not in _DTYPES:
-            raise ValueError(f"{folder}: {name} is {stored.get_dtype()}; save it as one of {', '.join(_DTYPES)}")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
-    shape = [s.stop - s.start for s in part]
-    if 0 in shape:
-        return torch.empty(shape, dtype=_DTYPES[stored.get_dtype()])
-    tensor: Tensor = stored[part]
-    return tensor.contiguous()
 
 
 def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
@@ -281,7 +185,13 @@ def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
 def weights_of_model(model: nn.Module) -> Any:
     family = family_of(model)
     if family is None:
-        raise ValueError(f"a {type(model).__name__} has no Hugging Face form; save one of {', '.join(FAMILIES)}")
+        part = foreign_part(model)
+        remedy = (
+            f"; save one of {', '.join(FAMILIES)}"
+            if part is None
+            else f": {part}; save_checkpoint(model, folder) writes its weights, for a model of the same class to load"
+        )
+        raise ValueError(f"a {type(model).__name__} has no Hugging Face form{remedy}")
     return family.weights
 
 
@@ -327,24 +237,20 @@ def start_folder(folder: Path, temporary: Path) -> None:
 
 
 def finish_pretrained(
-    parameters: Mapping[str, Tensor],
-    config: dict[str, Any],
-    manifest: Manifest,
-    documents: Mapping[str, bytes],
-    temporary: Path,
-    folder: Path,
+    config: dict[str, Any], manifest: Manifest, documents: Mapping[str, bytes], temporary: Path, folder: Path
 ) -> None:
     """Adds the config, the index of several files, the documents and the checksums, and gives the folder its name.
 
     It returns when the disk has all. manifest: of the safetensors files, which are written.
     """
-    dtype = next(iter(parameters.values())).dtype
+    stored = [(STORED_DTYPES[tensor.dtype], torch.Size(tensor.shape)) for tensor in manifest.tensors.values()]
+    dtype = widest(each for each, _ in stored)  # to which transformers brings every tensor that it reads
     written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
     if len(manifest.files) > 1:
-        total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+        total = sum(each.itemsize * shape.numel() for each, shape in stored)
         weight_map = {name: tensor.parts[0].file for name, tensor in manifest.tensors.items()}
         written[INDEX_FILE] = as_document({"metadata": {"total_size": total}, "weight_map": weight_map})
-    files = {name: write_file(temporary / name, content) for name, content in written.items()}
+    files = write_documents(temporary, written)
     whole = Manifest(manifest.tensors, {**manifest.files, **files}, CHECKSUMS)
     write_file(temporary / CHECKSUMS, whole.text().encode())
     sync_folder(temporary)

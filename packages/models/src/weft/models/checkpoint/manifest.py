@@ -72,11 +72,12 @@ def as_document(value: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds. name: of its file."""
+    """What a checkpoint holds. name: of its file. optimizer: what is said of the optimizer beside its state; None of older ones."""
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
     name: str = MANIFEST
+    optimizer: Mapping[str, Any] | None = None
 
     @property
     def remedy(self) -> str:
@@ -85,10 +86,12 @@ class Manifest:
 
     def text(self) -> str:
         """As it is written. The digest is of what stands under "holds", as it is written there."""
-        holds = {
+        holds: dict[str, Any] = {
             "tensors": {name: asdict(tensor) for name, tensor in sorted(self.tensors.items())},
             "files": {name: asdict(file) for name, file in sorted(self.files.items())},
         }
+        if self.optimizer is not None:
+            holds["optimizer"] = dict(self.optimizer)
         return _as_written(holds)
 
     @classmethod
@@ -110,7 +113,7 @@ class Manifest:
                 raise ValueError
             if value["version"] > VERSION:
                 raise _Newer
-            found = cls(*_parsed(value["holds"]), name)
+            found = cls(*_parsed(value["holds"]), name, value["holds"].get("optimizer"))
         except _Newer:
             raise ValueError(
                 f"{path} is of version {value['version']}, and this Weft reads up to {VERSION}; install a newer one"

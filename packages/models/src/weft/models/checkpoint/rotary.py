@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..config import RotaryConfig
 from ..rope_scaling import (
@@ -17,7 +16,10 @@ from ..rope_scaling import (
     YarnRopeScaling,
     magnitude,
 )
-from .stored import Stored
+from .stored import Repeats, Stored, tied_head
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NAMES = {  # Hugging Face's: ours
@@ -34,6 +36,7 @@ NAMES = {  # Hugging Face's: ours
     "initializer_range": "initializer_range",
     "attention_dropout": "attention_dropout",
 }
+NULLABLE = ("num_key_value_heads", "head_dim")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 # Fields of config.json that `read_rope` reads.
@@ -48,11 +51,32 @@ def stored(parameter: str) -> Stored:
     return Stored(parameter if parameter.startswith("lm_head.") else f"{PREFIX}{parameter}")
 
 
-def is_ignored(tensor: str, model: nn.Module) -> bool:
-    """True for a tensor that files may hold and the model has no use for."""
-    config: Any = model.config
-    tied = tensor == "lm_head.weight" and bool(config.tie_embeddings)
-    return tied or tensor.endswith("rotary_emb.inv_freq")
+def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
+    """What a tensor is that files may hold beside the parameters; None for a tensor that the model has no place for."""
+    if tensor == "lm_head.weight" and config.tie_embeddings:
+        return tied_head(f"{PREFIX}embed_tokens.weight")
+    if tensor.endswith("rotary_emb.inv_freq"):
+        return Repeats(
+            what="the rotary frequencies of config.json",
+            remedy="set rope_theta and rope_scaling in config.json as the model was trained, or remove the tensor",
+            is_right=partial(_are_frequencies, config),
+        )
+    return None
+
+
+def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
+    """Whether these are the config's, stretched or as they are before that, rounded as files of 16 bits have them."""
+    import torch
+
+    from ..rope import compute_rotary_frequencies
+
+    whole = replace(config.rotary, scaling=None), config.rotary
+    right = [compute_rotary_frequencies(each, torch.device("cpu")) for each in whole]
+    allowed = 4 * torch.finfo(stored.dtype).eps
+    return any(
+        stored.shape == each.shape and torch.allclose(stored.float(), each, rtol=max(allowed, 1e-5), atol=1e-7)
+        for each in right
+    )
 
 
 _ANYWHERE = ("partial_rotary_factor", "rope_theta", "rope_type", "type")  # settings beside those of the kind
@@ -103,10 +127,16 @@ def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     Raises ValueError for a kind or a setting that is not known, and for one that is missing.
     """
     rope: dict[str, Any] = {}
-    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = settings.get("rope_theta", config.get("rope_theta"))
-    if theta is not None:
-        rope["rope_theta"] = theta
+    settings: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name)
+        if not isinstance(given, Mapping | None):
+            raise ValueError(f"config.json: {name} is {given!r}; give an object of settings, or null")
+        settings |= given or {}
+    if "rope_theta" in settings or "rope_theta" in config:
+        rope["rope_theta"] = settings.get("rope_theta", config.get("rope_theta"))
+        if rope["rope_theta"] is None:
+            raise ValueError("config.json: rope_theta is null, which says no value; give the base of the wavelengths")
     fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if fraction not in (None, 1, 1.0):
         raise ValueError(f"config.json: partial_rotary_factor {fraction} is not supported; whole heads are turned here")
@@ -138,6 +168,8 @@ def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> R
     missing = [theirs for theirs in kind.names if theirs not in kind.optional and settings.get(theirs) is None]
     if missing:
         raise ValueError(f"config.json: the {name!r} rope scaling has no {', '.join(missing)}; add it")
+    if settings.get("truncate", True) is None:  # a null is false in transformers, and an absent field true
+        raise ValueError("config.json: the 'yarn' rope scaling has truncate null; give true or false")
     values = {ours: settings[theirs] for theirs, ours in kind.names.items() if settings.get(theirs) is not None}
     if name == "dynamic":
         _check_original(settings, max_seq_len)

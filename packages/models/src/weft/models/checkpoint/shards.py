@@ -75,6 +75,18 @@ def write_file(path: Path, content: bytes) -> StoredFile:
     return StoredFile(len(content), hashlib.sha256(content).hexdigest())
 
 
+def write_documents(folder: Path, documents: Mapping[str, bytes]) -> dict[str, StoredFile]:
+    """Writes files by name, of a folder within this one too, and returns when the disk has them."""
+    files = {}
+    for name, content in documents.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        files[name] = write_file(path, content)
+        if path.parent != folder:
+            sync_folder(path.parent)
+    return files
+
+
 def sync_folder(folder: Path) -> None:
     """Returns when the disk has the names in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..data.tokenizer import Tokenizer
 from ..families import family_of
 from ..parallel.parallelize import pipeline_of
+from .companions import Companions, companions_of, keep_companions
+from .configs import check_config, own_config, saved_config
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
+from .optimizers import check_optimizer, describe_optimizer, state_to_fill
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
 from .shards import DTYPES
 from .storage import FolderReader, FolderWriter, beside, check_sums
@@ -28,10 +31,14 @@ from .storage import FolderReader, FolderWriter, beside, check_sums
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes."""
+    """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes.
+
+    optimizer: what the manifest says of the optimizer; None without one.
+    """
 
     parts: Mapping[str, Part]
     documents: Mapping[str, bytes]
+    optimizer: Mapping[str, Any] | None = None
 
     def copied(self, into: Snapshot | None = None) -> Snapshot:
         """The same with tensors of its own, on the CPU: training may go on while it is written.
@@ -39,7 +46,8 @@ class Snapshot:
         into: an earlier copy, which is written already; its memory is taken again.
         """
         before = {} if into is None else into.parts
-        return Snapshot({name: part.copied(before.get(name)) for name, part in self.parts.items()}, self.documents)
+        parts = {name: part.copied(before.get(name)) for name, part in self.parts.items()}
+        return replace(self, parts=parts)
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +59,7 @@ class Snapshot:
             with _quietly():
                 save(
                     dict(self.parts),
-                    storage_writer=FolderWriter(folder, self.documents),
+                    storage_writer=FolderWriter(folder, self.documents, self.optimizer),
                     planner=PartSavePlanner(),
                     process_group=group,
                     no_dist=not dist.is_initialized(),
@@ -70,11 +78,12 @@ def snapshot(
     tokenizer: Tokenizer | None = None,
 ) -> Snapshot:
     """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written."""
-    family = family_of(model)
-    documents = {RUN: as_document(run or {}), **dict(() if tokenizer is None else tokenizer.files)}
+    family, along = family_of(model), companions_of(model).with_tokenizer(tokenizer)
+    documents = {RUN: as_document(run or {}), **along.files}
     if family is not None:
-        documents[CONFIG] = as_document(family.weights.write_config(model))
-    return Snapshot({name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}, documents)
+        documents[CONFIG] = as_document(along.in_config(family.weights.write_config(model)))
+    parts = {name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}
+    return Snapshot(parts, documents, None if optimizer is None else describe_optimizer(model, optimizer))
 
 
 def save_checkpoint(
@@ -89,6 +98,8 @@ def save_checkpoint(
 
     Each rank writes what it holds, and of what several hold one writes each part: nothing is gathered. The folder is there
     whole or not at all.
+    The config of a model of this library goes into the folder, and what the model's own folder said beside the network, see
+    `from_pretrained`. A subclass that computes otherwise than its family is saved as a model of one's own: without a config.
     run: what else is to be known, as JSON: it is what `read_run` gives. tokenizer: its files go into the folder.
     Communication: what each rank holds is told to rank 0, which tells each what to write, and hears when that is done. Every
     rank calls it.
@@ -102,18 +113,40 @@ def load_checkpoint(
 ) -> FolderReader:
     """Fills the parameters, and the optimizer's state, from what `save_checkpoint` wrote, under whatever plan that was.
 
-    Each rank reads what it holds, and no more; all that is read is compared with the sums that were written.
+    Each rank reads what it holds, and no more; all that is read is compared with the sums that were written. The model's config
+    has to be the checkpoint's, but for what leaves the function of the weights as it is: dropout, initializer_range and, where no
+    position is computed in another way, a longer max_seq_len. A model of one's own is compared by the names and shapes of its
+    parameters alone. No value is rounded: a parameter may have a wider dtype than was stored, not a narrower one.
+    The model carries from now on what the checkpoint says beside the network, see `from_pretrained`.
     optimizer: of this model, and of the kind that was saved, before its first step. Where the checkpoint has no state of it,
     as one that `weft convert` made, it stays as it is.
     Returns what was read with, which has counted the bytes.
-    Communication: the plan of what is read, and its sums, by way of rank 0. Every rank calls it.
-    Raises ValueError for a checkpoint of another model or optimizer, DamagedCheckpoint for one that is not whole or not as it
-    was written; on every rank.
+    Communication: a gather of what each rank's checks found; the plan of what is read, and its sums, by way of rank 0. Every rank calls it.
+    Raises ValueError for a checkpoint of another model, whose differing fields it names, of another optimizer, whose kind or
+    state it names, or of a dtype that would be rounded; DamagedCheckpoint for one that is not whole or not as it was written; on
+    every rank.
     """
+    return fill_from(model, folder, optimizer)
+
+
+def fill_from(
+    model: nn.Module,
+    folder: str | Path,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rounding: bool = False,
+) -> FolderReader:
+    """See `load_checkpoint`. rounding: whether parameters may be of narrower dtypes than what is stored."""
     with FolderReader(Path(folder)) as reader:
+        manifest = reader.manifest
+        config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
+        saved, own = saved_config(manifest, reader.folder), own_config(model)
+        if saved is not None and own is not None:
+            check_config(saved, own, reader.folder, beside=tensors_that_differ(model, reader) or "")
         check_model(model, reader)
+        _check_own_part(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
-        state = {} if optimizer is None else _state_to_fill(model, optimizer, reader.manifest)
+        state = {} if optimizer is None else state_to_fill(model, optimizer, manifest)
         tensors |= {
             f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
         }
@@ -124,6 +157,7 @@ def load_checkpoint(
         except CheckpointException as error:
             raise _cause(error) from None
         _check_on_all(reader)
+        keep_companions(model, Companions.saved(reader.folder, config, manifest))
     if optimizer is not None:
         for parameter, values in state.values():
             optimizer.state[parameter] = values
@@ -137,6 +171,13 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 
 def check_model(model: nn.Module, reader: FolderReader) -> None:
     """Raises ValueError for a checkpoint that has not the tensors of this model, in their shapes, and no others."""
+    differing = tensors_that_differ(model, reader)
+    if differing is not None:
+        raise ValueError(f"{reader.folder} is of another model: {differing}; give the model as it was")
+
+
+def tensors_that_differ(model: nn.Module, reader: FolderReader) -> str | None:
+    """How the tensors of a checkpoint differ from the model's, by name or shape; None where they are the same."""
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -145,19 +186,15 @@ def check_model(model: nn.Module, reader: FolderReader) -> None:
         for name, tensor in reader.manifest.tensors.items()
         if name.startswith(MODEL)
     }
-    for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
+    for verb, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            whose = "this model" if what == "lacks" else "the checkpoint"
-            raise ValueError(
-                f"{reader.folder} is of another model: it {what} {min(names)}{more}, of {whose}; give the model as it was"
-            )
+            whose = "this model" if verb == "lacks" else "the checkpoint"
+            return f"it {verb} {min(names)}{more}, of {whose}"
     for name, shape in wanted.items():
         if found[name] != shape:
-            raise ValueError(
-                f"{reader.folder} is of another model: {name} has shape {found[name]}, and {shape} here; give the model "
-                f"as it was"
-            )
+            return f"{name} has shape {found[name]}, and {shape} here"
+    return None
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -173,31 +210,41 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return tensors
 
 
-def _state_to_fill(
-    model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
-) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
-    """By parameter, the state that the checkpoint has of it, unset: laid out as the parameter where it is of its shape."""
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    stored: dict[str, list[str]] = {}
-    for name in manifest.tensors:
-        if name.startswith(OPTIMIZER):
-            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            stored.setdefault(parameter_name, []).append(key)
-    found: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter not in groups or name not in stored:
-            continue
-        on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")
-        values: dict[str, Tensor] = {}
-        for key in stored[name]:
-            tensor = manifest.tensors[f"{OPTIMIZER}{name}.{key}"]
-            if tensor.shape == tuple(parameter.shape):
-                values[key] = torch.zeros_like(parameter, dtype=DTYPES[tensor.dtype], requires_grad=False)
-            else:  # as the number of steps, which torch keeps beside the parameter where it reads it there
-                device = parameter.device if on_device else "cpu"
-                values[key] = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
-        found[name] = (parameter, values)
-    return found
+def _check_own_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, reader: FolderReader, rounding: bool
+) -> None:
+    """Checks the dtypes and the optimizer of what this rank holds, which may be some stages of the model.
+
+    Communication: a gather of the outcomes. Raises the first rank's error, on every rank.
+    """
+    outcomes: list[ValueError | None] = [None]
+    try:
+        if not rounding:
+            _check_dtypes(model, reader)
+        if optimizer is not None:
+            check_optimizer(model, optimizer, reader.manifest, reader.folder)
+    except ValueError as error:
+        outcomes = [error]
+    if dist.is_initialized():
+        own, outcomes = outcomes[0], [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, own)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome
+
+
+def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
+    """Raises ValueError where a parameter's dtype does not hold every value of the dtype that is stored."""
+    parameters = dict(model.named_parameters())
+    stored = {name: DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
+    rounded = [name for name, each in parameters.items() if torch.promote_types(each.dtype, stored[name]) != each.dtype]
+    if rounded:
+        first, more = rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        raise ValueError(
+            f"{reader.folder} has {first}{more} in {stored[first]}, which a model in {parameters[first].dtype} would round; load "
+            f"into a model in {stored[first]} and convert the model after that, or read it by "
+            f"from_pretrained(folder, dtype={parameters[first].dtype}), which rounds"
+        )
 
 
 def _check_on_all(reader: FolderReader) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
-from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_file, write_shard
+from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_documents, write_file, write_shard
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
 
@@ -35,11 +35,14 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and
 class FolderWriter(StorageWriter):
     """Writes a checkpoint into `folder`: a safetensors file for each rank that has something to write, and `documents`.
 
+    optimizer: what the manifest says of the optimizer.
     Raises ValueError where the folder exists; OSError where it cannot be written. What was written of it is removed then.
     """
 
-    def __init__(self, folder: Path, documents: Mapping[str, bytes]) -> None:
-        self._folder, self._documents = folder, documents
+    def __init__(
+        self, folder: Path, documents: Mapping[str, bytes], optimizer: Mapping[str, Any] | None = None
+    ) -> None:
+        self._folder, self._documents, self._optimizer = folder, documents, optimizer
         self._beside = beside(folder)
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -97,7 +100,7 @@ class FolderWriter(StorageWriter):
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        finish_folder(self._folder, tensors, files, self._documents)
+        finish_folder(self._folder, tensors, files, self._documents, self._optimizer)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -122,10 +125,12 @@ def finish_folder(
     tensors: Mapping[str, StoredTensor],
     files: Mapping[str, StoredFile],
     documents: Mapping[str, bytes],
+    optimizer: Mapping[str, Any] | None = None,
 ) -> None:
     """Adds the documents and the manifest, and gives the folder its name; it returns when the disk has all."""
-    written = {name: write_file(beside(folder) / name, content) for name, content in documents.items()}
-    write_file(beside(folder) / MANIFEST, Manifest(tensors, {**files, **written}).text().encode())
+    written = write_documents(beside(folder), documents)
+    manifest = Manifest(tensors, {**files, **written}, optimizer=optimizer)
+    write_file(beside(folder) / MANIFEST, manifest.text().encode())
     sync_folder(beside(folder))
     beside(folder).rename(folder)
     sync_folder(folder.parent)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +47,49 @@ class Stored:
         return read.mT.contiguous() if self.transposed else read
 
 
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """What a tensor is that files may hold beside the parameters: the values of `tensor`, or values that `is_right` accepts.
+
+    what, remedy: for the error where the values are different.
+    """
+
+    what: str
+    remedy: str
+    tensor: str | None = None
+    is_right: Callable[[Tensor], bool] = bool
+
+
+def tied_head(embedding: str) -> Repeats:
+    """The head of a model that is tied. embedding: the name of the table."""
+    return Repeats(
+        what=f"{embedding}, though config.json ties them by tie_word_embeddings",
+        remedy="set tie_word_embeddings to false in config.json to keep this head, or remove the tensor to drop it",
+        tensor=embedding,
+    )
+
+
 def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
-    """The stored tensor of whole parameters, of which all its parts are given, in any order."""
+    """The stored tensor of whole parameters, of which all its parts are given, in any order.
+
+    Where the parts are of several dtypes the tensor has the dtype to which all of them go without rounding.
+    """
     given = list(parts)
     first, tensor = given[0]
     assert sorted(stored.part for stored, _ in given) == list(range(first.parts)), "all parts are given"
     if first.parts == 1 and not first.transposed:
         return tensor
-    whole = tensor.new_empty(first.shape(tuple(tensor.shape)))
+    whole = tensor.new_empty(first.shape(tuple(tensor.shape)), dtype=widest([each.dtype for _, each in given]))
     for stored, tensor in given:
         stored.place(whole).copy_(tensor)
     return whole
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype to which all of these go without rounding."""
+    from torch import promote_types
+
+    return reduce(promote_types, dtypes)
 
 
 def grouped(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.fields import Fields
-from ..checkpoint.stored import Stored
+from ..checkpoint.stored import Repeats, Stored, tied_head
 from .config import GPTConfig
-from .model import GPT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .model import GPT
 
 PREFIX = "transformer."  # of the names of all but the head
 _DEFAULT_DROPOUT = 0.1
@@ -33,6 +37,7 @@ FIELDS = Fields(
         "resid_pdrop": "dropout",
     },
     required=("vocab_size", "n_embd", "n_layer", "n_head"),
+    nullable=("n_inner",),
     defaults=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), _DEFAULT_DROPOUT),
     meaningless=(
         "n_ctx",  # n_positions, once more
@@ -67,7 +72,26 @@ def stored(parameter: str) -> Stored:
     return Stored(name.replace(f"{part[1]}_proj", "c_attn"), part="qkv".index(part[1]), parts=3, transposed=transposed)
 
 
-def is_ignored(tensor: str, model: GPT) -> bool:
-    """True for a tensor that files may hold and the model has no use for: masks, and the head of a tied one."""
-    tied = tensor == "lm_head.weight" and model.config.tie_embeddings
-    return tied or re.search(r"\.attn\.(bias|masked_bias)$", tensor) is not None
+def repetition(tensor: str, config: GPTConfig) -> Repeats | None:
+    """What a tensor is that files may hold beside the parameters; None for a tensor that the model has no place for."""
+    if tensor == "lm_head.weight" and config.tie_embeddings:
+        return tied_head(f"{PREFIX}wte.weight")
+    if re.search(r"\.attn\.bias$", tensor):
+        return Repeats(
+            what="the mask of causal attention, ones on and below the diagonal",
+            remedy="another mask is not supported here",
+            is_right=_is_causal,
+        )
+    if re.search(r"\.attn\.masked_bias$", tensor):
+        return Repeats(
+            what="a score that no key has, -10000 or less",
+            remedy="another score of masked keys is not supported here",
+            is_right=lambda stored: bool((stored <= -1e4).all()),
+        )
+    return None
+
+
+def _is_causal(stored: Tensor) -> bool:
+    """stored: [1, 1, T, T], of booleans or numbers."""
+    square = stored.ndim == 4 and stored.shape[:2] == (1, 1) and stored.shape[2] == stored.shape[3]
+    return square and bool((stored[0, 0] == stored[0, 0].new_ones(stored.shape[2:]).tril()).all())

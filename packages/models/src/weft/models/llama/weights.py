@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.fields import Fields
 from ..checkpoint.rotary import (
     ACTIVATIONS,
     NAMES,
+    NULLABLE,
     PREFIX,
     REQUIRED,
     ROPE_FIELDS,
-    is_ignored,
     read_rope,
+    repetition,
     stored,
     write_rope,
 )
 from .config import LlamaConfig
-from .model import Llama
 
-__all__ = ["PREFIX", "is_ignored", "read_config", "stored", "write_config"]
+if TYPE_CHECKING:
+    from .model import Llama
+
+__all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 FIELDS = Fields(
     model="Llama",
     names={**NAMES, "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
     required=REQUIRED,
+    nullable=NULLABLE,
     defaults={"max_position_embeddings": 2048},
     fixed={"hidden_act": ACTIVATIONS},
     elsewhere=ROPE_FIELDS,

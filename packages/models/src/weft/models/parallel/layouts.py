@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of
 
-from ..layers import LowRank
+from ..low_rank import LowRank
 from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
 HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"

@@ -19,7 +19,7 @@ from weft.reshard.running.groups import this_rank
 from weft.reshard.running.units import layout_in_call
 
 from ..initialization import Constant, Initial, Normal, fill
-from ..layers import LowRank
+from ..low_rank import LowRank
 from .layouts import adapter_layout
 from .parallelize import pipeline_of
 from .resolve import nearest
@@ -37,25 +37,35 @@ class LoRA:
     trained: frozenset[str]
 
 
-def lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], *, seed: int = 0) -> nn.Module:
+def lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
     """`model` itself, with adapters beside the linear layers that `targets` name; they alone are trained from now on.
 
     The output of such a layer gets alpha / rank * (x @ A.T) @ B.T added, A [rank, in_features], B [out_features, rank], which are
     its parameters `lora.A` and `lora.B`. A is drawn from (seed, name), normal with variance 1 / (3 * in_features), which is that
     of `peft`'s uniform start; B is 0. `initialize` draws them alike. On the meta device they are left for it.
     rank: 1 or more. alpha: above 0. targets: names of layers with wildcards, as "layers.*.self_attn.[qv]_proj".
+    dtype: of A and B; where None float32 beside a layer of 16 bits, in which small updates would be lost, and otherwise the
+        layer's own. A layer of a narrower dtype computes with its adapter in the adapter's, and returns its own.
     Before or after `parallelize`: A and B lie as the layer's weight does, column-parallel A whole and B S(0), row-parallel A
     S(1) and B whole. Nothing more is reduced in a block; `GradientSync`, made afterwards, reduces the adapters' gradients alone.
     Communication: none.
-    Raises ValueError for rank and alpha below that, a target that matches nothing or what is no linear layer, a weight that is
+    Raises ValueError for rank and alpha below that, a dtype that is no floating-point one of 16 bits or more, a target that matches nothing or what is no linear layer, a weight that is
     tied to another module's, a model that has adapters, and one that is cut into stages: adapters come before that.
     """
-    _check(model, rank, alpha)
+    _check(model, rank, alpha, dtype)
     layers = _targets(model, targets)
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     model.requires_grad_(False)
     for name, layer in layers.items():
-        layer.lora = _adapter(layer, rank, alpha)
+        layer.lora = _adapter(layer, rank, alpha, dtype)
         layer.lora.handle = layer.register_forward_hook(_adapt, prepend=True, with_kwargs=True)
         for leaf, parameter in layer.lora.named_parameters():
             if not parameter.is_meta:
@@ -122,7 +132,7 @@ def lora_of(model: nn.Module) -> LoRA:
     return adapters
 
 
-def _check(model: nn.Module, rank: int, alpha: float) -> None:
+def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     if isinstance(getattr(model, _ATTRIBUTE, None), LoRA):
         raise ValueError(
             f"this {type(model).__name__} has adapters already; merge_lora(model) folds them in, and then it can be given others"
@@ -135,6 +145,10 @@ def _check(model: nn.Module, rank: int, alpha: float) -> None:
         raise ValueError(f"lora: rank is {rank!r}; it must be an int >= 1")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a number > 0")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(
+            f"lora: dtype is {dtype!r}; give torch.float32, torch.bfloat16 or another floating-point dtype, or None"
+        )
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
@@ -169,17 +183,19 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
     return layers
 
 
-def _adapter(layer: Any, rank: int, alpha: float) -> LowRank:
+def _adapter(layer: Any, rank: int, alpha: float, dtype: torch.dtype | None) -> LowRank:
     """Beside `layer`, its values unset."""
     weight = layer.weight
+    if dtype is None:
+        dtype = weight.dtype if weight.dtype.itemsize >= torch.float32.itemsize else torch.float32
     shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
     if not isinstance(weight, DTensor):
-        parts = {leaf: weight.new_empty(shape) for leaf, shape in shapes.items()}
+        parts = {leaf: weight.new_empty(shape, dtype=dtype) for leaf, shape in shapes.items()}
     else:
         parts = {}
         for leaf, shape in shapes.items():
             layout = adapter_layout(layout_in_call(layer, "weight"), leaf)
-            local = weight.to_local().new_empty(layout.local_shape(shape, this_rank()))
+            local = weight.to_local().new_empty(layout.local_shape(shape, this_rank()), dtype=dtype)
             parts[leaf] = wrap(local, layout, shape)
     return LowRank(parts["A"].detach(), parts["B"].detach(), alpha)
 

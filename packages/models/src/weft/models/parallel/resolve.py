@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..layers import LowRank
+from ..low_rank import LowRank
 from .plan import ParallelPlan
 from .styles import (
     TENSOR_AXIS,

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.fields import Fields
 from ..checkpoint.rotary import (
     ACTIVATIONS,
     NAMES,
+    NULLABLE,
     PREFIX,
     REQUIRED,
     ROPE_FIELDS,
-    is_ignored,
     read_rope,
+    repetition,
     stored,
     write_rope,
 )
 from .config import QwenConfig
-from .model import Qwen
 
-__all__ = ["PREFIX", "is_ignored", "read_config", "stored", "write_config"]
+if TYPE_CHECKING:
+    from .model import Qwen
+
+__all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 _WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 _WINDOW, _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = "sliding_attention", 4096, 28  # as transformers has them
@@ -31,6 +34,7 @@ def _fields(version: int, **options: Any) -> Fields:
     return Fields(
         model=f"Qwen {version}",
         required=REQUIRED,
+        nullable=NULLABLE,
         fixed={"hidden_act": ACTIVATIONS, "use_mrope": (False,)},
         elsewhere=(*ROPE_FIELDS, *_WINDOW_FIELDS),
         **options,
@@ -47,8 +51,6 @@ def read_config(config: Mapping[str, Any]) -> QwenConfig:
     """The config of a config.json. Raises ValueError for a setting that this Qwen does not have."""
     kind = config["model_type"]
     values = _FIELDS[kind].read(config)
-    if "num_key_value_heads" in config and config["num_key_value_heads"] is None:
-        values["num_kv_heads"] = values["num_heads"]
     return QwenConfig(
         version=3 if kind == "qwen3" else 2,
         **values,
@@ -83,8 +85,14 @@ def _read_window(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
+        if window is not None and not isinstance(first, int):
+            raise ValueError(f"config.json: max_window_layers is {first!r}; give the number of layers without a window")
         layers = tuple(range(first, num_layers)) if window is not None else ()
         return {"sliding_window": window, "sliding_layers": layers} if layers else {}
+    if not isinstance(kinds, list | tuple):
+        raise ValueError(
+            f"config.json: layer_types is {kinds!r}; give a list with a kind for each of {num_layers} layers"
+        )
     unknown = sorted({str(kind) for kind in kinds} - {_WINDOW, "full_attention"})
     if unknown or len(kinds) != num_layers:
         raise ValueError(

@@ -30,6 +30,7 @@ from .channels import Channel, Handover
 from .stages import Stages
 
 Within = Callable[[], AbstractContextManager[Any]]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by number, of parameters that stages send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +146,24 @@ class Pipeline:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
 
         read: gives the parameter, or a copy to take in its place, on the ranks of a stage that has it.
-        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; a broadcast over "pp".
+        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; two broadcasts over "pp", of
+        the dtype's number and of the values.
         """
+        own = next(model.parameters())
+        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
+        whole: Tensor | None = None
         if first == self._at[PIPELINE_AXIS]:
             parameter = read(model, name).detach()
             whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
-        else:
-            own = next(model.parameters())  # dtypes are those that the model has now
-            whole = torch.empty(self.parameters[name].shape, dtype=own.dtype, device=own.device)
-        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
-        dist.broadcast(whole, self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first}), group=group)
+        source = self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first})
+        dtype = torch.full(
+            (), -1 if whole is None else _DTYPES.index(whole.dtype), dtype=torch.int64, device=own.device
+        )
+        dist.broadcast(dtype, source, group=group)  # the model may have been cast since it was cut
+        if whole is None:
+            whole = torch.empty(self.parameters[name].shape, dtype=_DTYPES[int(dtype)], device=own.device)
+        dist.broadcast(whole, source, group=group)
         return whole
 
     def sum_over_stages(self, number: Tensor) -> Tensor:

@@ -1,0 +1,123 @@
+"""The state of an optimizer in a checkpoint: its kind, the check before loading, and the tensors to load into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.parallelize import pipeline_of
+from .manifest import OPTIMIZER, Manifest
+from .shards import DTYPES
+
+_UNTRIED = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
+_HOW = {
+    "capturable": False,
+    "foreach": None,
+    "fused": None,
+    "differentiable": False,
+    "lr": 0.0,
+}  # the way to compute a step, not the state
+
+
+def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The class of an optimizer and the number of parameter groups, for the manifest of a checkpoint.
+
+    groups: None for a model in stages, where each rank's optimizer has the parameters of some stages only.
+    """
+    groups = len(optimizer.param_groups) if pipeline_of(model) is None else None
+    return {"kind": type(optimizer).__name__, "groups": groups}
+
+
+def state_to_fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
+) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
+    """By parameter name, unset tensors for the stored state: laid out as the parameter where the shapes are equal."""
+    groups = _groups(optimizer)
+    found: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
+    for name, parameter, keys in _stored(model, optimizer, manifest):
+        on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")
+        values: dict[str, Tensor] = {}
+        for key in keys:
+            tensor = manifest.tensors[f"{OPTIMIZER}{name}.{key}"]
+            if tensor.shape == tuple(parameter.shape):
+                values[key] = torch.zeros_like(parameter, dtype=DTYPES[tensor.dtype], requires_grad=False)
+            else:  # the number of steps, which torch keeps on the device only where its kernel reads the number there
+                device = parameter.device if on_device else "cpu"
+                values[key] = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
+        found[name] = (parameter, values)
+    return found
+
+
+def check_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manifest: Manifest,
+    folder: Path,
+) -> None:
+    """Raises ValueError for an optimizer of a different kind than the saved optimizer, or with different state.
+
+    Older checkpoints do not name the kind. The state of torch's own optimizers is found by a step of a fresh optimizer on a
+    parameter of one element.
+    """
+    said = manifest.optimizer
+    here = describe_optimizer(model, optimizer)
+    remedy = "make the optimizer as it was, or leave it out of load_checkpoint to begin with fresh state"
+    if said is not None and said["kind"] != here["kind"]:
+        raise ValueError(f"{folder} has the state of {said['kind']}, and the optimizer is {here['kind']}; {remedy}")
+    if said is not None and None not in (said["groups"], here["groups"]) and said["groups"] != here["groups"]:
+        raise ValueError(
+            f"{folder} has the state of an optimizer with {said['groups']} groups of parameters, and this {here['kind']} has "
+            f"{here['groups']}; {remedy}"
+        )
+    groups, kept = _groups(optimizer), {}
+    for name, parameter, keys in _stored(model, optimizer, manifest):
+        group = groups[parameter]
+        kind = id(group), parameter.ndim, parameter.dtype
+        if kind not in kept:
+            kept[kind] = _keys_of(optimizer, group, parameter)
+        wanted = kept[kind]
+        if wanted is not None and wanted != set(keys):
+            differ = [
+                f"it {verb} {', '.join(sorted(names))}"
+                for verb, names in (("lacks", wanted - set(keys)), ("has beside", set(keys) - wanted))
+                if names
+            ]
+            raise ValueError(
+                f"{folder} has the state of another optimizer than this {here['kind']}: of {name} "
+                f"{' and '.join(differ)}; {remedy}"
+            )
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _stored(
+    model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
+) -> list[tuple[str, nn.Parameter, list[str]]]:
+    """The parameters that the optimizer updates and the checkpoint has state for, with the names of that state."""
+    groups = _groups(optimizer)
+    stored: dict[str, list[str]] = {}
+    for each in manifest.tensors:
+        if each.startswith(OPTIMIZER):
+            name, _, key = each.removeprefix(OPTIMIZER).rpartition(".")
+            stored.setdefault(name, []).append(key)
+    own = model.named_parameters()
+    return [(name, each, stored[name]) for name, each in own if each in groups and name in stored]
+
+
+def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str] | None:
+    """The names of the state that torch's optimizer keeps for a parameter; None for an optimizer that cannot be tried."""
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _UNTRIED:
+        return None
+    tried = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
+    tried.grad = torch.zeros_like(tried)
+    options = {**group, **{name: value for name, value in _HOW.items() if name in group}, "params": [tried]}
+    one = kind([options])
+    one.step()
+    return {key for key, value in one.state[tried].items() if isinstance(value, Tensor)}

@@ -1,0 +1,150 @@
+"""The tensors of a Hugging Face folder: the files that hold them, and the comparison with the model of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from .checksums import INDEX_FILE, Sums
+from .configs import read_json
+from .stored import Repeats
+
+SINGLE_FILE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROWS = 1 << 14  # of two tensors that are compared, in memory at a time
+
+Opened = Callable[[], Any]  # returns the slices of a tensor
+
+
+def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Opened]:
+    """By name, a function that returns the slices of a stored tensor; reads are noted in `sums`.
+
+    prefix: the prefix of names in the model without the head. Where no stored name has the prefix, the file holds the model
+    without the head, as the published GPT-2 does, and the prefix is added.
+    Raises ValueError for a missing file, for a file in another format, and for a tensor in two files.
+    """
+    tensors: dict[str, Opened] = {}
+    homes: dict[str, str] = {}
+    for filename in weight_files(folder):
+        if not (folder / filename).is_file():
+            raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
+        sums.check_header(filename)
+        try:
+            file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            if name in homes:
+                raise ValueError(
+                    f"{folder} holds {name} twice, in {homes[name]} and in {filename}; remove the file of the older save"
+                )
+            homes[name] = filename
+            tensors[name] = partial(_slices, sums, file, name)
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a folder's model.
+
+    Files that the index does not name are ignored, as in transformers. Raises ValueError for a folder without weights, and for a
+    folder with two sets of weights: model.safetensors beside an index of different files.
+    """
+    single = (folder / SINGLE_FILE).is_file()
+    if (folder / INDEX_FILE).is_file():
+        index = read_json(folder / INDEX_FILE, "").get("weight_map")
+        if not isinstance(index, dict):
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
+        names = sorted(set(index.values()))
+        if single and SINGLE_FILE not in names:
+            raise ValueError(
+                f"{folder} has two sets of weights: {SINGLE_FILE}, and {', '.join(names[:2])}{', …' * (len(names) > 2)}, which "
+                f"{INDEX_FILE} names; remove {SINGLE_FILE}, or {INDEX_FILE} and its files: transformers would take {SINGLE_FILE}"
+            )
+        return names
+    if single:
+        return [SINGLE_FILE]
+    raise ValueError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+        f"save the model with save_pretrained(..., safe_serialization=True)"
+    )
+
+
+def _slices(sums: Sums, file: Any, name: str) -> Any:
+    return sums.of(name, file.get_slice(name))
+
+
+def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path, weights: Any) -> None:
+    """Raises ValueError unless the files hold exactly the model's tensors, in the model's shapes, and repetitions.
+
+    A repetition is a tensor whose values follow from the config or from a second tensor, as the head of a tied model. The
+    values are read and compared: a different value means a network that config.json does not describe. A tensor of zeros
+    counts as an unfilled placeholder.
+    """
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        stored = weights.stored(name)
+        shapes[stored.name] = stored.shape(tuple(parameter.shape))
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise ValueError(f"{folder} lacks {_listed(missing)}; check config.json against the files")
+    others = {name: weights.repetition(name, model.config) for name in tensors if name not in shapes}
+    unexpected = [name for name, repeats in others.items() if repeats is None]
+    if unexpected:
+        raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
+    for name, shape in shapes.items():
+        stored = tensors[name]()
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(stored.get_shape())}, but config.json makes it {shape}; check it"
+            )
+        if stored.get_dtype() not in DTYPES:
+            raise ValueError(f"{folder}: {name} is {stored.get_dtype()}; save it as one of {', '.join(DTYPES)}")
+    for name, repeats in others.items():
+        if not _is_repetition(tensors[name](), repeats, tensors):
+            raise ValueError(f"{folder}: {name} is not {repeats.what}; {repeats.remedy}")
+
+
+def _is_repetition(stored: Any, repeats: Repeats, tensors: Mapping[str, Opened]) -> bool:
+    shape = stored.get_shape()
+    if repeats.tensor is None:
+        values = _rows(stored, 0, None)
+        return repeats.is_right(values) or not values.any()
+    same = tensors[repeats.tensor]()
+    if shape != same.get_shape():
+        return False
+    is_equal = is_zero = True
+    for at in range(0, shape[0], _ROWS):
+        values, wanted = (_rows(each, at, min(at + _ROWS, shape[0])) for each in (stored, same))
+        is_equal, is_zero = is_equal and bool((values == wanted).all()), is_zero and not values.any()
+    return is_equal or is_zero
+
+
+def _rows(stored: Any, start: int, stop: int | None) -> Tensor:
+    """Rows of a stored tensor; a number whole."""
+    first, *rest = stored.get_shape() or [0]
+    part = (slice(start, first if stop is None else stop), *(slice(0, size) for size in rest))
+    tensor: Tensor = stored[part if stored.get_shape() else ...]
+    return tensor
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
+    """A part of a stored tensor, in its own memory: safetensors may return a view of the whole tensor's memory."""
+    shape = [s.stop - s.start for s in part]
+    if 0 in shape:
+        return torch.empty(shape, dtype=DTYPES[stored.get_dtype()])
+    tensor: Tensor = stored[part].contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
