@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..data.sources import Data
 from ..degrees import check_head_degrees
 from ..schedules.bubble import Name as Schedule
 from ..schedules.plan import PipelinePlan, Split
+from .bounds import check_above_zero, check_at_least, check_decay_rates
 
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
@@ -39,7 +41,7 @@ class MeshConfig:
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
-        _at_least("mesh", self, 1, *(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None))
+        check_at_least("mesh", self, 1, *(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class DataConfig:
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
-        _at_least("data", self, 1, "batch_size", "sequence_length")
+        check_at_least("data", self, 1, "batch_size", "sequence_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +128,19 @@ class OptimizerConfig:
     beta2: float = 0.95
     """Decay of the gradient's mean square."""
     clip_norm: float = 1.0
-    """The gradient's norm is cut to this."""
+    """The gradient's norm is cut to this; 0 cuts nothing."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             why = NOT_ELEMENTWISE.get(self.name.lower(), "is not known")
             raise ValueError(f"optimizer.name is {self.name}, which {why}; use one of {', '.join(OPTIMIZERS)}")
-        _at_least("optimizer", self, 0, "lr", "warmup_steps", "final_share", "weight_decay", "clip_norm")
+        check_above_zero("optimizer", self, "lr")
+        check_at_least("optimizer", self, 0, "warmup_steps", "final_share", "weight_decay")
+        if self.clip_norm != math.inf:
+            check_at_least("optimizer", self, 0, "clip_norm")
+        check_decay_rates("optimizer", self, "beta1", "beta2")
         if self.decay_steps is not None:
-            _at_least("optimizer", self, 0, "decay_steps")
+            check_at_least("optimizer", self, 0, "decay_steps")
             if self.schedule != "wsd":
                 raise ValueError(
                     f"optimizer.decay_steps is {self.decay_steps}, which is of the schedule wsd; the schedule is {self.schedule}"
@@ -185,8 +191,9 @@ class TrainConfig:
     """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "log_every")
-        _at_least("train", self, 0, "save_every", "keep", "keep_every", "timeout", "eval_every")
+        check_at_least("train", self, 1, "steps", "log_every")
+        check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every")
+        check_above_zero("train", self, "timeout")
         if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
             raise ValueError(
                 f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
@@ -339,10 +346,3 @@ def _divisors(number: int) -> list[int]:
 def general_name(parameter: str) -> str:
     """A parameter's name with its layer's number as a star: "layers.*.mlp.up_proj.weight"."""
     return re.sub(r"\.\d+\.", ".*.", parameter)
-
-
-def _at_least(where: str, config: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value >= least:
-            raise ValueError(f"{where}.{name} is {value}; it must be {least} or more")
