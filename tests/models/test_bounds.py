@@ -50,7 +50,9 @@ def norms(limit: float) -> tuple[float, float]:
     return clip_gradients(model, limit).item(), clip_gradients(model, math.inf).item()
 
 
-@pytest.mark.parametrize(("limit", "share"), [pytest.param(0.0, 1.0, id="none"), pytest.param(1e-3, None, id="clipped")])
+@pytest.mark.parametrize(
+    ("limit", "share"), [pytest.param(0.0, 1.0, id="none"), pytest.param(1e-3, None, id="clipped")]
+)
 def test_a_limit_on_a_mesh(limit: float, share: float | None, pool: Pool) -> None:
     for before, after in pool.run(norms, limit, ranks=2):
         assert after == pytest.approx(before * share if share else limit, rel=1e-5)

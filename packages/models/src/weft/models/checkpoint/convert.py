@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from ..data.tokenizer import FILES
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
+from .config import read_config, weights_of
 from .huggingface import (
     SHARD_BYTES,
     check_tensors,
     finish_pretrained,
     open_tensors,
-    read_config,
     read_slices,
     shards_of,
     weight_files,
-    weights_of,
 )
 from .manifest import (
     CHECKSUMS,

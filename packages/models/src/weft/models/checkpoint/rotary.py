@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ..config import RotaryConfig
 from ..rope_scaling import (
@@ -18,6 +16,9 @@ from ..rope_scaling import (
     magnitude,
 )
 from .stored import Stored
+
+if TYPE_CHECKING:
+    from torch import nn
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NAMES = {  # Hugging Face's: ours

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.fields import Fields
 from ..checkpoint.stored import Stored
 from .config import GPTConfig
-from .model import GPT
+
+if TYPE_CHECKING:
+    from .model import GPT
 
 PREFIX = "transformer."  # of the names of all but the head
 _DEFAULT_DROPOUT = 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.fields import Fields
 from ..checkpoint.rotary import (
@@ -18,7 +18,9 @@ from ..checkpoint.rotary import (
     write_rope,
 )
 from .config import LlamaConfig
-from .model import Llama
+
+if TYPE_CHECKING:
+    from .model import Llama
 
 __all__ = ["PREFIX", "is_ignored", "read_config", "stored", "write_config"]
 
