@@ -9,13 +9,16 @@ from .checks import check_positive, check_probabilities, check_sizes
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
 
-def shown(metavar: str, default: str) -> Any:
-    """How the command's help shows an option whose default is said in words; nothing where there is no tyro to show it."""
+def shown(metavar: str, default: str, name: str | None = None) -> Any:
+    """How the command's help shows an option whose default is said in words; nothing where there is no tyro to show it.
+
+    name: of the option, where the field has another, as a keyword of Python.
+    """
     try:
         from tyro.conf import arg
     except ModuleNotFoundError:
         return None
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+    return arg(name=name, metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..data.tokenizer import Tokenizer, files_beside
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
-from .config import read_json
-from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
+from .huggingface import attempt, is_parallel, raise_on_all, read_json, start_folder, weights_of_model, whole_parameter
 from .stored import Stored
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."

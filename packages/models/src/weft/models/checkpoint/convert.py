@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from ..data.tokenizer import FILES
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
-from .config import read_config, weights_of
 from .huggingface import (
     SHARD_BYTES,
     check_tensors,
     finish_pretrained,
     open_tensors,
+    read_config,
     read_slices,
     shards_of,
     weight_files,
+    weights_of,
 )
 from .manifest import (
     CHECKSUMS,
@@ -39,7 +40,7 @@ from .manifest import (
     as_document,
     key_of,
 )
-from .shards import DTYPES, positional_sum, write_shard
+from .shards import DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, beside, finish_folder
 
@@ -59,6 +60,22 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
     if (source / MANIFEST).is_file():
         return _to_huggingface(source, target, shard_bytes)
     return _to_checkpoint(source, target, shard_bytes)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copies the files of a folder for transformers; the target is there whole or not at all.
+
+    Raises ValueError where the target exists or another process makes it; OSError where it cannot be written.
+    """
+    with _begun(target):
+        for path in sorted(source.iterdir()):
+            with path.open("rb") as read, (beside(target) / path.name).open("wb") as written:
+                shutil.copyfileobj(read, written)
+                written.flush()
+                os.fsync(written.fileno())
+        sync_folder(beside(target))
+        beside(target).rename(target)
+        sync_folder(target.parent)
 
 
 @contextmanager

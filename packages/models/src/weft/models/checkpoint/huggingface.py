@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,7 +27,6 @@ from ..parallel import ParallelPlan, parallelize
 from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
 from .checksums import INDEX_FILE, Sums, write_summed
-from .config import read_config, read_json, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import sync_folder, write_file
 from .states import load_checkpoint
@@ -163,6 +163,33 @@ def _from_checkpoint(
     model.to_empty(device=device)
     load_checkpoint(model, folder)
     return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
+    return read_json(folder / "config.json", "give a folder that transformers or Weft saved a model in")
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch or save it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; fetch or save it again")
+    return value
+
+
+def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[kind].weights
 
 
 def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Callable[[], Any]]:

@@ -161,6 +161,10 @@ class TrainConfig:
     """Checkpoints that are kept, the last ones; 0 keeps all."""
     keep_every: int = 0
     """Those at multiples of so many steps are kept as well; 0 keeps none beside the last."""
+    from_: Annotated[Path | None, shown("FOLDER", "initial weights by the seed", name="from")] = None
+    """Begin a new run with the config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last checkpoint."""
+    model_class: Annotated[str | None, shown("MODULE:CLASS", "a model of Weft", name="model")] = None
+    """Train a model from outside: a class of an importable module, whose __init__ takes config, annotated with a ModelConfig."""
     resume: Annotated[str | None, shown("PATH", "begins anew")] = None
     """Go on with the checkpoint at PATH; without PATH with the newest of the output folder, or begin where it has none."""
     timeout: float = 600.0
@@ -199,6 +203,10 @@ class TrainConfig:
                 f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
                 f"take as many, or leave profile out"
             )
+        if self.model.initializer_range == 0 and (self.from_, self.model_class, self.resume) == (None, None, None):
+            raise ValueError(
+                "model.initializer_range is 0, and no gradient moves weights that all begin at 0; raise it"
+            )
         if self.data.sequence_length > self.model.max_seq_len:
             if not self.model.is_longer_alike:
                 raise ValueError(
@@ -212,7 +220,7 @@ class TrainConfig:
 class Run:
     """A training run with everything settled, as each of its processes is given it."""
 
-    recipe: str
+    recipe: str | None  # None where none was named, and the model is of a folder or from outside
     config: TrainConfig
     corpus: Data
     pp: int = 1
@@ -221,7 +229,14 @@ class Run:
     tp: int
     folder: Path
     resume: Path | None = None  # the checkpoint to go on with
+    origin: Path | None = None  # the folder whose weights a new run begins with
+    base: TrainConfig | None = None  # what the options that were given have changed; the recipe's where None
     notes: tuple[str, ...] = ()  # what is to be said of it
+
+    @property
+    def title(self) -> str:
+        """What the run is called: its recipe, or the folder or the class that its model is of."""
+        return title_of(self.recipe, self.config)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -236,6 +251,13 @@ class Run:
     @property
     def processes(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+
+def title_of(recipe: str | None, config: TrainConfig) -> str:
+    """The recipe's name; without a recipe that of the folder, or of the class, that the model is of."""
+    if recipe is not None:
+        return recipe
+    return config.from_.resolve().name if config.from_ is not None else str(config.model_class).rpartition(":")[2]
 
 
 def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,18 @@ def train(run: Run, device: torch.device) -> int:
     cannot be read or written, and where data is not as it was prepared;
     Unanswered where a rank does not answer in the time that the run gives it.
     """
-    folders = [run.folder]
-    dist.broadcast_object_list(folders, src=0)  # where none was given each has named one by its own clock
-    run = dataclasses.replace(run, folder=folders[0])
+    found: list[Any] = [run.folder, run.origin]
+    # Where no output was given each has named one by its own clock, and each has looked for the last checkpoint to begin with.
+    dist.broadcast_object_list(found, src=0)
+    run = dataclasses.replace(run, folder=found[0], origin=found[1])
     if run.config.data.verify and run.corpus.is_prepared:
         _check_data(run.corpus)
-    trainer = Trainer(run, device)
+    try:
+        trainer = Trainer(run, device)
+    except ValueError as error:
+        if run.origin is None:
+            raise
+        raise TrainingError(f"the run cannot begin with {run.origin}: {error}") from error
     with (
         RollCall(lambda: trainer.doing, keeper_of_store()) as roll,
         Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,

@@ -60,6 +60,9 @@ def _published(name: str, model: ModelConfig) -> TrainConfig:
 
 RECIPES = {**TINY, **{name: _published(name, model) for name, model in PUBLISHED.items()}}
 
+# For weights that are trained already. The rate: of fine-tuning Llama 2, section 3.1 of Touvron et al. 2023. The model gives way.
+WITHOUT_RECIPE = TrainConfig(model=TINY["llama-tiny"].model, optimizer=OptimizerConfig(lr=2e-5))
+
 
 def recipe(name: str) -> TrainConfig:
     """The recipe of that name. Raises ValueError for an unknown one, naming those there are."""

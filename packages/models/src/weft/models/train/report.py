@@ -144,13 +144,19 @@ class Report:
             )
             self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
 
-    def check(self, loss: float, alone: float, processes: int, dtype: str) -> None:
-        difference = abs(loss - alone) / abs(alone)
-        within = "within" if difference <= ROUNDING[dtype] else "NOT within"
+    def check(self, loss: float, alone: float, processes: int, dtype: str) -> bool:
+        """Compares the loss of step 1 with that of one process, `alone`; whether they differ by no more than rounding.
+
+        The difference is relative to the loss, or to 1 where the loss is lower: what is rounded are the logits.
+        """
+        difference = abs(loss - alone) / max(abs(alone), 1.0)
+        is_within = difference <= ROUNDING[dtype]
         self.line(
             f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} on "
-            f"one: {within} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference {difference:.1e}"
+            f"one: {'within' if is_within else 'NOT within'} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference "
+            f"{difference:.1e}"
         )
+        return is_within
 
     def saved(self, count: int, *, blocked: float, writing: float) -> None:
         """What checkpoints have cost. blocked, writing: seconds that training waited, and in which they were written."""
@@ -219,7 +225,7 @@ def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
-        f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
+        f"{run.title}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
         f"{mesh_in_words(run.axes)}"
     )
     skipped = run.corpus.skipped

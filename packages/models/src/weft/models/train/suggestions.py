@@ -11,6 +11,7 @@ from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from .config import MeshConfig, Run, TrainConfig
 from .recipes import recipe
+from .toml import OPTIONS
 
 
 def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
@@ -26,9 +27,9 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     if mesh is not None:
         plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)  # no axis there
         other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
-        lines.append(f"{train} {_arguments(run.recipe, other)}    the same loss on another mesh")
+        lines.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
     if run.config.data.path is None:
-        lines.append(f"{train} {_arguments(run.recipe, run.config)} --data.path FILE_OR_FOLDER    your own text")
+        lines.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
     return lines
 
 
@@ -57,9 +58,11 @@ def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
     return None
 
 
-def _arguments(name: str, config: TrainConfig) -> str:
-    """Those of `weft train` that make `config`, but for its output."""
-    return shlex.join([name, *_options(dataclasses.replace(config, output=None, resume=None), recipe(name), "")])
+def _arguments(run: Run, config: TrainConfig) -> str:
+    """The arguments of `weft train` that make `config`, but for its output."""
+    base = run.base or recipe(run.recipe or "")
+    named = [] if run.recipe is None else [run.recipe]
+    return shlex.join([*named, *_options(dataclasses.replace(config, output=None, resume=None), base, "")])
 
 
 def _options(config: object, default: object, prefix: str) -> list[str]:
@@ -67,7 +70,7 @@ def _options(config: object, default: object, prefix: str) -> list[str]:
     options = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, usual = getattr(config, field.name), getattr(default, field.name)
-        name = field.name.replace("_", "-")
+        name = OPTIONS.get(field.name, field.name).rstrip("_").replace("_", "-")
         if dataclasses.is_dataclass(value):
             options += _options(value, usual, f"{prefix}{name}.")
         elif isinstance(value, bool) and value != usual:

@@ -1,0 +1,124 @@
+"""The config.json of a folder: read as the config of a family, and compared with the config of a model. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelConfig
+from ..families import FAMILIES
+from .manifest import CHECKSUMS, CONFIG, MANIFEST, Manifest
+
+
+def _always(saved: ModelConfig, given: ModelConfig) -> bool:
+    return True
+
+
+def _longer_alike(saved: ModelConfig, given: ModelConfig) -> bool:
+    return saved.is_longer_alike and given.is_longer_alike and given.max_seq_len >= saved.max_seq_len
+
+
+# Fields that leave the function of the weights as it is, and when: every other field of a config has to be equal.
+MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
+    "initializer_range": _always,  # for drawing fresh weights; a checkpoint replaces these
+    # Dropout acts in training alone: a run may choose its own regularization, as fine-tuning commonly does.
+    "attention_dropout": _always,
+    "dropout": _always,
+    "embedding_dropout": _always,
+    "max_seq_len": _longer_alike,  # no position is computed in another way, and longer sequences are trained on
+}
+
+
+def differences(saved: ModelConfig, given: ModelConfig) -> dict[str, tuple[object, object]]:
+    """The fields by which two configs make different functions of the same weights: saved and given value by name.
+
+    Where the configs are of two families, that is the one entry, "family". MAY_DIFFER lists the fields that may differ.
+    """
+    if type(saved) is not type(given):
+        return {"family": (saved.title, given.title)}
+    pairs = {field.name: (getattr(saved, field.name), getattr(given, field.name)) for field in fields(saved)}
+    return {
+        name: values
+        for name, values in pairs.items()
+        if values[0] != values[1] and not (name in MAY_DIFFER and MAY_DIFFER[name](saved, given))
+    }
+
+
+def check_config(saved: ModelConfig, given: ModelConfig, folder: Path) -> None:
+    """Raises ValueError, which names each field and both values, unless the folder's model and the given one are one function.
+
+    saved: what the folder says, as `config_of` reads it. given: of the model that is to take the folder's weights.
+    """
+    found = differences(saved, given)
+    if found:
+        listed = "; ".join(
+            f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()
+        )
+        raise ValueError(
+            f"{folder} is of another model: {listed}. Make the model with the folder's config, or read the model by "
+            f"from_pretrained({str(folder)!r})"
+        )
+
+
+def config_of(folder: str | Path) -> ModelConfig | None:
+    """The config that a checkpoint of a run, or a Hugging Face folder, has; None for a checkpoint of a model of no family.
+
+    Raises ValueError for a folder that is absent or incomplete, or whose config.json is not of a known model; DamagedCheckpoint
+    for a config.json that is not as it was written.
+    """
+    folder = Path(folder)
+    if (folder / MANIFEST).is_file():
+        return saved_config(Manifest.read(folder), folder)
+    config = read_config(folder)
+    if (folder / CHECKSUMS).is_file() and CONFIG in (manifest := Manifest.read(folder, CHECKSUMS)).files:
+        config = manifest.document(folder, CONFIG)
+    return as_config(folder, config)
+
+
+def saved_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
+    """The config that a checkpoint has, None without one. Raises as `config_of`."""
+    return as_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
+
+
+def own_config(model: object) -> ModelConfig | None:
+    """The config of a model whose network follows from it; None for a model without such a config."""
+    config = getattr(model, "config", None)
+    known = {family.config_class for family in FAMILIES.values()}
+    return config if isinstance(config, ModelConfig) and type(config) in known else None
+
+
+def as_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
+    """The config that a config.json says. Raises ValueError for a model that is not known here."""
+    read: ModelConfig = weights_of(folder, config).read_config(config)
+    return read
+
+
+def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
+    """What is known of the files of the family that a config.json names. Raises ValueError for another."""
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
+    return FAMILIES[kind].weights
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What the config.json of a Hugging Face folder says. Raises ValueError where there is none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
+    return read_json(folder / CONFIG, "give a folder that transformers or Weft saved a model in")
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object of a JSON file. Raises ValueError where there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch or save it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; fetch or save it again")
+    return value
