@@ -312,13 +312,13 @@ class Trainer:
         Communication: a broadcast of a number. Raises TrainingError, on every rank, where the losses differ by more than rounding;
         a loss that is not finite is left to `read`, which names the ranks.
         """
-        found = [alone]
-        dist.broadcast_object_list(found, src=0)
-        assert found[0] is not None, "rank 0 has computed it"
-        within = self.report.check(loss, found[0], self.mesh.size, self._config.dtype)
-        if not within and math.isfinite(loss):
+        count, wrong = self.mesh.size, [alone]  # where the losses are alike, None
+        if alone is not None and self.report.check(loss, alone, count, self._config.dtype):
+            wrong = [None]
+        dist.broadcast_object_list(wrong, src=0)
+        if wrong[0] is not None and math.isfinite(loss):
             raise TrainingError(
-                f"the loss of step 1 is {loss:.7f} on {self.mesh.size} processes, and {found[0]:.7f} on one, with the weights "
+                f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, and {wrong[0]:.7f} on one, with the weights "
                 f"{'of the seed' if self._origin is None else f'of {self._origin}'}: this mesh or plan computes another model; "
                 f"take another --mesh or --plan, or --no-check to train it all the same"
             )
