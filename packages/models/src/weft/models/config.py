@@ -48,12 +48,12 @@ class ModelConfig:
     @property
     def title(self) -> str:
         """What such a model is called."""
-        raise NotImplementedError
+        return type(self).__name__.removesuffix("Config")
 
     @property
     def is_longer_alike(self) -> bool:
-        """Whether with a higher max_seq_len it is the same model, that says another length."""
-        raise NotImplementedError
+        """Whether with a higher max_seq_len it is the same model, that says another length; unless a family knows, it is not."""
+        return False
 
     @property
     def num_parameters(self) -> int:
@@ -72,8 +72,8 @@ class ModelConfig:
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """By name, the sizes that tensor parallelism cuts."""
-        raise NotImplementedError
+        """By name, the sizes that tensor parallelism cuts and that must be divisible."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,11 @@ def run(arguments: list[str]) -> int:
     with refusing("explain"):
         own, rest = _own().parse_known_args(arguments)
         name, config = configured(rest, own.config, command="explain", about=ABOUT)
-        config, axes = _settle(config, base_of(name, origin_of(config)), own.batch)
+        config, axes = _settle(
+            config,
+            base_of(name, origin_of(config), config.model if config.model_class is not None else None),
+            own.batch,
+        )
         count = math.prod(axes.values())
         if not 0 <= own.rank < count:
             raise ValueError(f"--rank {own.rank} is not of the mesh; its {count:,} ranks are 0 to {count - 1:,}")

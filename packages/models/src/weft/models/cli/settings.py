@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any, get_type_hints
 
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
-from ..train.config import TrainConfig, settled_plan
-from ..train.origin import contradictions, find_origin, model_of
+from ..terminal import PROGRAM
+from ..train.config import OptimizerConfig, TrainConfig, settled_plan
+from ..train.origin import contradictions, find_model, find_origin, model_of
+from ..train.outside import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
@@ -58,8 +61,13 @@ def configured(
                 f"--from {model.from_} begins a new run, and --resume goes on with {going_on}; give one of the two"
             )
         origin = find_origin(model.from_, going_on)
-        _check_options(model_of(origin), every, model.from_)
-    config = base_of(name, origin)
+        if model.model_class is None:
+            _check_options(model_of(origin), every, model.from_)
+    outside = None
+    if model.model_class is not None:
+        _find_modules_here()
+        outside = _outside_config(model.model_class, every, command)
+    config = base_of(name, origin, outside)
     if options_of_run:
         config = on_a_mesh_that_fits(parsed(options_of_run, config), [*options, *given])
     if options:
@@ -67,15 +75,25 @@ def configured(
     return name, parsed(with_resume(given), config)
 
 
-def base_of(name: str | None, origin: Path | None) -> TrainConfig:
-    """What options change: a recipe's configuration, or the one without a recipe, with the model of the folder `origin`.
+def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None = None) -> TrainConfig:
+    """What options change: a recipe's configuration, or the one without a recipe, with the model of a folder or from outside.
 
-    Sequences are as long as that model takes. Raises ValueError for an unknown recipe, and a folder without a known model.
+    origin: the folder. outside: the config of a model from outside. Sequences are as long as the model takes.
+    Raises ValueError for an unknown recipe, a folder without a known model, and a folder that says the model of --model.
     """
-    base = WITHOUT_RECIPE if name is None else recipe(name)
-    if origin is None:
+    if name is not None:
+        base = recipe(name)
+    else:
+        base = WITHOUT_RECIPE if origin is not None else replace(WITHOUT_RECIPE, optimizer=OptimizerConfig())
+    model = outside
+    if origin is not None and outside is None:
+        model = model_of(origin)
+    elif origin is not None and find_model(origin) is not None:
+        raise ValueError(
+            f"--model names a class, and {origin} says its model in config.json; give one of --model and --from"
+        )
+    if model is None:
         return base
-    model = model_of(origin)
     length = min(base.data.sequence_length, model.max_seq_len)
     return replace(base, model=model, data=replace(base.data, sequence_length=length))
 
@@ -99,6 +117,26 @@ def _model_options() -> argparse.ArgumentParser:
     parser.add_argument("--from", type=Path, dest="from_")
     parser.add_argument("--model", dest="model_class")
     return parser
+
+
+def _find_modules_here() -> None:
+    """Has Python find modules in the folder where the command was started, as `python -m` does."""
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+
+
+def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelConfig:
+    """The config of a model from outside, by its options among the arguments; --help shows these options, and ends the program.
+
+    Raises ValueError for a model that cannot be found.
+    """
+    wrapper = make_dataclass("Options", [("model", config_class_of(name))], frozen=True, kw_only=True)
+    asked = [each for each in arguments if each in ("-h", "--help", "--help-verbose")]
+    about = f"  The options of the model {name}. `{PROGRAM} {command} --help` has all others.\n"
+    given: Any = parse(wrapper, asked or _options_of_model(arguments), command=f"{command} --model {name}", about=about)
+    found: ModelConfig = given.model
+    return found
 
 
 def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:

@@ -16,6 +16,7 @@ from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
 from ..train.logged import METRICS, check_logged, read_logged
 from ..train.origin import check_same_model, check_tokens
+from ..train.outside import check_outside
 from ..train.report import describe
 from ..train.saved import check_same_run, logged_of
 from ..train.toml import as_toml
@@ -84,13 +85,15 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
     name, config = configured(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
-    base = base_of(name, origin)
+    base = base_of(name, origin, config.model if config.model_class is not None else None)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
     config = settled(config, dp=dp, cp=cp, tp=tp)
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
+    if config.model_class is not None:
+        check_outside(config, documents=config.data.pack and corpus.is_prepared)
     if from_ is not None and origin is not None:
         check_tokens(f"--from {from_}", origin, config.model, corpus)
         config = replace(config, from_=from_.resolve())  # for who goes on with the run in another folder

@@ -345,19 +345,19 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 f"stages and {config.model.num_layers} layers"
             )
         if pipeline.split != "layers" and not counts:
-            _check_names(config.model, pipeline, pp)
+            _check_names(config, pipeline, pp)
     return settled
 
 
-def _check_names(config: ModelConfig, pipeline: PipelinePlan, pp: int) -> None:
+def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
     """Raises ValueError for names at which the model is not cut into as many stages."""
     import torch  # not sooner, as it takes seconds
 
-    from ..families import make_model
     from ..parallel.pipeline.cut import ranges_of
+    from .outside import make_model_of
 
     with torch.device("meta"):
-        model = make_model(config)
+        model = make_model_of(config)
     ranges_of(model, pipeline, pipeline.make_schedule(pp))
 
 

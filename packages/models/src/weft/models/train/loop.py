@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,8 +121,11 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             saved = saver.last
         else:
             trainer.check_finite(config.steps, saver.last_written)
-            # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
-            results.save(trainer.model)
+            if config.model_class is None:
+                # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
+                results.save(trainer.model)
+            else:
+                saved = _save_outside(run, results, saver)
             vote.begin()
             stop = vote.end()
     if stop:
@@ -137,6 +141,19 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     losses = saver.held_out_loss, last
     report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
     return 0
+
+
+def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
+    """The checkpoint of the last step, where none was saved. A model from outside has no Hugging Face form.
+
+    Communication, errors: as of `Saver.save` and `Results.sync`.
+    """
+    folder = run.folder / f"{CHECKPOINT}-{run.config.steps}"
+    if saver.last != folder:
+        results.sync()
+        saver.save(run.config.steps, results.logged)
+        saver.wait()
+    return folder
 
 
 def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, begins: int) -> int:

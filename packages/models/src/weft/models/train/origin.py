@@ -43,8 +43,7 @@ def model_of(folder: Path) -> ModelConfig:
     found = find_model(folder)
     if found is None:
         raise ValueError(
-            f"{folder} has no {CONFIG}, as its model is from outside; give that model by --model MODULE:CLASS, and go on with "
-            f"its run by --resume"
+            f"{folder} has no {CONFIG}, as its model is from outside; give that model by --model MODULE:CLASS"
         )
     return found
 

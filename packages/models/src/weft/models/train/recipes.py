@@ -73,8 +73,9 @@ def recipe(name: str) -> TrainConfig:
     return RECIPES[name]
 
 
-def size_in_words(model: ModelConfig) -> str:
+def size_in_words(model: ModelConfig, *, title: str | None = None, count: int | None = None) -> str:
+    """The model's kind, parameters and layers. title, count: of the kind and the parameters, where the config does not know them."""
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
-    count = model.num_parameters
+    count = model.num_parameters if count is None else count
     size = f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
-    return f"{model.title}, {size} parameters, {model.num_layers} layers{tied}"
+    return f"{title or model.title}, {size} parameters, {model.num_layers} layer{'s' if model.num_layers > 1 else ''}{tied}"

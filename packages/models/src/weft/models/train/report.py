@@ -16,7 +16,7 @@ from ..communication import PHASES, Communication
 from ..schedules.schedule import Schedule
 from ..terminal import printable
 from .config import Run, TrainConfig, general_name
-from .recipes import size_in_words
+from .outside import size_of
 from .suggestions import suggestions
 
 NAMED = 3  # files that are named of those that were left out
@@ -224,15 +224,19 @@ def mesh_in_words(axes: Mapping[str, int]) -> str:
 def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
-    line = (
-        f"{run.title}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
-        f"{mesh_in_words(run.axes)}"
-    )
+    line = f"{run.title}: {size_of(run.config)}, on {run.corpus.name}; {device}, {backend}, {mesh_in_words(run.axes)}"
     skipped = run.corpus.skipped
     if not skipped:
         return line
     names = printable(", ".join(map(str, skipped[:NAMED]))) + (", ..." if len(skipped) > NAMED else "")
     return f"{line}\nskipped {len(skipped)} file{'s' if len(skipped) > 1 else ''}, not UTF-8 text: {names}"
+
+
+def _last(run: Run) -> str:
+    """What is left of the model at the end."""
+    if run.config.model_class is None:
+        return "checkpoint/ for transformers"
+    return f"checkpoint-{run.config.steps}/ to resume from; a model from outside has no form for transformers"
 
 
 def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token: float, on_cpu: bool) -> str:
@@ -246,6 +250,6 @@ def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
-        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and checkpoint/ for transformers\n"
-        f"next  {commands}"
+        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and {_last(run)}"
+        + (f"\nnext  {commands}" if commands else "")
     )

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
@@ -20,6 +21,8 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     on_cpu: then one process more can always be started.
     """
     lines = [f"{PROGRAM} generate {shlex.quote(str(run.folder))} --prompt {shlex.quote(run.corpus.prompt)}"]
+    if run.config.model_class is not None:
+        lines = []  # the command makes models of the families alone
     train = _train_command(run.processes)
     if train is None:
         return lines
@@ -61,8 +64,11 @@ def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
 def _arguments(run: Run, config: TrainConfig) -> str:
     """The arguments of `weft train` that make `config`, but for its output."""
     base = run.base or recipe(run.recipe or "")
-    named = [] if run.recipe is None else [run.recipe]
-    return shlex.join([*named, *_options(dataclasses.replace(config, output=None, resume=None), base, "")])
+    options = _options(dataclasses.replace(config, output=None, resume=None), base, "")
+    if config.model_class is not None:  # no recipe says its sizes: what the class itself does not say is given
+        usual = {field.name: field.default for field in dataclasses.fields(config.model)}
+        options += _options(config.model, SimpleNamespace(**usual), "model.")
+    return shlex.join([*([] if run.recipe is None else [run.recipe]), *options])
 
 
 def _options(config: object, default: object, prefix: str) -> list[str]:

@@ -38,6 +38,7 @@ from .memory import peak_memory, total_memory
 from .observe import CollectiveCount
 from .optimizer import make_optimizer
 from .outline import Outline
+from .outside import parameters_of
 from .report import Metrics, Report
 from .rollcall import named_ranks
 from .speed import flops_per_token, peak_flops
@@ -100,7 +101,9 @@ class Trainer:
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self._rows = Prefetch(self._read_rows)
         self.issued: dict[Phase, list[Collective]] = {}
-        self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
+        self._flops_per_token = flops_per_token(
+            run.config.model, data.sequence_length, multiplying=parameters_of(run.config)[1]
+        )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._taken: list[_Taken] = []
         self.waits = Waits(device)
@@ -264,7 +267,13 @@ class Trainer:
         self.model.eval()
         prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
         with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
-            tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
+            tokens = generate(
+                *(self.model, prompt),
+                max_new_tokens=SAMPLE_TOKENS,
+                temperature=0.7,
+                seed=self._config.seed,
+                use_cache=hasattr(self.model, "make_cache"),
+            )
         return self._tokenizer.decode(tokens[0].tolist())
 
     def _microbatches(self, step: int) -> list[Microbatch]:
@@ -290,7 +299,7 @@ class Trainer:
         laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
         assert laid.targets is not None, "they were given"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
-        return Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets)
+        return Microbatch(args=(laid.tokens,), kwargs=self._outline.taken(inputs), targets=laid.targets)
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
@@ -301,9 +310,8 @@ class Trainer:
             model = loaded_alone(model, self._origin, self._device)
         given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
         tokens, target = given.pop("tokens"), given.pop("targets")
-        parts = divide(
-            model, tokens, target, self._outline.microbatches, {"dropout_key": self._outline.dropout_key(0), **given}
-        )
+        given = self._outline.taken({"dropout_key": self._outline.dropout_key(0), **given})
+        parts = divide(model, tokens, target, self._outline.microbatches, given)
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _compare(self, loss: float, alone: float | None) -> None:

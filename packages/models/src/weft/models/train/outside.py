@@ -1,0 +1,170 @@
+"""A model from outside this package, named as MODULE:CLASS: found, checked, made, and its parameters counted."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from ..config import ModelConfig
+from ..families import make_model
+from .recipes import size_in_words
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .config import TrainConfig
+
+INPUTS = ("dropout_key", "positions", "documents")  # what a run may give a model beside its tokens
+
+
+@lru_cache(maxsize=8)
+def find_class(name: str) -> type[nn.Module]:
+    """The model's class. name: MODULE:CLASS, of a module that Python finds.
+
+    Raises ValueError for a name of another form, a module or a class that is not there, and a class that a run cannot train.
+    """
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        raise ValueError(f"--model {name!r} is not MODULE:CLASS; write it like --model my_models:Bigram")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # an import of the module itself fails
+        raise ValueError(
+            f"--model {name}: there is no module {error.name!r}; start in its folder, or put that folder on PYTHONPATH"
+        ) from None
+    found = getattr(module, class_name, None)
+    from torch import nn  # not sooner, as it takes seconds
+
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        classes = [key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, nn.Module)]
+        near = difflib.get_close_matches(class_name, classes, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; give a class that is an nn.Module"
+        raise ValueError(f"--model {name}: {module_name} has no model {class_name!r}{hint}")
+    missing = [each for each in ("initial_value", "parallel_plan") if not callable(getattr(found, each, None))]
+    if missing:
+        raise ValueError(
+            f"--model {name}: the class has no {' and no '.join(missing)}; initial_value(name) says how a parameter starts, and "
+            f"parallel_plan() how the model is laid out"
+        )
+    return found
+
+
+def config_class_of(name: str) -> type[ModelConfig]:
+    """The class of the model's config: what __init__ takes as config, by its annotation.
+
+    Where the annotation is a type variable, as of `Decoder`, it is what the class fills in: `class Net(Decoder[NetConfig])`.
+    Raises ValueError where that is no dataclass derived from ModelConfig.
+    """
+    found = find_class(name)
+    try:
+        hint = _hint_of(found)
+    except NameError as error:
+        raise ValueError(
+            f"--model {name}: the annotation of its config cannot be read: {error}; import the config"
+        ) from None
+    if isinstance(hint, TypeVar):
+        hint = _filled_in(found, hint)
+    if not (isinstance(hint, type) and issubclass(hint, ModelConfig) and is_dataclass(hint)) or hint is ModelConfig:
+        shown = getattr(hint, "__name__", repr(hint))
+        raise ValueError(
+            f"--model {name}: the config that __init__ takes is {'not annotated' if hint is None else f'a {shown}'}; annotate "
+            f"it with a dataclass that is derived from weft.models.config.ModelConfig, as config: {name.partition(':')[2]}Config"
+        )
+    return hint
+
+
+def make_model_of(config: TrainConfig) -> nn.Module:
+    """The model of a run, its parameters unset: of its family, or from outside."""
+    if config.model_class is None:
+        return make_model(config.model)
+    return find_class(config.model_class)(config.model)
+
+
+def inputs_of(config: TrainConfig) -> tuple[str, ...]:
+    """Those of INPUTS that the model's forward takes."""
+    if config.model_class is None:
+        return INPUTS
+    parameters = inspect.signature(find_class(config.model_class).forward).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return INPUTS
+    return tuple(name for name in INPUTS if name in {each.name for each in parameters})
+
+
+def check_outside(config: TrainConfig, *, documents: bool) -> None:
+    """Raises ValueError where a run has to tell a model from outside what its forward does not take.
+
+    config: with a plan that is settled. documents: whether rows have several documents, which do not see one another.
+    """
+    taken, name = inputs_of(config), config.model_class
+    if config.plan.context == "all_gather" and "positions" not in taken:
+        raise ValueError(
+            f"--model {name}: its forward takes no positions, which say the order of the tokens that "
+            f"plan.context all_gather cuts; let it take positions, or leave mesh.cp at 1"
+        )
+    missing = [each for each in ("positions", "documents") if each not in taken]
+    if documents and missing:
+        raise ValueError(
+            f"--model {name}: its forward takes no {' and no '.join(missing)}, by which tokens see their own document alone; let "
+            f"it take them, or give --data.no-pack"
+        )
+    if config.compile and not hasattr(find_class(str(name)), "blocks"):
+        raise ValueError(f"--model {name} has no blocks, which --compile compiles one by one; leave out --compile")
+
+
+def parameters_of(config: TrainConfig) -> tuple[int, int]:
+    """The model's parameters, and of these the ones that multiply: tables that are looked up alone do not.
+
+    Of a model from outside they are counted in the model, made without data.
+    """
+    if config.model_class is None:
+        return config.model.num_parameters, config.model.num_parameters - config.model.num_looked_up
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        model = make_model_of(config)
+    looked_up = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    others = {
+        each
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for each in module.parameters(recurse=False)
+    }
+    total = sum(each.numel() for each in model.parameters())
+    return total, total - sum(each.numel() for each in looked_up - others)
+
+
+def size_of(config: TrainConfig) -> str:
+    """The model in words: its kind, its parameters and layers."""
+    if config.model_class is None:
+        return size_in_words(config.model)
+    title, (count, _) = config.model_class.partition(":")[2], parameters_of(config)
+    return size_in_words(config.model, title=title, count=count)
+
+
+def _hint_of(found: type) -> Any:
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(found).parameters
+    if not parameters:
+        return None
+    name = next(iter(parameters))
+    owner = next(each for each in found.__mro__ if "__init__" in vars(each))
+    return get_type_hints(vars(owner)["__init__"]).get(name)
+
+
+def _filled_in(found: type, variable: TypeVar) -> Any:
+    """What the nearest generic base fills a type variable with."""
+    for each in found.__mro__:
+        for base in getattr(each, "__orig_bases__", ()):
+            origin = get_origin(base)
+            names = getattr(origin, "__parameters__", ())
+            for parameter, argument in zip(names, get_args(base), strict=False):
+                if parameter is variable or not isinstance(argument, TypeVar):
+                    return argument
+    return variable
