@@ -33,6 +33,7 @@ from weft.models.rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llam
 from weft.models.train.config import Run
 
 from tests.models.folders import their_model
+from tests.support.limits import PATIENCE
 
 SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
 ROTARY: dict[str, Any] = {**SIZES, "intermediate_size": 44, "num_kv_heads": 2}
@@ -293,6 +294,40 @@ def test_a_first_start_with_resume_begins_with_the_folder(asked: Asked) -> None:
     save(LLAMA, Path("hf"))
     run = asked("--from", "hf", "--output", "run", "--save-every", "5", "--resume", *TEXT)
     assert (run.origin, run.resume, run.config.model) == (Path("hf"), None, LLAMA)
+
+
+def trained(*arguments: str) -> str:
+    """What a run says, of processes of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weft.models.cli", "train", *arguments],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> None:
+    """Its checkpoints know the model, of which no option says the scaling; a run without checkpoints of its own begins another."""
+    save(LLAMA, Path("hf"))
+    options = (*TEXT, "--mesh.dp", "1", "--mesh.tp", "1", "--no-check", "--steps", "2")
+    said = trained("--from", "hf", "--output", "run", "--save-every", "1", *options)
+    assert "begins with the model of hf\n" in said
+    Path("hf").rename("moved")
+    run = asked("--output", "run", "--resume", "--steps", "3")
+    assert (run.config.model, run.resume, run.origin) == (LLAMA, Path("run/checkpoint-2"), None)
+    assert run.config.from_ == Path("hf").resolve()
+    assert "goes on from run/checkpoint-2\nsteps is 3, and was 2\n" in asked.said()
+    said = asked.refusal("--output", "run", "--resume", "--from", "moved")
+    assert f"saved with from {Path('hf').resolve()}, and this run has {Path('moved').resolve()}" in said
+    said = asked.refusal("--output", "run", "--resume", "--model.rope-theta", "10000")
+    assert "--model.rope-theta 10000.0 contradicts rope_theta 500000.0" in said
+    again = asked("--from", "run", *TEXT)
+    assert (again.config.model, again.origin) == (LLAMA, Path("run/checkpoint-2"))
+    for checkpoint in Path("run").glob("checkpoint-*"):
+        checkpoint.rename(f"{checkpoint}.aside")
+    assert asked("--from", "run", *TEXT).origin == Path("run/checkpoint")
+    began, ended = (json.loads(Path(name, "config.json").read_text()) for name in ("moved", "run/checkpoint"))
+    assert began == ended and ended["rope_scaling"]["factor"] == 8.0
 
 
 def test_a_path_without_a_model_is_refused(asked: Asked) -> None:

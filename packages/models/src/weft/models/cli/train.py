@@ -16,7 +16,7 @@ from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
 from ..train.logged import METRICS, check_logged, read_logged
 from ..train.origin import check_same_model, check_tokens
-from ..train.outside import check_outside
+from ..train.outside import check_class
 from ..train.report import describe
 from ..train.saved import check_same_run, logged_of
 from ..train.toml import as_toml
@@ -93,7 +93,12 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
     if config.model_class is not None:
-        check_outside(config, documents=config.data.pack and corpus.is_prepared)
+        check_class(
+            config.model_class,
+            ordered=config.plan.context == "all_gather",
+            documents=config.data.pack and corpus.is_prepared,
+            compiled=config.compile,
+        )
     if from_ is not None and origin is not None:
         check_tokens(f"--from {from_}", origin, config.model, corpus)
         config = replace(config, from_=from_.resolve())  # for who goes on with the run in another folder

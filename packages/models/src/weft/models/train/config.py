@@ -357,7 +357,7 @@ def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
     from .outside import make_model_of
 
     with torch.device("meta"):
-        model = make_model_of(config)
+        model = make_model_of(config.model, config.model_class)
     ranges_of(model, pipeline, pipeline.make_schedule(pp))
 
 

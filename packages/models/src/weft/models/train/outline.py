@@ -76,7 +76,7 @@ class Outline:
 
     def taken(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs that the model's forward takes, of those that a run may give it beside its tokens."""
-        names = inputs_of(self.config)
+        names = inputs_of(self.config.model_class)
         return {name: value for name, value in inputs.items() if name in names}
 
     def first_step(self, rank: int, device_type: str) -> Step:
@@ -98,4 +98,4 @@ class Outline:
 
 def _make(config: TrainConfig) -> nn.Module:
     with torch.device("meta"):
-        return make_model_of(config)
+        return make_model_of(config.model, config.model_class)

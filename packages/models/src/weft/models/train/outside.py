@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 
 from ..config import ModelConfig
 from ..families import make_model
-from .recipes import size_in_words
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from .config import TrainConfig
 
 INPUTS = ("dropout_key", "positions", "documents")  # what a run may give a model beside its tokens
 
@@ -80,33 +77,32 @@ def config_class_of(name: str) -> type[ModelConfig]:
     return hint
 
 
-def make_model_of(config: TrainConfig) -> nn.Module:
-    """The model of a run, its parameters unset: of its family, or from outside."""
-    if config.model_class is None:
-        return make_model(config.model)
-    return find_class(config.model_class)(config.model)
+def make_model_of(config: ModelConfig, name: str | None) -> nn.Module:
+    """The model of a config, its parameters unset: of its family, or from outside. name: MODULE:CLASS; None of a family."""
+    return make_model(config) if name is None else find_class(name)(config)
 
 
-def inputs_of(config: TrainConfig) -> tuple[str, ...]:
-    """Those of INPUTS that the model's forward takes."""
-    if config.model_class is None:
+def inputs_of(name: str | None) -> tuple[str, ...]:
+    """Those of INPUTS that the model's forward takes. name: MODULE:CLASS; None of a family."""
+    if name is None:
         return INPUTS
-    parameters = inspect.signature(find_class(config.model_class).forward).parameters.values()
+    parameters = inspect.signature(find_class(name).forward).parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return INPUTS
-    return tuple(name for name in INPUTS if name in {each.name for each in parameters})
+    return tuple(each for each in INPUTS if each in {parameter.name for parameter in parameters})
 
 
-def check_outside(config: TrainConfig, *, documents: bool) -> None:
-    """Raises ValueError where a run has to tell a model from outside what its forward does not take.
+def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) -> None:
+    """Raises ValueError where a run has to tell a model what its forward does not take, or compiles blocks that it has not.
 
-    config: with a plan that is settled. documents: whether rows have several documents, which do not see one another.
+    name: MODULE:CLASS. ordered: whether tokens lie in another order than they are read in. documents: whether rows have several
+    documents, which do not see one another. compiled: whether blocks are compiled.
     """
-    taken, name = inputs_of(config), config.model_class
-    if config.plan.context == "all_gather" and "positions" not in taken:
+    taken = inputs_of(name)
+    if ordered and "positions" not in taken:
         raise ValueError(
-            f"--model {name}: its forward takes no positions, which say the order of the tokens that "
-            f"plan.context all_gather cuts; let it take positions, or leave mesh.cp at 1"
+            f"--model {name}: its forward takes no positions, which say the order of the tokens that plan.context all_gather "
+            f"cuts; let it take positions, or leave mesh.cp at 1"
         )
     missing = [each for each in ("positions", "documents") if each not in taken]
     if documents and missing:
@@ -114,23 +110,24 @@ def check_outside(config: TrainConfig, *, documents: bool) -> None:
             f"--model {name}: its forward takes no {' and no '.join(missing)}, by which tokens see their own document alone; let "
             f"it take them, or give --data.no-pack"
         )
-    if config.compile and not hasattr(find_class(str(name)), "blocks"):
+    if compiled and not hasattr(find_class(name), "blocks"):
         raise ValueError(f"--model {name} has no blocks, which --compile compiles one by one; leave out --compile")
 
 
-def parameters_of(config: TrainConfig) -> tuple[int, int]:
-    """The model's parameters, and of these the ones that multiply: tables that are looked up alone do not.
+def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
+    """The model's parameters, and the number of these that multiply: a table that is looked up alone does not.
 
-    Of a model from outside they are counted in the model, made without data.
+    name: MODULE:CLASS; None of a family. The parameters of a model from outside are counted in the model, made without data: what
+    its config inherits may be the number of another model.
     """
-    if config.model_class is None:
-        return config.model.num_parameters, config.model.num_parameters - config.model.num_looked_up
+    if name is None:
+        return config.num_parameters, config.num_parameters - config.num_looked_up
     import torch
     from torch import nn
 
     with torch.device("meta"):
-        model = make_model_of(config)
-    looked_up = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+        model = make_model_of(config, name)
+    tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
     others = {
         each
         for module in model.modules()
@@ -138,15 +135,7 @@ def parameters_of(config: TrainConfig) -> tuple[int, int]:
         for each in module.parameters(recurse=False)
     }
     total = sum(each.numel() for each in model.parameters())
-    return total, total - sum(each.numel() for each in looked_up - others)
-
-
-def size_of(config: TrainConfig) -> str:
-    """The model in words: its kind, its parameters and layers."""
-    if config.model_class is None:
-        return size_in_words(config.model)
-    title, (count, _) = config.model_class.partition(":")[2], parameters_of(config)
-    return size_in_words(config.model, title=title, count=count)
+    return total, total - sum(each.numel() for each in tables - others)
 
 
 def _hint_of(found: type) -> Any:

@@ -13,6 +13,7 @@ from ..llama.config import LlamaConfig
 from ..published import PUBLISHED
 from ..qwen.config import QwenConfig
 from .config import DataConfig, OptimizerConfig, TrainConfig
+from .outside import parameters_of
 
 # Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
 # every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
@@ -73,9 +74,10 @@ def recipe(name: str) -> TrainConfig:
     return RECIPES[name]
 
 
-def size_in_words(model: ModelConfig, *, title: str | None = None, count: int | None = None) -> str:
-    """The model's kind, parameters and layers. title, count: of the kind and the parameters, where the config does not know them."""
+def size_in_words(model: ModelConfig, name: str | None = None) -> str:
+    """The model's kind, parameters and layers. name: MODULE:CLASS of a model from outside."""
+    title = model.title if name is None else name.partition(":")[2]
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
-    count = model.num_parameters if count is None else count
+    count, _ = parameters_of(model, name)
     size = f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
-    return f"{title or model.title}, {size} parameters, {model.num_layers} layer{'s' if model.num_layers > 1 else ''}{tied}"
+    return f"{title}, {size} parameters, {model.num_layers} layer{'s' if model.num_layers > 1 else ''}{tied}"

@@ -16,7 +16,7 @@ from ..communication import PHASES, Communication
 from ..schedules.schedule import Schedule
 from ..terminal import printable
 from .config import Run, TrainConfig, general_name
-from .outside import size_of
+from .recipes import size_in_words
 from .suggestions import suggestions
 
 NAMED = 3  # files that are named of those that were left out
@@ -224,7 +224,7 @@ def mesh_in_words(axes: Mapping[str, int]) -> str:
 def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
-    line = f"{run.title}: {size_of(run.config)}, on {run.corpus.name}; {device}, {backend}, {mesh_in_words(run.axes)}"
+    line = f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, {backend}, {mesh_in_words(run.axes)}"
     skipped = run.corpus.skipped
     if not skipped:
         return line

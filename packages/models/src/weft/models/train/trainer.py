@@ -102,7 +102,9 @@ class Trainer:
         self._rows = Prefetch(self._read_rows)
         self.issued: dict[Phase, list[Collective]] = {}
         self._flops_per_token = flops_per_token(
-            run.config.model, data.sequence_length, multiplying=parameters_of(run.config)[1]
+            run.config.model,
+            data.sequence_length,
+            multiplying=parameters_of(run.config.model, run.config.model_class)[1],
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._taken: list[_Taken] = []
