@@ -5,86 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from weft.models import (
-    GPT,
-    GPTConfig,
-    Llama,
-    LlamaConfig,
-    Qwen,
-    QwenConfig,
-    initialize,
     save_checkpoint,
-    save_pretrained,
 )
 from weft.models.checkpoint.convert import convert
 from weft.models.cli import main
-from weft.models.cli import train as train_command
 from weft.models.config import ModelConfig
-from weft.models.data.tokenizer import Tokenizer, byte_tokenizer
-from weft.models.rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
-from weft.models.train.config import Run
+from weft.models.data.tokenizer import byte_tokenizer
 
+from tests.models.asked import GPT2, LLAMA, QWEN, TEXT, Asked, begin, options_of, save
 from tests.models.folders import their_model
 from tests.support.limits import PATIENCE
-
-SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
-ROTARY: dict[str, Any] = {**SIZES, "intermediate_size": 44, "num_kv_heads": 2}
-SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
-LLAMA = LlamaConfig(**ROTARY, rope_theta=500000.0, rope_scaling=SCALING, norm_eps=1e-5)
-QWEN = QwenConfig(**ROTARY, version=2, sliding_window=8, sliding_layers=(1,), attention_dropout=0.1)
-GPT2 = GPTConfig(**SIZES, activation="gelu", scale_attention_by_layer=True, dropout=0.2)
-TEXT = ("--data.path", "text.txt", "--data.sequence-length", "16")
-
-
-def save(config: ModelConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> None:
-    """A folder for transformers with a model of that config."""
-    kind = {LlamaConfig: Llama, QwenConfig: Qwen, GPTConfig: GPT}[type(config)]
-    model = kind(config)
-    initialize(model, 1)
-    save_pretrained(model, folder, tokenizer=tokenizer or byte_tokenizer())
-
-
-class Asked:
-    """Calls `weft train`, which starts no process; the runs that it would launch."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys, self.runs = capsys, list[Run]()
-
-    def __call__(self, *arguments: str) -> Run:
-        with pytest.raises(SystemExit) as end:
-            main(["train", *arguments])
-        assert not end.value.code, self._capsys.readouterr().err
-        return self.runs[-1]
-
-    def refusal(self, *arguments: str) -> str:
-        """The line of an error, after which nothing is launched."""
-        before = len(self.runs)
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(["train", *arguments])
-        out, err = self._capsys.readouterr()
-        assert (end.value.code, out, len(self.runs)) == (2, "", before)
-        return err.removeprefix("weft train: ").rstrip("\n")
-
-    def said(self) -> str:
-        return self._capsys.readouterr().out
 
 
 @pytest.fixture
 def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Asked:
-    found = Asked(capsys)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_command, "launch", lambda run, gpus: found.runs.append(run) or 0)
-    (tmp_path / "text.txt").write_text("a folder, its tokens and its constants; " * 40)
-    return found
+    return begin(capsys, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["folder", "checkpoint"])
@@ -200,86 +142,6 @@ def test_it_comes_back_from_the_file_that_is_printed(asked: Asked) -> None:
     run = asked("--config", "run.toml")
     assert (run.config.model, run.recipe, run.origin) == (replace(LLAMA, dropout=0.1), None, Path("hf").resolve())
     assert run.config.data.sequence_length == 16
-
-
-DIFFERENT: dict[str, tuple[ModelConfig, ModelConfig]] = {
-    "theta": (LLAMA, replace(LLAMA, rope_theta=10000.0)),
-    "no-scaling": (LLAMA, replace(LLAMA, rope_scaling=None)),
-    "scaling-of-another-kind": (
-        replace(LLAMA, rope_scaling=LinearRopeScaling(factor=2.0)),
-        replace(LLAMA, rope_scaling=DynamicRopeScaling(factor=2.0)),
-    ),
-    "scaling-yarn": (
-        replace(LLAMA, rope_scaling=YarnRopeScaling(factor=2.0, original_max_seq_len=16)),
-        replace(LLAMA, rope_scaling=YarnRopeScaling(factor=2.0, original_max_seq_len=32)),
-    ),
-    "eps": (LLAMA, replace(LLAMA, norm_eps=1e-6)),
-    "heads-of-one-shape": (LLAMA, replace(LLAMA, num_heads=8, num_kv_heads=4, head_dim=4)),
-    "window": (QWEN, replace(QWEN, sliding_window=9)),
-    "windows-of-other-layers": (QWEN, replace(QWEN, sliding_layers=(0, 1))),
-    "activation": (GPT2, replace(GPT2, activation="gelu_new")),
-    "gpt-eps": (GPT2, replace(GPT2, norm_eps=1e-6)),
-    "gpt-heads": (GPT2, replace(GPT2, num_heads=2)),
-    "scale-by-layer": (GPT2, replace(GPT2, scale_attention_by_layer=False)),
-    "shorter": (LLAMA, replace(LLAMA, max_seq_len=32)),
-}
-
-
-def options_of(config: ModelConfig) -> list[str]:
-    """A recipe of the config's family, and the file that makes it that config."""
-    from weft.models.train.recipes import recipe
-    from weft.models.train.toml import as_toml
-
-    name = {LlamaConfig: "llama-tiny", QwenConfig: "qwen2-tiny", GPTConfig: "gpt-tiny"}[type(config)]
-    Path("model.toml").write_text(
-        as_toml(name, replace(recipe(name), model=config, data=replace(recipe(name).data, sequence_length=16)))
-    )
-    return ["--config", "model.toml"]
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_a_converted_checkpoint_of_another_model_is_not_resumed(
-    name: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The names and the shapes of all weights are the same; so only the config tells."""
-    saved, given = DIFFERENT[name]
-    save(saved, Path("hf"))
-    convert(Path("hf"), Path("begin"))
-    monkeypatch.setattr(train_command, "configured", _with_the_model(given, train_command.configured))
-    said = asked.refusal("--resume", "begin", "--output", "run", *TEXT)
-    assert said.startswith("begin has another model than this run: it has ")
-    for field in ("rope_theta", "rope_scaling", "norm_eps", "num_heads", "sliding_window", "activation", "max_seq_len"):
-        there, here = getattr(saved, field, None), getattr(given, field, None)
-        assert (f"{field} {there!r}, and this run has {here!r}" in said) == (there != here), field
-    assert said.endswith("or begin a new run with it by `weft train --from begin`")
-    assert not Path("run").exists()
-
-
-def _with_the_model(model: ModelConfig, configured: Callable[..., Any]) -> Callable[..., Any]:
-    """`configured`, whose run has that model: of scalings no recipe has the options."""
-
-    def changed(*arguments: Any, **options: Any) -> tuple[Any, Any]:
-        name, config = configured(*arguments, **options)
-        return name, replace(config, model=model)
-
-    return changed
-
-
-@pytest.mark.parametrize("allowed", [{}, {"dropout": 0.2}, {"max_seq_len": 128}, {"initializer_range": 0.5}], ids=str)
-def test_a_converted_checkpoint_of_the_same_model_is_resumed(allowed: dict[str, Any], asked: Asked) -> None:
-    plain = replace(LLAMA, rope_scaling=None)
-    save(plain, Path("hf"))
-    convert(Path("hf"), Path("begin"))
-    run = asked("--resume", "begin", "--output", "run", *options_of(replace(plain, **allowed)), *TEXT)
-    assert (run.resume, run.config.model) == (Path("begin"), replace(plain, **allowed))
-
-
-def test_the_recipe_of_another_family_is_not_resumed(asked: Asked) -> None:
-    save(LLAMA, Path("hf"))
-    convert(Path("hf"), Path("begin"))
-    for recipe, title in (("gpt-tiny", "GPT-2"), ("qwen2-tiny", "Qwen 2")):
-        said = asked.refusal(recipe, "--resume", "begin", "--output", "run", *TEXT)
-        assert f"family 'Llama', and this run has {title!r}" in said
 
 
 def test_from_and_a_checkpoint_of_no_run_are_two_beginnings(asked: Asked) -> None:

@@ -44,6 +44,10 @@ Recipes
 {{recipes}}
   The options show the defaults of the one that is named; of {{default}} where none is.
 
+Other models
+  --from FOLDER: the config, weights and tokenizer of a folder for transformers, a checkpoint, or a run. A recipe gives the options of training alone; a --model option that contradicts the folder is an error.
+  --model MODULE:CLASS: a class of a module that Python finds; with --help, the options of its config. At the end it is saved as a checkpoint.
+
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
   --resume takes them from the config.toml of the run that it goes on with, where there is one; the others override it.
