@@ -76,7 +76,7 @@ def configured(
 
 
 def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None = None) -> TrainConfig:
-    """What options change: a recipe's configuration, or the one without a recipe, with the model of a folder or from outside.
+    """The configuration that options change: a recipe's, or WITHOUT_RECIPE, with the model of a folder or from outside.
 
     origin: the folder. outside: the config of a model from outside. Sequences are as long as the model takes.
     Raises ValueError for an unknown recipe, a folder without a known model, and a folder that says the model of --model.
@@ -99,7 +99,7 @@ def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None =
 
 
 def origin_of(config: TrainConfig) -> Path | None:
-    """The folder that says the model of a configuration with --from: the checkpoint that it goes on with, or the one to begin with."""
+    """The folder with the model of a configuration with --from: the checkpoint to go on with, or the folder to begin with."""
     if config.from_ is None:
         return None
     return find_origin(config.from_, checkpoint_to_resume(config.output, config.resume))
@@ -112,7 +112,7 @@ def settled(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
 
 
 def _model_options() -> argparse.ArgumentParser:
-    """The options that say where the model is found, from which the other options have their defaults."""
+    """The options that name the folder or the class of the model."""
     parser = resume_options()
     parser.add_argument("--from", type=Path, dest="from_")
     parser.add_argument("--model", dest="model_class")
@@ -127,7 +127,7 @@ def _find_modules_here() -> None:
 
 
 def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelConfig:
-    """The config of a model from outside, by its options among the arguments; --help shows these options, and ends the program.
+    """The config of a model from outside, by the options among the arguments; --help shows the options, and ends the program.
 
     Raises ValueError for a model that cannot be found.
     """
@@ -142,7 +142,7 @@ def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelC
 def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:
     """Raises ValueError where an option contradicts the config of the folder at `path`, with both values of each.
 
-    The values are compared before a config is made of them: sizes of two models may not fit together.
+    The values are compared before a config is made: sizes of two models may not fit together.
     """
     options = _options_of_model(arguments)
     if not options:
@@ -163,7 +163,7 @@ def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> 
 
 
 def _options_of_model(arguments: Sequence[str]) -> list[str]:
-    """The options of the model among the arguments, each with its values."""
+    """The options of the model among the arguments, each with the values after the name."""
     found, is_one = list[str](), False
     for each in arguments:
         if each.startswith("--"):

@@ -1,4 +1,4 @@
-"""The weights that a run begins with: drawn by its seed, or those of a folder."""
+"""The weights at the beginning of a run: drawn by the seed, or read from a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..parallel import ParallelPlan
 
 
 def filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """The model on a device, with the weights that its seed draws. Communication: none."""
+    """The model on a device, with weights drawn by the seed. Communication: none."""
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
@@ -34,7 +34,7 @@ def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMe
     if (folder / MANIFEST).is_file():
         load_checkpoint(model, folder)
     else:
-        # The folder's own model has other dropout and lengths than the run's: its weights alone are taken.
+        # The folder's model may have another dropout or length than the run's: weights alone are taken.
         _copy(from_pretrained(folder, mesh, plan, device=device, dtype=torch.float32), model)
     return model
 
@@ -42,7 +42,7 @@ def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMe
 def loaded_alone(model: nn.Module, folder: Path, device: torch.device) -> nn.Module:
     """A model of plain tensors on a device, with the weights of a Hugging Face folder or a checkpoint.
 
-    Communication: none, so one rank may call it. Raises ValueError as `from_pretrained`, DamagedCheckpoint as `FolderReader`.
+    Communication: none: a single rank may call this. Raises ValueError as `from_pretrained`, DamagedCheckpoint as `FolderReader`.
     """
     model = model.to_empty(device=device)
     if not (folder / MANIFEST).is_file():

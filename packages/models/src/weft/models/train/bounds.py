@@ -1,4 +1,4 @@
-"""The bounds of a run's numbers, checked when its configuration is made."""
+"""The bounds of a run's numbers, checked when a configuration is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_above_zero(where: str, config: object, *names: str) -> None:
 
 
 def check_decay_rates(where: str, config: object, *names: str) -> None:
-    """Raises ValueError unless each field named is in [0, 1): a mean that decays by 1 never takes up a gradient."""
+    """Raises ValueError unless each field named is in [0, 1): a mean with a decay of 1 never takes up a gradient."""
     for name in names:
         _check(where, name, getattr(config, name), lambda value: 0 <= value < 1, "0 or more, and below 1")
 

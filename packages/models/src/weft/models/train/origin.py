@@ -1,4 +1,4 @@
-"""The folder that a new run begins with: its model's config, and its tokenizer. Read before torch is imported."""
+"""The folder of the model with which a new run begins: config and tokenizer, read before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .folder import find_checkpoint
 
 
 def find_origin(path: Path, going_on: Path | None = None) -> Path:
-    """The folder that says the model of a run begun with `path`: that folder, or the last checkpoint of the run in it.
+    """The folder with the model of a run begun with `path`: `path` itself, or the last checkpoint of the run in `path`.
 
-    going_on: the run's own checkpoint that it goes on with; it knows the model, and `path` is not read again.
+    going_on: the checkpoint of a run begun earlier; the checkpoint knows the model, and `path` is not read again.
     Raises ValueError for a path without a model.
     """
     if going_on is not None:
@@ -39,7 +39,7 @@ def find_origin(path: Path, going_on: Path | None = None) -> Path:
 
 
 def model_of(folder: Path) -> ModelConfig:
-    """The config of the model in a folder. Raises ValueError where the folder does not say one."""
+    """The config of the model in a folder. Raises ValueError where the folder has no config."""
     found = find_model(folder)
     if found is None:
         raise ValueError(
@@ -61,7 +61,7 @@ def find_model(folder: Path) -> ModelConfig | None:
 def check_same_model(folder: Path, model: ModelConfig) -> None:
     """Raises ValueError where a checkpoint to go on with is of another model than the run's, with each field and both values.
 
-    folder: a checkpoint; of a model from outside it has no config to compare. model: the run's.
+    folder: a checkpoint; the checkpoint of a model from outside has no config to compare. model: the run's.
     """
     saved = find_model(folder)
     found = {} if saved is None else differences(saved, model)
@@ -74,23 +74,23 @@ def check_same_model(folder: Path, model: ModelConfig) -> None:
 
 
 def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Each field whose given value makes another model, with the model's value and the given one.
+    """Each field whose given value changes the model, with the model's value and the given one.
 
-    given: values by the names of the model's fields; each is judged alone, beside the model's other values.
+    given: values by the names of the model's fields; each is judged alone, beside the rest of the model's values.
     """
     for name, value in given.items():
         try:
             is_other = bool(differences(model, dataclasses.replace(model, **{name: value})))
-        except ValueError:  # it does not fit the model's other values
+        except ValueError:  # the value does not fit the rest of the model
             is_other = True
         if is_other:
             yield name, getattr(model, name), value
 
 
 def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> None:
-    """Raises ValueError where the data's tokens are not those of the folder's tokenizer.
+    """Raises ValueError where the data has other tokens than the folder's tokenizer.
 
-    option: what names the folder, for the message, as "--from llama". A folder without a tokenizer takes prepared data, and the
+    option: the option with the folder, for the message, as "--from llama". A folder without a tokenizer takes prepared data, and the
     bytes of a text where the model has as many tokens as there are bytes.
     """
     if not (folder / TOKENIZER_FILE).is_file():

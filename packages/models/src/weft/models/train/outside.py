@@ -1,4 +1,4 @@
-"""A model from outside this package, named as MODULE:CLASS: found, checked, made, and its parameters counted."""
+"""A model from outside this package, named as MODULE:CLASS: found, checked, made, and counted."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..families import make_model
 if TYPE_CHECKING:
     from torch import nn
 
-INPUTS = ("dropout_key", "positions", "documents")  # what a run may give a model beside its tokens
+INPUTS = ("dropout_key", "positions", "documents")  # a run gives a model these beside the tokens
 
 
 @lru_cache(maxsize=8)
 def find_class(name: str) -> type[nn.Module]:
-    """The model's class. name: MODULE:CLASS, of a module that Python finds.
+    """The model's class. name: MODULE:CLASS, of an importable module.
 
-    Raises ValueError for a name of another form, a module or a class that is not there, and a class that a run cannot train.
+    Raises ValueError for a name of another form, an absent module or class, and a class without initial values or a plan.
     """
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
@@ -54,10 +54,10 @@ def find_class(name: str) -> type[nn.Module]:
 
 
 def config_class_of(name: str) -> type[ModelConfig]:
-    """The class of the model's config: what __init__ takes as config, by its annotation.
+    """The class of the model's config: the annotation of the first argument of __init__.
 
-    Where the annotation is a type variable, as of `Decoder`, it is what the class fills in: `class Net(Decoder[NetConfig])`.
-    Raises ValueError where that is no dataclass derived from ModelConfig.
+    A type variable, as `Decoder` has there, stands for the class's own argument: NetConfig of `class Net(Decoder[NetConfig])`.
+    Raises ValueError for an annotation that is no dataclass derived from ModelConfig.
     """
     found = find_class(name)
     try:
@@ -78,12 +78,12 @@ def config_class_of(name: str) -> type[ModelConfig]:
 
 
 def make_model_of(config: ModelConfig, name: str | None) -> nn.Module:
-    """The model of a config, its parameters unset: of its family, or from outside. name: MODULE:CLASS; None of a family."""
+    """The model of a config, the parameters unset: of a family, or from outside. name: MODULE:CLASS; None of a family."""
     return make_model(config) if name is None else find_class(name)(config)
 
 
 def inputs_of(name: str | None) -> tuple[str, ...]:
-    """Those of INPUTS that the model's forward takes. name: MODULE:CLASS; None of a family."""
+    """The names in INPUTS that the model's forward takes. name: MODULE:CLASS; None of a family."""
     if name is None:
         return INPUTS
     parameters = inspect.signature(find_class(name).forward).parameters.values()
@@ -93,10 +93,10 @@ def inputs_of(name: str | None) -> tuple[str, ...]:
 
 
 def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) -> None:
-    """Raises ValueError where a run has to tell a model what its forward does not take, or compiles blocks that it has not.
+    """Raises ValueError where a run has an input that the model's forward does not take, or compiles blocks of a model without.
 
-    name: MODULE:CLASS. ordered: whether tokens lie in another order than they are read in. documents: whether rows have several
-    documents, which do not see one another. compiled: whether blocks are compiled.
+    name: MODULE:CLASS. ordered: whether tokens lie in another order than in the text. documents: whether rows have several
+    documents, each with attention of its own. compiled: whether blocks are compiled.
     """
     taken = inputs_of(name)
     if ordered and "positions" not in taken:
@@ -115,10 +115,10 @@ def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) ->
 
 
 def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
-    """The model's parameters, and the number of these that multiply: a table that is looked up alone does not.
+    """The number of the model's parameters, and of the parameters that multiply, which leaves out tables for look-ups alone.
 
-    name: MODULE:CLASS; None of a family. The parameters of a model from outside are counted in the model, made without data: what
-    its config inherits may be the number of another model.
+    name: MODULE:CLASS; None of a family. The parameters of a model from outside are counted in the model, made without data: the
+    config may inherit the number of another model.
     """
     if name is None:
         return config.num_parameters, config.num_parameters - config.num_looked_up
@@ -148,7 +148,7 @@ def _hint_of(found: type) -> Any:
 
 
 def _filled_in(found: type, variable: TypeVar) -> Any:
-    """What the nearest generic base fills a type variable with."""
+    """The argument of the nearest generic base for a type variable."""
     for each in found.__mro__:
         for base in getattr(each, "__orig_bases__", ()):
             origin = get_origin(base)
