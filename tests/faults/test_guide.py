@@ -39,7 +39,7 @@ def test_the_guide_to_checkpoints_runs_as_it_stands(tmp_path: Path) -> None:
     assert "loss on held-out text" in went_on
     metrics = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [*range(1, 41)]
-    assert _typed(convert, tmp_path) == "made for-transformers: a folder for transformers, from run/checkpoint-40\n"
+    assert _typed(convert, tmp_path) == "for-transformers will be a folder for transformers, from run/checkpoint-40\n"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("You may ")

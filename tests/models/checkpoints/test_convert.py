@@ -137,6 +137,89 @@ def test_two_at_once_into_one_folder_are_refused(
         assert torch.equal(found, wanted), name
 
 
+def ran(
+    folder: Path, *, last: int | None = None, done: float = 1.0, saved: tuple[int, ...] = (), ended: bool = True
+) -> dict[str, float]:
+    """A run's folder: the value of the first weight of the model at the end, and of each checkpoint, by their names.
+
+    last, done: step and share of the last line of metrics.jsonl; without a step there is no such file.
+    """
+    folder.mkdir()
+    (folder / "config.toml").touch()
+    found: dict[str, float] = {}
+    for name in [f"checkpoint-{step}" for step in saved] + ["checkpoint"] * ended:
+        model, _ = make(Case(), seed=len(found) + 1)
+        found[name] = next(model.parameters()).flatten()[0].item()
+        if name == "checkpoint":
+            save_pretrained(model, folder / name, tokenizer=byte_tokenizer())
+        else:
+            save_checkpoint(model, folder / name)
+    if last is not None:
+        line = {"step": last, "done": done, "loss": 1.0, "tokens_per_second": 1.0, "held_out_loss": None}
+        (folder / "metrics.jsonl").write_text(f"{json.dumps({**line, 'step': last - 1})}\n{json.dumps(line)}\n")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "taken"),
+    [
+        pytest.param({"last": 120}, "checkpoint", id="without-checkpoints"),
+        pytest.param({}, "checkpoint", id="without-metrics"),
+        pytest.param({"last": 120, "saved": (50, 100)}, "checkpoint", id="ended-after-its-last-checkpoint"),
+        pytest.param({"last": 100, "saved": (50, 100)}, "checkpoint-100", id="ended-with-a-checkpoint"),
+        pytest.param({"last": 105, "done": 0.5, "saved": (100,)}, "checkpoint-100", id="went-on-and-was-stopped"),
+        pytest.param({"last": 105, "done": 0.5, "saved": (100,), "ended": False}, "checkpoint-100", id="stopped"),
+    ],
+)
+def test_a_run_becomes_a_folder_for_transformers(
+    run: dict[str, Any], taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its last model, whichever form it was saved in."""
+    values = ran(tmp_path / "run", **run)
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert said == f"{tmp_path}/out will be a folder for transformers, from {tmp_path}/run/{taken}\n"
+    for model in (their_saved(tmp_path / "out"), from_pretrained(tmp_path / "out")):
+        assert next(model.parameters()).flatten()[0].item() == values[taken]
+
+
+def test_what_is_made_is_said_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(tmp_path / "run", saved=(3,), last=3)
+
+    def stops(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("convert", "copy_folder"):
+        monkeypatch.setattr(converting, name, stops)
+    for source, said in {
+        "run": "a folder for transformers, from {}/run/checkpoint-3",
+        "run/checkpoint-3": "a folder for transformers, from {}/run/checkpoint-3",
+        "run/checkpoint": "a checkpoint, from {}/run/checkpoint",
+    }.items():
+        with pytest.raises(SystemExit, match="130"):
+            main(["convert", str(tmp_path / source), str(tmp_path / "out")])
+        assert capsys.readouterr().out == f"{tmp_path}/out will be {said.format(tmp_path)}\n"
+
+
+def test_a_copy_is_there_whole_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran(tmp_path / "run")
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/half").touch()
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
+    found, wanted = (
+        {p.name: p.read_bytes() for p in folder.iterdir()} for folder in (tmp_path / "out", tmp_path / "run/checkpoint")
+    )
+    assert found == wanted
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert capsys.readouterr() == ("", f"weft convert: {tmp_path}/out exists; give another folder, or remove it\n")
+
+
 def save(case: Case, folder: Path) -> None:
     model, optimizer = make(case, seed=1)
     fill_state(model, optimizer, 1)

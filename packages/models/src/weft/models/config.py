@@ -9,13 +9,16 @@ from .checks import check_positive, check_probabilities, check_sizes
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
 
-def shown(metavar: str, default: str) -> Any:
-    """How the command's help shows an option whose default is said in words; nothing where there is no tyro to show it."""
+def shown(metavar: str, default: str, name: str | None = None) -> Any:
+    """How the command's help shows an option whose default is said in words; nothing where there is no tyro to show it.
+
+    name: of the option, where the field has another, as a keyword of Python.
+    """
     try:
         from tyro.conf import arg
     except ModuleNotFoundError:
         return None
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+    return arg(name=name, metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,12 @@ class ModelConfig:
     @property
     def title(self) -> str:
         """What such a model is called."""
-        raise NotImplementedError
+        return type(self).__name__.removesuffix("Config")
 
     @property
     def is_longer_alike(self) -> bool:
-        """Whether with a higher max_seq_len it is the same model, that says another length."""
-        raise NotImplementedError
+        """Whether with a higher max_seq_len it is the same model, that says another length; unless a family knows, it is not."""
+        return False
 
     @property
     def num_parameters(self) -> int:
@@ -69,8 +72,8 @@ class ModelConfig:
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """By name, the sizes that tensor parallelism cuts."""
-        raise NotImplementedError
+        """By name, the sizes that tensor parallelism cuts and that must be divisible."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from .manifest import (
     as_document,
     key_of,
 )
-from .shards import DTYPES, positional_sum, write_shard
+from .shards import DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, beside, finish_folder
 from .stored import widest
@@ -52,6 +52,22 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
     if (source / MANIFEST).is_file():
         return _to_huggingface(source, target, shard_bytes)
     return _to_checkpoint(source, target, shard_bytes)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copies the files of a folder for transformers; the target is there whole or not at all.
+
+    Raises ValueError where the target exists or another process makes it; OSError where it cannot be written.
+    """
+    with _begun(target):
+        for path in sorted(source.iterdir()):
+            with path.open("rb") as read, (beside(target) / path.name).open("wb") as written:
+                shutil.copyfileobj(read, written)
+                written.flush()
+                os.fsync(written.fileno())
+        sync_folder(beside(target))
+        beside(target).rename(target)
+        sync_folder(target.parent)
 
 
 @contextmanager

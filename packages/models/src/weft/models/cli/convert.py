@@ -8,19 +8,22 @@ from typing import Annotated
 
 import tyro
 
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..terminal import PROGRAM, printable
-from ..train.folder import find_checkpoint, newest_complete
+from ..train.folder import find_checkpoint
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Makes a checkpoint of a run into a folder for transformers, or such a folder into a checkpoint, from which a run begins by `{PROGRAM} train --resume`. The files of a tokenizer go along; code does not. A tensor is in memory at a time.
+  Makes a run, or a checkpoint of a run, into a folder for transformers, or such a folder into a checkpoint, from which a run begins by `{PROGRAM} train --from`, as it does from the folder itself. What is made follows from IN, and is said first. The files of a tokenizer go along; code does not. A tensor is in memory at a time.
 
 Examples
+  {PROGRAM} convert outputs/RUN for-transformers
   {PROGRAM} convert \\
     outputs/RUN/checkpoint-100 for-transformers
-  {PROGRAM} convert outputs/RUN for-transformers
   {PROGRAM} convert llama-of-transformers begin
+
+Prints
+  what OUT will be, and of what, before it is made; then what of IN is left out.
 
 Exit status
   0: done; 2: input that cannot be used.
@@ -29,10 +32,10 @@ Exit status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """Make a checkpoint into a folder for transformers, or back."""
+    """Make a run or a checkpoint into a folder for transformers, or such a folder into a checkpoint."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """A checkpoint of a run, a run, of which the newest is taken, or a folder for transformers."""
+    """A run, of which the last model is taken, or a checkpoint of a run: both become a folder for transformers. Or a folder for transformers, which becomes a checkpoint."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to make."""
     shard_bytes: Annotated[int, tyro.conf.arg(metavar="INT")] = 5_000_000_000
@@ -42,19 +45,27 @@ class ConvertOptions:
 def run(arguments: list[str]) -> int:
     options = parse(ConvertOptions, arguments, command="convert", about=ABOUT)
     with refusing("convert"):
-        source = options.source
-        if not (source / MANIFEST).exists():
-            source = newest_complete(source)[0] or find_checkpoint(source)
-        if not (source / "config.json").is_file():
+        source, target = options.source, options.target
+        is_model = (source / MANIFEST).is_file() or (source / CONFIG).is_file()
+        found = source if is_model else find_checkpoint(source)
+        is_checkpoint = (found / MANIFEST).is_file()
+        if not (found / CONFIG).is_file() and not is_checkpoint:
             raise ValueError(f"{source} is neither a checkpoint nor a folder for transformers; give one of them")
-        from ..checkpoint.convert import convert
+        if target.exists():
+            raise ValueError(f"{target} exists; give another folder, or remove it")
+        is_of_run = found != source
+        kind = "a folder for transformers" if is_checkpoint or is_of_run else "a checkpoint"
+        print(f"{target} will be {kind}, from {found}", flush=True)
+        from ..checkpoint.convert import convert, copy_folder
 
+        left_out: list[str] = []
         try:
-            left_out = convert(source, options.target, shard_bytes=options.shard_bytes)
+            if is_of_run and not is_checkpoint:  # the last model of a run is such a folder already
+                copy_folder(found, target)
+            else:
+                left_out = convert(found, target, shard_bytes=options.shard_bytes)
         except OSError as error:
-            raise ValueError(f"{options.target} cannot be written: {error}") from None
-        kind = f"a folder for transformers, from {source}" if (source / MANIFEST).is_file() else "a checkpoint"
-    print(f"made {options.target}: {kind}")
+            raise ValueError(f"{target} cannot be written: {error}") from None
     if left_out:
         print(f"left out {printable(', '.join(left_out))}: neither weights nor of a tokenizer")
     return 0

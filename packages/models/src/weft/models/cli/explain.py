@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..terminal import PROGRAM
-from ..train.config import MeshConfig, TrainConfig, axes_of, mesh_sizes
+from ..train.config import MeshConfig, TrainConfig, axes_of, mesh_sizes, title_of
 from ..train.launch import CPU_PROCESSES, gpu_count
-from ..train.recipes import recipe
 from .arguments import refusing
-from .settings import configured, settled
+from .settings import base_of, configured, origin_of, settled
 
 ABOUT = f"""\
   Says what a step of `{PROGRAM} train` would do on any mesh, from shapes alone: no process is started, and no weights are made. Takes what train takes.
@@ -45,13 +44,17 @@ def run(arguments: list[str]) -> int:
     with refusing("explain"):
         own, rest = _own().parse_known_args(arguments)
         name, config = configured(rest, own.config, command="explain", about=ABOUT)
-        config, axes = _settle(name, config, own.batch)
+        config, axes = _settle(
+            config,
+            base_of(name, origin_of(config), config.model if config.model_class is not None else None),
+            own.batch,
+        )
         count = math.prod(axes.values())
         if not 0 <= own.rank < count:
             raise ValueError(f"--rank {own.rank} is not of the mesh; its {count:,} ranks are 0 to {count - 1:,}")
         from ..train.explanation import explain  # not sooner, as torch takes seconds
 
-        explain(name, config, axes, own.rank)
+        explain(title_of(name, config), config, axes, own.rank)
     return 0
 
 
@@ -64,7 +67,7 @@ def _own() -> argparse.ArgumentParser:
     return parser
 
 
-def _settle(name: str, config: TrainConfig, batch: str | None) -> tuple[TrainConfig, dict[str, int]]:
+def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[TrainConfig, dict[str, int]]:
     """The configuration as it would run, and the axes of the mesh. Raises ValueError."""
     mesh = config.mesh
     given = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1)
@@ -74,7 +77,7 @@ def _settle(name: str, config: TrainConfig, batch: str | None) -> tuple[TrainCon
     if batch is not None:
         rows, tokens = _sizes(batch)
         config = replace(config, data=replace(config.data, batch_size=rows, sequence_length=tokens))
-    elif config.data.batch_size == recipe(name).data.batch_size:
+    elif config.data.batch_size == base.data.batch_size:
         least = dp * (config.plan.microbatches or mesh.pp)
         config = replace(config, data=replace(config.data, batch_size=max(config.data.batch_size, least)))
     config = settled(config, dp=dp, cp=cp, tp=tp)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..train.config import MeshConfig, TrainConfig, mesh_sizes
-from ..train.folder import CONFIG
+from ..train.folder import CONFIG, find_to_resume, newest_complete
 from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes
 
 NEWEST = "newest"  # what --resume without a path stands for
@@ -25,15 +25,27 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
 
 def config_to_resume(arguments: Sequence[str]) -> Path | None:
     """The config.toml of the run that the arguments go on with, where there is one."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--resume", nargs="?", const=NEWEST)
-    given, _ = parser.parse_known_args(arguments)
+    given, _ = resume_options().parse_known_args(arguments)
     if given.resume is None:
         return None
     path = Path(given.resume)
     folders = [given.output] if given.resume == NEWEST else [path, path.parent]
     return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
+
+
+def resume_options() -> argparse.ArgumentParser:
+    """The options that say which run goes on."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--resume", nargs="?", const=NEWEST)
+    return parser
+
+
+def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
+    """The checkpoint that a run goes on with; None where there is none, as when the run begins. Raises as `find_to_resume`."""
+    if resume == NEWEST:
+        return None if output is None else newest_complete(output)[0]
+    return None if resume is None else find_to_resume(Path(resume))
 
 
 def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from ..checks import check_tensor_parallel
-from ..train.config import TrainConfig, settled_plan
-from ..train.recipes import RECIPES, recipe, size_in_words
+from ..config import ModelConfig
+from ..terminal import PROGRAM
+from ..train.config import OptimizerConfig, TrainConfig, settled_plan
+from ..train.origin import contradictions, find_model, find_origin, model_of
+from ..train.outside import config_class_of
+from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
-from .resuming import config_to_resume, on_a_mesh_that_fits, with_resume
+from .resuming import checkpoint_to_resume, config_to_resume, on_a_mesh_that_fits, resume_options, with_resume
 
 DEFAULT_RECIPE = "llama-tiny"
 
 
-def configured(arguments: Sequence[str], file: Path | None, *, command: str, about: str) -> tuple[str, TrainConfig]:
-    """The recipe's name and its options: its own, then those of the run that goes on, of the file, and that are given.
+def configured(
+    arguments: Sequence[str], file: Path | None, *, command: str, about: str
+) -> tuple[str | None, TrainConfig]:
+    """The recipe's name and its options: its own, then those of the run that goes on, of the file, and of the command line.
 
-    about: with {recipes} where they are listed, and {default} for the one that is taken where none is named. Raises ValueError.
+    Where no recipe is named, and the model is that of a folder, the name is None. about: with {recipes} where the recipes are listed, and {default} for the one that is taken where none is named.
+    Raises ValueError for what cannot be used, such as an option of the model that contradicts the folder of --from.
     """
     given = list(arguments)
     asked = given.pop(0) if given and not given[0].startswith("-") else None
@@ -28,7 +38,10 @@ def configured(arguments: Sequence[str], file: Path | None, *, command: str, abo
     if before is not None:
         check_sum(before)
     of_run, options_of_run = (None, []) if before is None else read_toml(before)
-    name = asked or of_file or of_run or DEFAULT_RECIPE
+    every = [*options_of_run, *options, *given]
+    model = _model_options().parse_known_args(every)[0]
+    is_outside = model.from_ is not None or model.model_class is not None
+    name = asked or of_file or of_run or (None if is_outside else DEFAULT_RECIPE)
     for path, known in ((file, of_file), (before, of_run)):
         if known not in (None, name):
             raise ValueError(f"config {path} is of the recipe {known}, and {name} is asked for; leave out one of them")
@@ -40,7 +53,21 @@ def configured(arguments: Sequence[str], file: Path | None, *, command: str, abo
             TrainConfig, options, command=f"{command} [RECIPE]", about=about, default=default, compact_below=60
         )
 
-    config = recipe(name)
+    origin = None
+    if model.from_ is not None:
+        going_on = checkpoint_to_resume(model.output, model.resume)
+        if going_on is not None and before is None:
+            raise ValueError(
+                f"--from {model.from_} begins a new run, and --resume goes on with {going_on}; give one of the two"
+            )
+        origin = find_origin(model.from_, going_on)
+        if model.model_class is None:
+            _check_options(model_of(origin), every, model.from_)
+    outside = None
+    if model.model_class is not None:
+        _find_modules_here()
+        outside = _outside_config(model.model_class, every, command)
+    config = base_of(name, origin, outside)
     if options_of_run:
         config = on_a_mesh_that_fits(parsed(options_of_run, config), [*options, *given])
     if options:
@@ -48,7 +75,99 @@ def configured(arguments: Sequence[str], file: Path | None, *, command: str, abo
     return name, parsed(with_resume(given), config)
 
 
+def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None = None) -> TrainConfig:
+    """The configuration that options change: a recipe's, or WITHOUT_RECIPE, with the model of a folder or from outside.
+
+    origin: the folder. outside: the config of a model from outside. Sequences are as long as the model takes.
+    Raises ValueError for an unknown recipe, a folder without a known model, and a folder that says the model of --model.
+    """
+    if name is not None:
+        base = recipe(name)
+    else:
+        base = WITHOUT_RECIPE if origin is not None else replace(WITHOUT_RECIPE, optimizer=OptimizerConfig())
+    model = outside
+    if origin is not None and outside is None:
+        model = model_of(origin)
+    elif origin is not None and find_model(origin) is not None:
+        raise ValueError(
+            f"--model names a class, and {origin} says its model in config.json; give one of --model and --from"
+        )
+    if model is None:
+        return base
+    length = min(base.data.sequence_length, model.max_seq_len)
+    return replace(base, model=model, data=replace(base.data, sequence_length=length))
+
+
+def origin_of(config: TrainConfig) -> Path | None:
+    """The folder with the model of a configuration with --from: the checkpoint to go on with, or the folder to begin with."""
+    if config.from_ is None:
+        return None
+    return find_origin(config.from_, checkpoint_to_resume(config.output, config.resume))
+
+
 def settled(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
     """The configuration with its mesh and plan as they are. Raises ValueError for what cannot be on that mesh."""
     check_tensor_parallel(config.model, tp)
     return replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
+
+
+def _model_options() -> argparse.ArgumentParser:
+    """The options that name the folder or the class of the model."""
+    parser = resume_options()
+    parser.add_argument("--from", type=Path, dest="from_")
+    parser.add_argument("--model", dest="model_class")
+    return parser
+
+
+def _find_modules_here() -> None:
+    """Has Python find modules in the folder where the command was started, as `python -m` does."""
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+
+
+def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelConfig:
+    """The config of a model from outside, by the options among the arguments; --help shows the options, and ends the program.
+
+    Raises ValueError for a model that cannot be found.
+    """
+    wrapper = make_dataclass("Options", [("model", config_class_of(name))], frozen=True, kw_only=True)
+    asked = [each for each in arguments if each in ("-h", "--help", "--help-verbose")]
+    about = f"  The options of the model {name}. `{PROGRAM} {command} --help` has all others.\n"
+    given: Any = parse(wrapper, asked or _options_of_model(arguments), command=f"{command} --model {name}", about=about)
+    found: ModelConfig = given.model
+    return found
+
+
+def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:
+    """Raises ValueError where an option contradicts the config of the folder at `path`, with both values of each.
+
+    The values are compared before a config is made: sizes of two models may not fit together.
+    """
+    options = _options_of_model(arguments)
+    if not options:
+        return
+    hints = get_type_hints(type(model), include_extras=True)
+    names = [each.name for each in fields(model)]
+    unset: list[Any] = [(name, hints[name], field(default=getattr(model, name))) for name in names]
+    unchecked = make_dataclass(type(model).__name__, unset, frozen=True, kw_only=True)
+    wrapper = make_dataclass("Options", [("model", unchecked, field(default=unchecked()))], frozen=True, kw_only=True)
+    given: Any = parse(wrapper, options, command="train --from FOLDER", about="").model
+    values = {name: getattr(given, name) for name in names}
+    found = [
+        f"--model.{name.replace('_', '-')} {value!r} contradicts {name} {known!r} of --from {path}"
+        for name, known, value in contradictions(model, values)
+    ]
+    if found:
+        raise ValueError(f"{'; '.join(found)}; leave the option out, or train a model of its own without --from")
+
+
+def _options_of_model(arguments: Sequence[str]) -> list[str]:
+    """The options of the model among the arguments, each with the values after the name."""
+    found, is_one = list[str](), False
+    for each in arguments:
+        if each.startswith("--"):
+            is_one = each.startswith("--model.")
+        if is_one:
+            found.append(each)
+    return found

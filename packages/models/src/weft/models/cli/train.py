@@ -10,19 +10,20 @@ from pathlib import Path
 from ..checkpoint.manifest import RUN, Manifest
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
-from ..train.config import Run, TrainConfig
+from ..train.config import Run, TrainConfig, title_of
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
 from ..train.logged import METRICS, check_logged, read_logged
-from ..train.recipes import recipe
+from ..train.origin import check_same_model, check_tokens
+from ..train.outside import check_class
 from ..train.report import describe
 from ..train.saved import check_same_run, logged_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import refusing, speaks
 from .resuming import NEWEST, sizes_for_processes
-from .settings import configured, settled
+from .settings import base_of, configured, origin_of, settled
 
 ABOUT = f"""\
   Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
@@ -42,6 +43,10 @@ Examples
 Recipes
 {{recipes}}
   The options show the defaults of the one that is named; of {{default}} where none is.
+
+Other models
+  --from FOLDER: the config, weights and tokenizer of a folder for transformers, a checkpoint, or a run. A recipe gives the options of training alone; a --model option that contradicts the folder is an error.
+  --model MODULE:CLASS: a class of a module that Python finds; with --help, the options of its config. At the end it is saved as a checkpoint.
 
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
@@ -83,17 +88,37 @@ def _files() -> argparse.ArgumentParser:
 def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
     name, config = configured(arguments, file, command="train", about=ABOUT)
+    origin, from_ = origin_of(config), config.from_
+    base = base_of(name, origin, config.model if config.model_class is not None else None)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
     config = settled(config, dp=dp, cp=cp, tp=tp)
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
-    folder, resume, notes = _where(config, name)
-    notes = [*notes, *repeats(corpus, config.data.sequence_length, config.data.batch_size), *_lengthened(config, name)]
+    if config.model_class is not None:
+        check_class(
+            config.model_class,
+            ordered=config.plan.context == "all_gather",
+            documents=config.data.pack and corpus.is_prepared,
+            compiled=config.compile,
+        )
+    if from_ is not None and origin is not None:
+        check_tokens(f"--from {from_}", origin, config.model, corpus)
+        config = replace(config, from_=from_.resolve())  # for who goes on with the run in another folder
+    title = title_of(name, config)
+    folder, resume, notes = _where(config, title)
+    notes = [
+        *notes,
+        *repeats(corpus, config.data.sequence_length, config.data.batch_size),
+        *_lengthened(config, base, title),
+    ]
     made = Run(
-        recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
-    )
+        recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder,
+        resume=resume, origin=origin if resume is None else None, base=base,
+    )  # fmt: skip
+    if made.origin is not None:
+        notes = [f"begins with the model of {made.origin}", *notes]
     if resume is not None:
         saved = Manifest.read(resume).document(resume, RUN)
         if speaks():  # of several at once, one cuts the lines that the others would read
@@ -101,14 +126,17 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
                 check_logged(folder / METRICS, logged)
             read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
+        check_same_model(resume, config.model)
+        if "config" not in saved:  # converted from a folder of transformers: no run says what its tokens are
+            check_tokens(f"--resume {resume}", resume, config.model, corpus)
     return replace(made, notes=tuple(notes)), gpu_count()
 
 
-def _lengthened(config: TrainConfig, name: str) -> list[str]:
+def _lengthened(config: TrainConfig, base: TrainConfig, title: str) -> list[str]:
     """What is to be said of a model whose max_seq_len was raised to the sequences that it is trained on."""
-    longest, usual = config.model.max_seq_len, recipe(name).model.max_seq_len
+    longest, usual = config.model.max_seq_len, base.model.max_seq_len
     raised = longest == config.data.sequence_length > usual
-    return [f"model.max_seq_len is {longest}, as data.sequence_length; {name} has {usual}"] if raised else []
+    return [f"model.max_seq_len is {longest}, as data.sequence_length; {title} has {usual}"] if raised else []
 
 
 def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..data.sources import Data
 from ..degrees import check_head_degrees
 from ..schedules.bubble import Name as Schedule
 from ..schedules.plan import PipelinePlan, Split
+from .bounds import check_above_zero, check_at_least, check_decay_rates
 
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
@@ -39,7 +41,7 @@ class MeshConfig:
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
-        _at_least("mesh", self, 1, *(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None))
+        check_at_least("mesh", self, 1, *(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class DataConfig:
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
-        _at_least("data", self, 1, "batch_size", "sequence_length")
+        check_at_least("data", self, 1, "batch_size", "sequence_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +128,19 @@ class OptimizerConfig:
     beta2: float = 0.95
     """Decay of the gradient's mean square."""
     clip_norm: float = 1.0
-    """The gradient's norm is cut to this."""
+    """The gradient's norm is cut to this; 0 cuts nothing."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             why = NOT_ELEMENTWISE.get(self.name.lower(), "is not known")
             raise ValueError(f"optimizer.name is {self.name}, which {why}; use one of {', '.join(OPTIMIZERS)}")
-        _at_least("optimizer", self, 0, "lr", "warmup_steps", "final_share", "weight_decay", "clip_norm")
+        check_above_zero("optimizer", self, "lr")
+        check_at_least("optimizer", self, 0, "warmup_steps", "final_share", "weight_decay")
+        if self.clip_norm != math.inf:
+            check_at_least("optimizer", self, 0, "clip_norm")
+        check_decay_rates("optimizer", self, "beta1", "beta2")
         if self.decay_steps is not None:
-            _at_least("optimizer", self, 0, "decay_steps")
+            check_at_least("optimizer", self, 0, "decay_steps")
             if self.schedule != "wsd":
                 raise ValueError(
                     f"optimizer.decay_steps is {self.decay_steps}, which is of the schedule wsd; the schedule is {self.schedule}"
@@ -155,6 +161,10 @@ class TrainConfig:
     """Checkpoints that are kept, the last ones; 0 keeps all."""
     keep_every: int = 0
     """Those at multiples of so many steps are kept as well; 0 keeps none beside the last."""
+    from_: Annotated[Path | None, shown("FOLDER", "initial weights by the seed", name="from")] = None
+    """Begin a new run with the config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last checkpoint."""
+    model_class: Annotated[str | None, shown("MODULE:CLASS", "a model of Weft", name="model")] = None
+    """Train a model from outside: a class of an importable module, whose __init__ takes config, annotated with a ModelConfig."""
     resume: Annotated[str | None, shown("PATH", "begins anew")] = None
     """Go on with the checkpoint at PATH; without PATH with the newest of the output folder, or begin where it has none."""
     timeout: float = 600.0
@@ -185,12 +195,17 @@ class TrainConfig:
     """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "log_every")
-        _at_least("train", self, 0, "save_every", "keep", "keep_every", "timeout", "eval_every")
+        check_at_least("train", self, 1, "steps", "log_every")
+        check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every")
+        check_above_zero("train", self, "timeout")
         if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
             raise ValueError(
                 f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
                 f"take as many, or leave profile out"
+            )
+        if self.model.initializer_range == 0 and (self.from_, self.model_class, self.resume) == (None, None, None):
+            raise ValueError(
+                "model.initializer_range is 0, and no gradient moves weights that all begin at 0; raise it"
             )
         if self.data.sequence_length > self.model.max_seq_len:
             if not self.model.is_longer_alike:
@@ -205,7 +220,7 @@ class TrainConfig:
 class Run:
     """A training run with everything settled, as each of its processes is given it."""
 
-    recipe: str
+    recipe: str | None  # None where none was named, and the model is of a folder or from outside
     config: TrainConfig
     corpus: Data
     pp: int = 1
@@ -214,7 +229,14 @@ class Run:
     tp: int
     folder: Path
     resume: Path | None = None  # the checkpoint to go on with
+    origin: Path | None = None  # the folder whose weights a new run begins with
+    base: TrainConfig | None = None  # what the options that were given have changed; the recipe's where None
     notes: tuple[str, ...] = ()  # what is to be said of it
+
+    @property
+    def title(self) -> str:
+        """What the run is called: its recipe, or the folder or the class that its model is of."""
+        return title_of(self.recipe, self.config)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -229,6 +251,13 @@ class Run:
     @property
     def processes(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+
+def title_of(recipe: str | None, config: TrainConfig) -> str:
+    """The recipe's name; without a recipe that of the folder, or of the class, that the model is of."""
+    if recipe is not None:
+        return recipe
+    return config.from_.resolve().name if config.from_ is not None else str(config.model_class).rpartition(":")[2]
 
 
 def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
@@ -316,19 +345,19 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 f"stages and {config.model.num_layers} layers"
             )
         if pipeline.split != "layers" and not counts:
-            _check_names(config.model, pipeline, pp)
+            _check_names(config, pipeline, pp)
     return settled
 
 
-def _check_names(config: ModelConfig, pipeline: PipelinePlan, pp: int) -> None:
+def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
     """Raises ValueError for names at which the model is not cut into as many stages."""
     import torch  # not sooner, as it takes seconds
 
-    from ..families import make_model
     from ..parallel.pipeline.cut import ranges_of
+    from .outside import make_model_of
 
     with torch.device("meta"):
-        model = make_model(config)
+        model = make_model_of(config.model, config.model_class)
     ranges_of(model, pipeline, pipeline.make_schedule(pp))
 
 
@@ -339,10 +368,3 @@ def _divisors(number: int) -> list[int]:
 def general_name(parameter: str) -> str:
     """A parameter's name with its layer's number as a star: "layers.*.mlp.up_proj.weight"."""
     return re.sub(r"\.\d+\.", ".*.", parameter)
-
-
-def _at_least(where: str, config: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value >= least:
-            raise ValueError(f"{where}.{name} is {value}; it must be {least} or more")

@@ -9,6 +9,7 @@ from ..memory import Memory, predict_memory
 from .config import TrainConfig
 from .optimizer import states_per_element
 from .outline import Outline
+from .outside import parameters_of
 from .recipes import size_in_words
 from .report import Part, Report, mesh_in_words
 from .speed import flops_per_token
@@ -27,7 +28,7 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
     step = outline.first_step(rank, "cpu")
     at = outline.mesh.coordinate(rank)
     assert at is not None, "the rank is one of the mesh"
-    report.line(f"{recipe}: {size_in_words(config.model)}; {mesh_in_words(axes)}")
+    report.line(f"{recipe}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes)}")
     report.line(_batch(outline))
     if outline.mesh.size > 1:
         report.line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in at.items())}")
@@ -43,7 +44,8 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
 
 def _batch(outline: Outline) -> str:
     (rows, T), count = outline.batch, outline.microbatches
-    tokens, a_token = rows * T, flops_per_token(outline.config.model, T)
+    _, multiplying = parameters_of(outline.config.model, outline.config.model_class)
+    tokens, a_token = rows * T, flops_per_token(outline.config.model, T, multiplying=multiplying)
     parts = f" in {count} microbatches" if count > 1 else ""
     return (
         f"batch {rows:,} x {T:,} tokens{parts}; {_short(a_token)}FLOP a token, {_short(a_token * tokens)}FLOP a step, "

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
+from .logged import METRICS, last_line
 
 CHECKPOINT = "checkpoint"  # the last one, for transformers; those on the way are checkpoint-STEP
 NEW = f".{CHECKPOINT}.new"  # one that is whole, and takes the place of the last
@@ -92,10 +93,16 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The last checkpoint of the run whose folder that is; `folder` itself where it is none, as a checkpoint is."""
-    if (folder / CHECKPOINT).is_dir():
-        return folder / CHECKPOINT
-    return next(reversed(checkpoints(folder).values()), folder)
+    """The last checkpoint of the run whose folder that is; `folder` itself where it is none, as a checkpoint is.
+
+    The folder for transformers is the last where the run came to its end and kept no checkpoint of its last step.
+    """
+    saved, (newest, _) = checkpoints(folder), newest_complete(folder)
+    if not (folder / CHECKPOINT).is_dir():
+        return newest or next(reversed(saved.values()), folder)
+    last = last_line(folder / METRICS)
+    is_newer = newest is not None and last is not None and (last["done"] < 1 or saved.get(last["step"]) == newest)
+    return newest if newest is not None and is_newer else folder / CHECKPOINT
 
 
 def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:

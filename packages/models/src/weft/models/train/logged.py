@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,22 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
 
 
 _REMEDY = "copy the file again, or go on in a new folder with --resume PATH --output FOLDER"
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last line of a metrics.jsonl that is whole; None where there is no file, or the line is not as a run writes it."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(-min(_LONGEST_LINES, path.stat().st_size), os.SEEK_END)
+        lines = file.read().split(b"\n")[:-1]
+    if not lines or _read(lines[-1]) is None:
+        return None
+    value: dict[str, Any] = json.loads(lines[-1])
+    return value if isinstance(value.get("done"), int | float) else None
+
+
+_LONGEST_LINES = 16384  # bytes; a line has a thousand
 
 
 class Sum:

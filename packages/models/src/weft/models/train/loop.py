@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +37,18 @@ def train(run: Run, device: torch.device) -> int:
     cannot be read or written, and where data is not as it was prepared;
     Unanswered where a rank does not answer in the time that the run gives it.
     """
-    folders = [run.folder]
-    dist.broadcast_object_list(folders, src=0)  # where none was given each has named one by its own clock
-    run = dataclasses.replace(run, folder=folders[0])
+    found: list[Any] = [run.folder, run.origin]
+    # Where no output was given each has named one by its own clock, and each has looked for the last checkpoint to begin with.
+    dist.broadcast_object_list(found, src=0)
+    run = dataclasses.replace(run, folder=found[0], origin=found[1])
     if run.config.data.verify and run.corpus.is_prepared:
         _check_data(run.corpus)
-    trainer = Trainer(run, device)
+    try:
+        trainer = Trainer(run, device)
+    except ValueError as error:
+        if run.origin is None:
+            raise
+        raise TrainingError(f"the run cannot begin with {run.origin}: {error}") from error
     with (
         RollCall(lambda: trainer.doing, keeper_of_store()) as roll,
         Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
@@ -113,8 +121,11 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             saved = saver.last
         else:
             trainer.check_finite(config.steps, saver.last_written)
-            # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
-            results.save(trainer.model)
+            if config.model_class is None:
+                # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
+                results.save(trainer.model)
+            else:
+                saved = _save_outside(run, results, saver)
             vote.begin()
             stop = vote.end()
     if stop:
@@ -130,6 +141,19 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     losses = saver.held_out_loss, last
     report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
     return 0
+
+
+def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
+    """The checkpoint of the last step, where none was saved. A model from outside has no Hugging Face form.
+
+    Communication, errors: as of `Saver.save` and `Results.sync`.
+    """
+    folder = run.folder / f"{CHECKPOINT}-{run.config.steps}"
+    if saver.last != folder:
+        results.sync()
+        saver.save(run.config.steps, results.logged)
+        saver.wait()
+    return folder
 
 
 def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, begins: int) -> int:

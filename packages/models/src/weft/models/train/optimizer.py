@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,11 +80,13 @@ def states_per_element(config: OptimizerConfig) -> int:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was, a scalar.
+    """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns the norm before, a scalar.
 
-    It is `clip_grad_norm_` of the parameters that learn; see there. Where the model is cut into stages each rank gives those of its
+    max_norm: 0 scales nothing, as in Megatron, nanoGPT and transformers.
+    The work is done by `clip_grad_norm_` of the parameters that learn; see there, for errors too. Where the model is cut into stages each rank gives those of its
     own, and what several stages have is counted on the first of them.
     """
+    max_norm = max_norm or math.inf
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     pipeline = pipeline_of(model)
     if pipeline is None:

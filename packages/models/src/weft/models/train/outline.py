@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
 
-from ..families import make_model
 from ..microbatches import microbatch_key
 from ..parallel import ParallelPlan
 from ..parallel.parallelize import own_plan
 from ..recording import Criterion, Step, run_on_shapes
 from .config import TrainConfig
+from .outside import inputs_of, make_model_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,11 @@ class Outline:
             key = microbatch_key(key, number, self.microbatches)
         return torch.tensor(key, dtype=torch.uint64)
 
+    def taken(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs that the model's forward takes, of those that a run may give it beside its tokens."""
+        names = inputs_of(self.config.model_class)
+        return {name: value for name, value in inputs.items() if name in names}
+
     def first_step(self, rank: int, device_type: str) -> Step:
         """What `rank` does in step 1. Communication: none, and no process group is needed."""
         with self.computing(device_type):
@@ -83,7 +89,7 @@ class Outline:
                 batch=self.batch,
                 criterion=self.criterion,
                 rank=rank,
-                inputs={"dropout_key": self.dropout_key(0)},
+                inputs=self.taken({"dropout_key": self.dropout_key(0)}),
                 microbatches=self.microbatches,
                 clip_norm=self.config.optimizer.clip_norm,
                 reduce_dtype=self.reduce_dtype,
@@ -92,4 +98,4 @@ class Outline:
 
 def _make(config: TrainConfig) -> nn.Module:
     with torch.device("meta"):
-        return make_model(config.model)
+        return make_model_of(config.model, config.model_class)

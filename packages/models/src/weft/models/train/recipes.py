@@ -13,6 +13,7 @@ from ..llama.config import LlamaConfig
 from ..published import PUBLISHED
 from ..qwen.config import QwenConfig
 from .config import DataConfig, OptimizerConfig, TrainConfig
+from .outside import parameters_of
 
 # Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
 # every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
@@ -60,6 +61,9 @@ def _published(name: str, model: ModelConfig) -> TrainConfig:
 
 RECIPES = {**TINY, **{name: _published(name, model) for name, model in PUBLISHED.items()}}
 
+# For weights that are trained already. The rate: of fine-tuning Llama 2, section 3.1 of Touvron et al. 2023. The model gives way.
+WITHOUT_RECIPE = TrainConfig(model=TINY["llama-tiny"].model, optimizer=OptimizerConfig(lr=2e-5))
+
 
 def recipe(name: str) -> TrainConfig:
     """The recipe of that name. Raises ValueError for an unknown one, naming those there are."""
@@ -70,8 +74,10 @@ def recipe(name: str) -> TrainConfig:
     return RECIPES[name]
 
 
-def size_in_words(model: ModelConfig) -> str:
+def size_in_words(model: ModelConfig, name: str | None = None) -> str:
+    """The model's kind, parameters and layers. name: MODULE:CLASS of a model from outside."""
+    title = model.title if name is None else name.partition(":")[2]
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
-    count = model.num_parameters
+    count, _ = parameters_of(model, name)
     size = f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
-    return f"{model.title}, {size} parameters, {model.num_layers} layers{tied}"
+    return f"{title}, {size} parameters, {model.num_layers} layer{'s' if model.num_layers > 1 else ''}{tied}"

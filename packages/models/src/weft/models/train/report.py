@@ -144,13 +144,19 @@ class Report:
             )
             self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
 
-    def check(self, loss: float, alone: float, processes: int, dtype: str) -> None:
-        difference = abs(loss - alone) / abs(alone)
-        within = "within" if difference <= ROUNDING[dtype] else "NOT within"
+    def check(self, loss: float, alone: float, processes: int, dtype: str) -> bool:
+        """Compares the loss of step 1 with that of one process, `alone`; whether they differ by no more than rounding.
+
+        The difference is relative to the loss, or to 1 where the loss is lower: what is rounded are the logits.
+        """
+        difference = abs(loss - alone) / max(abs(alone), 1.0)
+        is_within = difference <= ROUNDING[dtype]
         self.line(
             f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} on "
-            f"one: {within} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference {difference:.1e}"
+            f"one: {'within' if is_within else 'NOT within'} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference "
+            f"{difference:.1e}"
         )
+        return is_within
 
     def saved(self, count: int, *, blocked: float, writing: float) -> None:
         """What checkpoints have cost. blocked, writing: seconds that training waited, and in which they were written."""
@@ -218,15 +224,19 @@ def mesh_in_words(axes: Mapping[str, int]) -> str:
 def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
-    line = (
-        f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
-        f"{mesh_in_words(run.axes)}"
-    )
+    line = f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, {backend}, {mesh_in_words(run.axes)}"
     skipped = run.corpus.skipped
     if not skipped:
         return line
     names = printable(", ".join(map(str, skipped[:NAMED]))) + (", ..." if len(skipped) > NAMED else "")
     return f"{line}\nskipped {len(skipped)} file{'s' if len(skipped) > 1 else ''}, not UTF-8 text: {names}"
+
+
+def _last(run: Run) -> str:
+    """What is left of the model at the end."""
+    if run.config.model_class is None:
+        return "checkpoint/ for transformers"
+    return f"checkpoint-{run.config.steps}/ to resume from; a model from outside has no form for transformers"
 
 
 def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token: float, on_cpu: bool) -> str:
@@ -240,6 +250,6 @@ def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
-        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and checkpoint/ for transformers\n"
-        f"next  {commands}"
+        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and {_last(run)}"
+        + (f"\nnext  {commands}" if commands else "")
     )

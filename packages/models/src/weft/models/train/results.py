@@ -54,7 +54,7 @@ class Results:
 
     def begin(
         self,
-        recipe: str,
+        recipe: str | None,
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
@@ -78,7 +78,7 @@ class Results:
 
     def _begin(
         self,
-        recipe: str,
+        recipe: str | None,
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,

@@ -12,7 +12,7 @@ from .config import Run, TrainConfig
 from .logged import METRICS
 
 # What may not change: the numbers of the run would be those of neither.
-FIXED = ("seed", "model", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
+FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
 # What says nothing of the numbers.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
@@ -46,7 +46,8 @@ def logged_of(saved: Mapping[str, Any], checkpoint: Path, folder: Path) -> Mappi
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
     """The config in what JSON has; the model's says of which kind it is."""
-    value = {**dataclasses.asdict(config), "model": {"kind": type(config.model).__name__}}
+    value = {name.rstrip("_"): each for name, each in dataclasses.asdict(config).items()}
+    value["model"] = {"kind": type(config.model).__name__}
     value["model"] |= dataclasses.asdict(config.model)
     plain = _plain(value)
     assert isinstance(plain, dict), "as it was"

@@ -20,13 +20,15 @@ _BF16_PEAKS = (
 )
 
 
-def flops_per_token(model: ModelConfig, T: int) -> int:
+def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
     """Floating-point operations of a training step for each token of sequences of T.
 
     6 for each weight that multiplies, and 12 T for each feature of a layer's attention, which a causal mask does not lower: so
     counts Chowdhery et al., "PaLM" (2022), appendix B, whose share of the peak everyone compares.
+    multiplying: the number of these weights, where the config does not know it.
     """
-    return 6 * (model.num_parameters - model.num_looked_up) + 12 * model.num_layers * model.attention_width * T
+    weights = model.num_parameters - model.num_looked_up if multiplying is None else multiplying
+    return 6 * weights + 12 * model.num_layers * model.attention_width * T
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -6,11 +6,13 @@ import dataclasses
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from .config import MeshConfig, Run, TrainConfig
 from .recipes import recipe
+from .toml import OPTIONS
 
 
 def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
@@ -19,6 +21,8 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     on_cpu: then one process more can always be started.
     """
     lines = [f"{PROGRAM} generate {shlex.quote(str(run.folder))} --prompt {shlex.quote(run.corpus.prompt)}"]
+    if run.config.model_class is not None:
+        lines = []  # the command makes models of the families alone
     train = _train_command(run.processes)
     if train is None:
         return lines
@@ -26,9 +30,9 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     if mesh is not None:
         plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)  # no axis there
         other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
-        lines.append(f"{train} {_arguments(run.recipe, other)}    the same loss on another mesh")
+        lines.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
     if run.config.data.path is None:
-        lines.append(f"{train} {_arguments(run.recipe, run.config)} --data.path FILE_OR_FOLDER    your own text")
+        lines.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
     return lines
 
 
@@ -57,9 +61,14 @@ def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
     return None
 
 
-def _arguments(name: str, config: TrainConfig) -> str:
-    """Those of `weft train` that make `config`, but for its output."""
-    return shlex.join([name, *_options(dataclasses.replace(config, output=None, resume=None), recipe(name), "")])
+def _arguments(run: Run, config: TrainConfig) -> str:
+    """The arguments of `weft train` that make `config`, but for its output."""
+    base = run.base or recipe(run.recipe or "")
+    options = _options(dataclasses.replace(config, output=None, resume=None), base, "")
+    if config.model_class is not None:  # no recipe says its sizes: what the class itself does not say is given
+        usual = {field.name: field.default for field in dataclasses.fields(config.model)}
+        options += _options(config.model, SimpleNamespace(**usual), "model.")
+    return shlex.join([*([] if run.recipe is None else [run.recipe]), *options])
 
 
 def _options(config: object, default: object, prefix: str) -> list[str]:
@@ -67,7 +76,7 @@ def _options(config: object, default: object, prefix: str) -> list[str]:
     options = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, usual = getattr(config, field.name), getattr(default, field.name)
-        name = field.name.replace("_", "-")
+        name = OPTIONS.get(field.name, field.name).rstrip("_").replace("_", "-")
         if dataclasses.is_dataclass(value):
             options += _options(value, usual, f"{prefix}{name}.")
         elif isinstance(value, bool) and value != usual:

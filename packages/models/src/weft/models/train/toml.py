@@ -13,15 +13,17 @@ from .config import TrainConfig
 
 _OF_ONE_RUN = ("output", "resume")  # where its results go, and what it goes on with, is not taken over by another
 
+OPTIONS = {"model_class": "model"}  # in a file "model" is the table of the model's own options
+
 _SUM = "# sha256 of all above: "
 
 
-def as_toml(recipe: str, config: TrainConfig) -> str:
-    """The recipe's name and every option that has a value; `weft train --config` takes it."""
+def as_toml(recipe: str | None, config: TrainConfig) -> str:
+    """The recipe's name, where there is one, and every option that has a value; `weft train --config` takes it."""
     import tomlkit  # where configurations are only read there need be none
 
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
-    return tomlkit.dumps({"recipe": recipe, **_given(values)})
+    values = {name.rstrip("_"): value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
+    return tomlkit.dumps(_given({"recipe": recipe, **values}))
 
 
 def with_sum(text: str) -> str:
@@ -74,7 +76,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in values.items():
-        option = name.replace("_", "-")
+        option = OPTIONS.get(name, name).replace("_", "-")
         if isinstance(value, dict):
             yield from _arguments(value, f"{prefix}{option}.")
         elif isinstance(value, bool):

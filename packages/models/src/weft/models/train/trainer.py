@@ -25,19 +25,20 @@ from ..communication import Communication, Phase
 from ..data.batches import Batches, Rows
 from ..data.prefetch import Prefetch
 from ..generation import generate
-from ..initialization import initialize
 from ..losses import local_value
 from ..microbatches import divide
 from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..tracing import traced
+from .beginning import filled, loaded, loaded_alone
 from .config import Run
 from .learning_rate import learning_rate
 from .memory import peak_memory, total_memory
 from .observe import CollectiveCount
 from .optimizer import make_optimizer
 from .outline import Outline
+from .outside import parameters_of
 from .report import Metrics, Report
 from .rollcall import named_ranks
 from .speed import flops_per_token, peak_flops
@@ -74,7 +75,12 @@ class Trainer:
             outline.criterion,
         )
         self.predicted = outline.first_step(self.rank, device.type).communication if self.rank == 0 else None
-        self.model = _filled(parallelize(outline.make_model(), self.mesh, self.plan), device, run.config.seed)
+        model = parallelize(outline.make_model(), self.mesh, self.plan)
+        if run.origin is None:
+            self.model = filled(model, device, run.config.seed)
+        else:
+            self.model = loaded(model, run.origin, device, self.mesh, self.plan)
+        self._origin = run.origin or run.resume  # of the weights before step 1; the Saver reads what is resumed
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
             for layer in self.model.blocks:  # type: ignore[union-attr]
@@ -95,7 +101,11 @@ class Trainer:
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self._rows = Prefetch(self._read_rows)
         self.issued: dict[Phase, list[Collective]] = {}
-        self._flops_per_token = flops_per_token(run.config.model, data.sequence_length)
+        self._flops_per_token = flops_per_token(
+            run.config.model,
+            data.sequence_length,
+            multiplying=parameters_of(run.config.model, run.config.model_class)[1],
+        )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._taken: list[_Taken] = []
         self.waits = Waits(device)
@@ -212,7 +222,11 @@ class Trainer:
                     yield local
 
     def first_step(self) -> None:
-        """Step 1, never compiled: its collectives counted, its loss compared with that of one process."""
+        """Step 1, never compiled: its collectives counted, its loss compared with that of one process.
+
+        Communication: that of a step; where it is compared, a broadcast of the loss on one process.
+        Raises TrainingError, on every rank, where the two losses differ by more than rounding.
+        """
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
         self.begin_reading()
         drop_gathered(self.model)  # as every step it starts from shards
@@ -220,8 +234,8 @@ class Trainer:
             self.step(0, count)
         if self.predicted is not None:
             self.report.issued(self.predicted, Communication.of(self.issued))
-        if alone is not None:
-            self.report.check(float(self._taken[0].found.loss), alone, self.mesh.size, self._config.dtype)
+        if self._config.check:
+            self._compare(float(self._taken[0].found.loss), alone)
         if self.pipeline is not None:
             self.report.line(_held(self.pipeline, self.model, self.optimizer))
 
@@ -255,7 +269,13 @@ class Trainer:
         self.model.eval()
         prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
         with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
-            tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
+            tokens = generate(
+                *(self.model, prompt),
+                max_new_tokens=SAMPLE_TOKENS,
+                temperature=0.7,
+                seed=self._config.seed,
+                use_cache=hasattr(self.model, "make_cache"),
+            )
         return self._tokenizer.decode(tokens[0].tolist())
 
     def _microbatches(self, step: int) -> list[Microbatch]:
@@ -281,17 +301,37 @@ class Trainer:
         laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
         assert laid.targets is not None, "they were given"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
-        return Microbatch(args=(laid.tokens,), kwargs=inputs, targets=laid.targets)
+        return Microbatch(args=(laid.tokens,), kwargs=self._outline.taken(inputs), targets=laid.targets)
 
     def _loss_alone(self) -> float:
         """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
-        model = _filled(self._outline.make_model(), self._device, self._config.seed)
+        model = self._outline.make_model()
+        if self._origin is None:
+            model = filled(model, self._device, self._config.seed)
+        else:
+            model = loaded_alone(model, self._origin, self._device)
         given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
         tokens, target = given.pop("tokens"), given.pop("targets")
-        parts = divide(
-            model, tokens, target, self._outline.microbatches, {"dropout_key": self._outline.dropout_key(0), **given}
-        )
+        given = self._outline.taken({"dropout_key": self._outline.dropout_key(0), **given})
+        parts = divide(model, tokens, target, self._outline.microbatches, given)
         return float(find_loss(model, self._criterion, parts, self._computing))
+
+    def _compare(self, loss: float, alone: float | None) -> None:
+        """Compares the loss of step 1 with that of one process. alone: on rank 0.
+
+        Communication: a broadcast of a number. Raises TrainingError, on every rank, where the losses differ by more than rounding;
+        a loss that is not finite is left to `read`, which names the ranks.
+        """
+        count, wrong = self.mesh.size, [alone]  # where the losses are alike, None
+        if alone is not None and self.report.check(loss, alone, count, self._config.dtype):
+            wrong = [None]
+        dist.broadcast_object_list(wrong, src=0)
+        if wrong[0] is not None and math.isfinite(loss):
+            raise TrainingError(
+                f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, and {wrong[0]:.7f} on one, with the weights "
+                f"{'of the seed' if self._origin is None else f'of {self._origin}'}: this mesh or plan computes another model; "
+                f"take another --mesh or --plan, or --no-check to train it all the same"
+            )
 
     def _ranks_where(self, here: bool) -> str:
         """Names the ranks on which that is so, all where it is on none. Communication: an all-gather of a bit."""
@@ -323,9 +363,3 @@ def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer
             f"  rank {rank:<4} {parameter / 2**20:9.2f}  {gradient / 2**20:9.2f}  {state / 2**20:15.2f}  {in_flight:9}"
         )
     return "\n".join(lines)
-
-
-def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    model = model.to_empty(device=device)
-    initialize(model, seed)
-    return model
