@@ -43,7 +43,7 @@ Exit status
   0: done; 2: input that cannot be used; 130: interrupted."""
 INPUTS = """\
 Inputs
-  Text files in UTF-8, each a document, and JSONL (.jsonl, .ndjson) and Parquet (.parquet), whose lines and rows are documents; folders of them. A folder's files that are no text are left out, as are documents without text; both are counted."""
+  Text files in UTF-8, each a document; JSONL (.jsonl, .ndjson), JSON (.json: a list of objects, or an object in each line), CSV and TSV with a row of names, and Parquet (.parquet), whose records and rows are documents; folders of them. Where the suffix does not tell, the first bytes do: records under another name, and compressed files, are refused by name. A folder's files that are no text are left out, as are documents without text; both are counted. A link to a file is followed; other entries, such as links to folders, are named."""
 PREPARE = f"""\
   Makes a folder of token shards, which {PROGRAM} train --data.path takes. Interrupted, the same command goes on; the result is the same bytes.
 
@@ -102,11 +102,11 @@ class PrepareOptions:
     ] = None
     """The token that is put after each document."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a line of JSONL: where its text is."""
-    column: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a Parquet file: where its texts are."""
+    """Of a record of JSON: where its text is."""
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
+    """Of Parquet, CSV and TSV: the column of the texts."""
     skip_bad: bool = False
-    """Leave out lines of JSONL that are none, or have no such field, and count them."""
+    """Leave out records that are none, or have no such field, and files of a folder that have no such column; count them."""
     workers: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as many as there are CPUs)")
     ] = None
@@ -128,11 +128,11 @@ class LearnOptions:
     vocab_size: Annotated[int, tyro.conf.arg(metavar="INT")]
     """Tokens, those of single bytes and the end of a document among them."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a line of JSONL: where its text is."""
-    column: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a Parquet file: where its texts are."""
+    """Of a record of JSON: where its text is."""
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
+    """Of Parquet, CSV and TSV: the column of the texts."""
     skip_bad: bool = False
-    """Leave out lines of JSONL that are none, or have no such field."""
+    """Leave out records that are none, or have no such field, and files of a folder that have no such column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +193,10 @@ def _prepare(arguments: list[str]) -> int:
         print(
             f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, {_count(len(skipped), 'file')} not in UTF-8{named}"
         )
+    passed = [entry for shard in shards for entry in shard.passed]
+    if passed:
+        named = printable(", ".join(passed[:NAMED])) + (", ..." if len(passed) > NAMED else "")
+        print(f"passed over {len(passed)} {'entry' if len(passed) == 1 else 'entries'}: {named}")
     print(
         f"next  {PROGRAM} train --data.path {shlex.quote(str(options.output))}"
         + ("" if tokenizer.is_bytes else f" --model.vocab-size {manifest.vocab_size}")

@@ -39,7 +39,7 @@ from .tokenizer import TOKENIZER_FILE, Tokenizer
 PART_BYTES = 64 << 20  # of input to a shard: its tokens are some 30 MB, and a process needs about a GB for them
 TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
 PROGRESS = "progress.json"
-STOPPED = 3  # exit status of a process that has said why it stops
+UNUSABLE, STOPPED = 3, 4  # exit statuses of a process that has said why it stops: its input; its disk
 POLL_SECONDS = 0.2
 
 Progress = Callable[[int, int], None]
@@ -93,7 +93,11 @@ def prepare(
     try:
         with _begun(job, wanted) as whole:
             if whole is None:
-                _make_shards(job, workers, progress)
+                try:
+                    _make_shards(job, workers, progress)
+                except _Unusable:
+                    shutil.rmtree(output)  # which the same command could not go on with, nor another
+                    raise
                 whole = _end(job, request)
     except OSError as error:
         raise _stopped(output, error) from None
@@ -107,7 +111,9 @@ def _request(
     inputs: Sequence[Path], parts: Sequence[Part], columns: Columns, tokenizer: Tokenizer, part_bytes: int
 ) -> dict[str, Any]:
     """What the bytes of the result follow from."""
-    pieces = [[str(piece.path), piece.start, piece.stop] for part in parts for piece in part]
+    pieces = [
+        [str(piece.path), piece.start, piece.stop, piece.kind.value, piece.passed] for part in parts for piece in part
+    ]
     return {
         "inputs": [str(path) for path in inputs],
         "pieces": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
@@ -208,9 +214,10 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
                 preload=[__name__],
             )
         except ProcessFailed as failure:
-            if failure.status != STOPPED:
+            if failure.status not in (UNUSABLE, STOPPED):
                 raise
-            raise ValueError((folder / "error").read_text(encoding="utf-8")) from None
+            kind = _Unusable if failure.status == UNUSABLE else ValueError
+            raise kind((folder / "error").read_text(encoding="utf-8")) from None
         finally:
             ended.set()
             watching.join()
@@ -231,10 +238,10 @@ def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
             continue
         try:
             _make_shard(job, number, report)
-        except (ValueError, OSError) as error:
+        except (_Unusable, OSError) as error:
             said = error if isinstance(error, ValueError) else _stopped(job.output, error)
             (Path(folder) / "error").write_text(str(said), encoding="utf-8")
-            sys.exit(STOPPED)
+            sys.exit(UNUSABLE if isinstance(error, _Unusable) else STOPPED)
         read += sum(piece.nbytes for piece in job.parts[number])
 
 
@@ -242,7 +249,7 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     """The two files of a part, and last the record that they are whole."""
     import numpy as np
 
-    part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0)
+    part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0, passed=[])
     size, read, prompt, place = sum(piece.nbytes for piece in part), 0, "", 0
     ends: list[int] = []
     digest = hashlib.sha256()
@@ -252,7 +259,7 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     names = [job.output / name for name in shard.names]
     partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
     with partial.open("wb") as file:
-        for texts in _together(read_part(part, job.columns, left_out)):
+        for texts in _together(_usable(read_part(part, job.columns, left_out))):
             prompt = prompt or next(filter(None, map(first_words, texts)), "")
             for tokens in job.tokenizer.encode_each(texts):
                 known = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
@@ -274,10 +281,22 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
         empty=left_out.empty,
         skipped=tuple(left_out.skipped),
         bad=left_out.bad,
+        passed=tuple(left_out.passed),
         prompt=prompt,
     )
     write_record(_record(job.output, number), {"of": job.request, "shard": asdict(record)})
     report(size)
+
+
+class _Unusable(ValueError):
+    """Input that cannot be used."""
+
+
+def _usable(texts: Iterator[str]) -> Iterator[str]:
+    try:
+        yield from texts
+    except ValueError as error:
+        raise _Unusable(str(error)) from None
 
 
 def _together(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -222,11 +222,15 @@ def describe(run: Run, *, gpus: int) -> str:
         f"{run.recipe}: {size_in_words(run.config.model)}, on {run.corpus.name}; {device}, {backend}, "
         f"{mesh_in_words(run.axes)}"
     )
-    skipped = run.corpus.skipped
-    if not skipped:
-        return line
-    names = printable(", ".join(map(str, skipped[:NAMED]))) + (", ..." if len(skipped) > NAMED else "")
-    return f"{line}\nskipped {len(skipped)} file{'s' if len(skipped) > 1 else ''}, not UTF-8 text: {names}"
+    left_out = (
+        (run.corpus.skipped, "skipped", "file", "files", ", not UTF-8 text"),
+        (run.corpus.passed, "passed over", "entry", "entries", ""),
+    )
+    for found, verb, one, several, why in left_out:
+        if found:
+            names = printable(", ".join(map(str, found[:NAMED]))) + (", ..." if len(found) > NAMED else "")
+            line += f"\n{verb} {len(found)} {one if len(found) == 1 else several}{why}: {names}"
+    return line
 
 
 def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token: float, on_cpu: bool) -> str:
