@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -101,6 +101,16 @@ class PrepareOptions:
         str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: the tokenizer's eos_token)")
     ] = None
     """The token that is put after each document."""
+    bos: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help_behavior_hint="(default: what the tokenizer puts before a prompt, if anything)"),
+    ] = False
+    """Put the tokenizer's bos_token before each document."""
+    no_bos: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    """Put nothing before a document."""
+    eos: bool = True
+    """Put an end after each document."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """Of a record of JSON: where its text is."""
     column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
@@ -168,6 +178,8 @@ def _prepare(arguments: list[str]) -> int:
         for name, value in (("workers", workers), ("shard-mib", options.shard_mib)):
             if value < 1:
                 raise ValueError(f"--{name} is {value}; it must be 1 or more")
+        if options.bos and options.no_bos:
+            raise ValueError("--bos and --no-bos are both given; give one of the two")
         tokenizer = find_tokenizer(options.tokenizer, options.end)
         with _progress() as progress:
             manifest = prepare(
@@ -175,6 +187,8 @@ def _prepare(arguments: list[str]) -> int:
                 options.output,
                 tokenizer=tokenizer,
                 columns=Columns(field=options.field, column=options.column, skip_bad=options.skip_bad),
+                bos=True if options.bos else False if options.no_bos else None,
+                eos=options.eos,
                 workers=workers,
                 part_bytes=options.shard_mib * MIB,
                 progress=progress,
@@ -185,7 +199,7 @@ def _prepare(arguments: list[str]) -> int:
     )
     print(
         f"prepared {options.output}: {_count(documents, 'document')}, {_count(tokens, 'token')} of {manifest.vocab_size:,} kinds, "
-        f"{manifest.dtype}, in {_count(len(shards), 'shard')}; each document ends with token {manifest.end}"
+        f"{manifest.dtype}, in {_count(len(shards), 'shard')}; {_around(manifest.request)}"
     )
     skipped = [name for shard in shards for name in shard.skipped]
     if empty or bad or skipped:
@@ -233,6 +247,13 @@ def _verify(arguments: list[str]) -> int:
         f"{options.folder} is what was prepared: {_count(len(manifest.shards), 'shard')}, every checksum as in the manifest"
     )
     return 0
+
+
+def _around(request: dict[str, Any]) -> str:
+    """What stands around each document."""
+    begin, end = (", ".join(map(str, request[name])) for name in ("before_each", "after_each"))
+    parts = [f"begins with token {begin}"] * bool(begin) + [f"ends with token {end}" if end else "has no end"]
+    return f"each document {' and '.join(parts)}"
 
 
 COMMANDS = {"prepare": _prepare, "train-tokenizer": _train_tokenizer, "verify": _verify}

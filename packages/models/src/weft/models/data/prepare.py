@@ -46,12 +46,40 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """The tokens before each document and after it."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool = True) -> Around:
+    """The tokens that are put around each document.
+
+    bos: whether a document begins with the tokenizer's BOS token; where None, with the tokens that the tokenizer puts before a
+    prompt, if any, so that documents begin as prompts do. eos: whether it ends with the tokenizer's end.
+    Raises ValueError where a BOS token is asked for, and the tokenizer names none.
+    """
+    begin = tokenizer.begin
+    if bos is False:
+        begin = ()
+    elif bos and not begin:
+        if tokenizer.bos is None:
+            raise ValueError(
+                "--bos puts the tokenizer's bos_token before each document, and the tokenizer names none; leave out --bos"
+            )
+        begin = (tokenizer.bos,)
+    return Around(begin=begin, end=(tokenizer.end,) if eos else ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every process is told. request: the digest of what was asked for, and of what."""
+    """What every process is told. request: the digest of what was asked for, and of what. around: of each document."""
 
     parts: tuple[Part, ...]
     columns: Columns
     tokenizer: Tokenizer
+    around: Around
     dtype: str
     output: Path
     request: str
@@ -63,14 +91,17 @@ def prepare(
     *,
     tokenizer: Tokenizer,
     columns: Columns | None = None,
+    bos: bool | None = None,
+    eos: bool = True,
     workers: int = 1,
     part_bytes: int = PART_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
     """Makes a folder of token shards, or goes on with one that was begun; the same bytes by any number of workers and restarts.
 
-    Each document is followed by the tokenizer's end; those without text, and files of a folder that are no text, are left
-    out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
+    Each document begins with what the tokenizer puts before a prompt, or as `bos` says, and ends with the tokenizer's end, unless
+    `eos` is False: `around_documents`. The manifest's request keeps both. Documents without text, and files of a folder that are
+    no text, are left out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
     multiprocessing's forkserver, so a program must guard its main module. progress: called with the bytes that are read, and
     those of all inputs.
     The manifest is written last: a folder that has one is whole. Raises ValueError for input that cannot be used, an output
@@ -78,7 +109,8 @@ def prepare(
     """
     columns = columns or Columns()
     parts = find_parts(inputs, columns, part_bytes, leave_out=output)
-    request = _request(inputs, parts, columns, tokenizer, part_bytes)
+    around = around_documents(tokenizer, bos=bos, eos=eos)
+    request = _request(inputs, parts, columns, tokenizer, around, part_bytes)
     times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
     wanted = {"request": request, "modified": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
@@ -86,6 +118,7 @@ def prepare(
         parts=tuple(parts),
         columns=columns,
         tokenizer=tokenizer,
+        around=around,
         dtype=dtype,
         output=output,
         request=digest_of(wanted),
@@ -108,7 +141,12 @@ def prepare(
 
 
 def _request(
-    inputs: Sequence[Path], parts: Sequence[Part], columns: Columns, tokenizer: Tokenizer, part_bytes: int
+    inputs: Sequence[Path],
+    parts: Sequence[Part],
+    columns: Columns,
+    tokenizer: Tokenizer,
+    around: Around,
+    part_bytes: int,
 ) -> dict[str, Any]:
     """What the bytes of the result follow from."""
     pieces = [
@@ -120,6 +158,8 @@ def _request(
         **asdict(columns),
         "part_bytes": part_bytes,
         "end": tokenizer.end,
+        "before_each": list(around.begin),
+        "after_each": list(around.end),
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files},
         "versions": {
             "weft-models": versions()["weft-models"],
@@ -254,7 +294,8 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     ends: list[int] = []
     digest = hashlib.sha256()
     dtype = np.dtype(job.dtype).newbyteorder("<")
-    end = np.array(job.tokenizer.end, dtype=dtype).tobytes()
+    begin, end = (np.array(each, dtype=dtype).tobytes() for each in (job.around.begin, job.around.end))
+    more = len(job.around.begin) + len(job.around.end)
     shard = Shard(number=number, tokens=0, documents=0, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
     names = [job.output / name for name in shard.names]
     partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
@@ -262,11 +303,14 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
         for texts in _together(_usable(read_part(part, job.columns, left_out))):
             prompt = prompt or next(filter(None, map(first_words, texts)), "")
             for tokens in job.tokenizer.encode_each(texts):
+                if not len(tokens) + more:  # a text without tokens
+                    left_out.empty += 1
+                    continue
                 known = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
-                for encoded in (known.astype(dtype).tobytes(), end):
+                for encoded in (begin, known.astype(dtype).tobytes(), end):
                     digest.update(encoded)
                     file.write(encoded)
-                place += len(tokens) + 1
+                place += len(tokens) + more
                 ends.append(place)
             read += sum(map(len, texts))
             report(min(read, size))
