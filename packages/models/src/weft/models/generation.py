@@ -73,7 +73,9 @@ def generate(
         that end while others go on; of several [T], each result stops with its end. Once all rows are complete, drawing stops.
     seed: a draw is a function of (seed, the prompt's place in the batch, tokens before it), the same on every rank and mesh.
     use_cache: keep keys and values, so that a new token is all that the model reads; without, it reads the whole context for
-        each. The tokens are the same. A row whose context has the model's max_seq_len goes on with the last half of it.
+        each. The tokens are the same, but for dynamic rope scaling beyond max_seq_len, where what was read with another base
+        is kept, as transformers does. A row whose context is as long as the model takes (max_seq_len, or the length that its
+        rope scaling makes of that) goes on with the last half of the context.
     Communication: the model's own, and for parallel logits a gather of the last position's, each token.
     Raises ValueError for an empty prompt, an option out of range, a model without `make_cache` where it is to be used, and one
     that is cut into stages; LogitsNotFinite where a row's largest logit is NaN or infinite.
@@ -114,7 +116,22 @@ def stream(
         )
     if use_cache and not hasattr(model, "make_cache"):
         raise ValueError(f"a {type(model).__name__} has no make_cache(capacity); generate with use_cache=False")
+    rotary = getattr(getattr(model, "config", None), "rotary", None)
+    if rotary is not None and rotary.depends_on_length and len({len(row) for row in rows}) > 1:
+        # The angles follow from the longest row of a call: rows of other lengths are read one by one, each as it would be alone.
+        apart = [
+            _stream(model, [row], max_new_tokens, draw, seed, use_cache, tuple(ends), n) for n, row in enumerate(rows)
+        ]
+        return _side_by_side(apart)
     return _stream(model, rows, max_new_tokens, draw, seed, use_cache, tuple(ends))
+
+
+def _side_by_side(streams: list[Iterator[Tensor]]) -> Iterator[Tensor]:
+    """The tokens of several streams of one row each; a stream that has stopped repeats its last."""
+    last: dict[int, Tensor] = {}
+    while new := {row: tokens for row, each in enumerate(streams) if (tokens := next(each, None)) is not None}:
+        last |= new
+        yield torch.cat([last[row] for row in range(len(streams))])
 
 
 def _stream(
@@ -125,9 +142,10 @@ def _stream(
     seed: int,
     use_cache: bool,
     ends: tuple[int, ...],
+    first_row: int = 0,
 ) -> Iterator[Tensor]:
     contexts = _Contexts(rows, max_new_tokens, model, use_cache)
-    numbers = _numbers(rows, max_new_tokens, seed) if draw.temperature else None  # [max_new_tokens, B, 1]
+    numbers = _numbers(rows, max_new_tokens, seed, first_row) if draw.temperature else None  # [max_new_tokens, B, 1]
     known = torch.tensor(ends, dtype=torch.int64, device=rows[0].device)
     complete = torch.zeros(len(rows), dtype=torch.bool, device=rows[0].device)
     last = torch.zeros(len(rows), dtype=torch.int64, device=rows[0].device)
@@ -155,7 +173,8 @@ class _Contexts:
         config: Any = model.config
         self.lengths = [len(row) for row in rows]
         self._model: Any = model
-        self._limit: int = config.max_seq_len
+        rotary = getattr(config, "rotary", None)
+        self._limit: int = config.max_seq_len if rotary is None else rotary.longest
         self._stop = max(self.lengths)  # the column after the last token
         self._tokens = rows[0].new_zeros(len(rows), self._stop + max_new_tokens)
         for row, tokens in enumerate(rows):
@@ -220,10 +239,10 @@ def _last(logits: Tensor) -> Tensor:
     return logits[:, -1]
 
 
-def _numbers(rows: list[Tensor], count: int, seed: int) -> Tensor:
+def _numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tensor:
     """Uniform numbers, [count, B, 1] of float64: each a function of (seed, row, tokens before it)."""
     drawn = []
-    for row, tokens in enumerate(rows):
+    for row, tokens in enumerate(rows, first_row):
         key, before = derive_key(seed, "generate", row), len(tokens)
         drawn.append(uniform((before + count,), key, device=tokens.device)[before:].double())
     return torch.stack(drawn, 1).unsqueeze(-1)
