@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from weft.models import save_pretrained
+from weft.models.checkpoint.convert import convert
 from weft.models.data.tokenizer import byte_tokenizer, files_beside, find_tokenizer
+
+from tests.models.cases import SMALL, make
 
 TEXTS = [
     "the warp and the weft",
@@ -305,6 +309,15 @@ class TestChatTemplates:
             for file, content in files.items():
                 (tmp_path / name / file).write_bytes(content)  # each is a plain name
             assert theirs(tmp_path / name).chat_template == tokenizer.chat_template
+
+    def test_named_templates_are_converted_there_and_back(self, tmp_path: Path) -> None:
+        tokenizer = theirs(saved("llama-2", tmp_path))
+        tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+        save_pretrained(make(SMALL), tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        assert convert(tmp_path / "model", tmp_path / "checkpoint") == []
+        assert convert(tmp_path / "checkpoint", tmp_path / "again") == []
+        assert theirs(tmp_path / "again").chat_template == tokenizer.chat_template
 
     @pytest.mark.parametrize("name", ["rag", "default"])
     def test_one_template_of_a_folder_travels(self, name: str, tmp_path: Path) -> None:

@@ -67,15 +67,15 @@ def generate(
 
     prompts: [B, T] of int64 -> [B, T + max_new_tokens]; or several [T] of any lengths -> as many [T + max_new_tokens].
     temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
-    top_k: draw among the k likeliest tokens alone, and those that are as likely as the last of them.
-    top_p: of these, draw among the fewest likeliest whose probabilities reach top_p in sum. Both as transformers keeps tokens.
-    ends: tokens that end a text, such as `end_ids(folder)`. A row that has drawn one is complete: in [B, T] the row repeats
-        that end while others go on; of several [T], each result stops with its end. Once all rows are complete, drawing stops.
+    top_k: draw among the k likeliest tokens alone; tokens as likely as number k are kept too.
+    top_p: of these, draw among the fewest likeliest tokens with a probability of top_p in sum. Kept tokens are those of transformers.
+    ends: tokens that end a text, such as `end_ids(folder)`. A row is complete with its first end: in [B, T] the row repeats
+        the end until all rows are complete; of several [T], each result stops with its end.
     seed: a draw is a function of (seed, the prompt's place in the batch, tokens before it), the same on every rank and mesh.
     use_cache: keep keys and values, so that a new token is all that the model reads; without, it reads the whole context for
-        each. The tokens are the same, but for dynamic rope scaling beyond max_seq_len, where what was read with another base
-        is kept, as transformers does. A row whose context is as long as the model takes (max_seq_len, or the length that its
-        rope scaling makes of that) goes on with the last half of the context.
+        each. The tokens are the same, except with dynamic rope scaling beyond max_seq_len: cached keys keep the base they were
+        read with, as in transformers. A row with a context of `Rotary.longest` tokens, max_seq_len without rope scaling, goes on
+        with the last half of the context.
     Communication: the model's own, and for parallel logits a gather of the last position's, each token.
     Raises ValueError for an empty prompt, an option out of range, a model without `make_cache` where it is to be used, and one
     that is cut into stages; LogitsNotFinite where a row's largest logit is NaN or infinite.
@@ -118,7 +118,7 @@ def stream(
         raise ValueError(f"a {type(model).__name__} has no make_cache(capacity); generate with use_cache=False")
     rotary = getattr(getattr(model, "config", None), "rotary", None)
     if rotary is not None and rotary.depends_on_length and len({len(row) for row in rows}) > 1:
-        # The angles follow from the longest row of a call: rows of other lengths are read one by one, each as it would be alone.
+        # The angles follow from the longest row of a call: rows of several lengths are read one by one.
         apart = [
             _stream(model, [row], max_new_tokens, draw, seed, use_cache, tuple(ends), n) for n, row in enumerate(rows)
         ]
@@ -127,7 +127,7 @@ def stream(
 
 
 def _side_by_side(streams: list[Iterator[Tensor]]) -> Iterator[Tensor]:
-    """The tokens of several streams of one row each; a stream that has stopped repeats its last."""
+    """The tokens of several streams of one row each; a complete stream repeats its last token."""
     last: dict[int, Tensor] = {}
     while new := {row: tokens for row, each in enumerate(streams) if (tokens := next(each, None)) is not None}:
         last |= new
@@ -304,10 +304,10 @@ def _check_logits(logits: Tensor, step: int) -> None:
 
 
 def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """The tokens that end a text of the model in a folder: eos_token_id of generation_config.json, else of config.json.
+    """The end tokens of the model in a folder: eos_token_id of generation_config.json, else of config.json, else `default`.
 
-    default: what is given where neither names one, such as the end of the folder's tokenizer.
-    Raises ValueError for a file that is not JSON, or whose eos_token_id is neither an integer nor a list of integers.
+    default: such as the end of the folder's tokenizer.
+    Raises ValueError for a file without JSON, and an eos_token_id that is neither an integer nor a list of integers.
     """
     for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():

@@ -78,15 +78,15 @@ class Patch:
 def patch(model: nn.Module) -> Patch:
     """Lets a Llama, Qwen 2, Qwen 3 or GPT-2 of `transformers` compute with Weft's ops; prints what it changed, and returns it.
 
-    While the model trains and is given labels, its loss is the `linear_cross_entropy` of the last hidden states: the logits
-    never exist all at once, and the output's `logits` are None. The model's own forward runs without labels, in `eval()`, and
-    wherever the head or the loss is not that of transformers, now or later: a head that is no plain nn.Linear or has hooks, a
-    `loss_function` that was set. The print names which. The RMS norms and gated MLPs of a Llama or Qwen are Weft's `rms_norm`
-    and `swiglu`, but for an MLP whose activation was replaced or has hooks. Parameters, their names and what is saved stay as
-    they are. `patch(model).undo()` takes it back.
+    In training, with labels, the loss is the `linear_cross_entropy` of the last hidden states: the logits never exist all at
+    once, and the output's `logits` are None. The model's own forward runs without labels, in `eval()`, with a head that is no
+    plain nn.Linear or has hooks, and with a `loss_function` of the model's own, also where the head or the loss is changed after
+    `patch`. The print names the reason. The RMS norms and gated MLPs of a Llama or Qwen are Weft's `rms_norm` and `swiglu`; an MLP
+    with another activation, or hooks on the activation, keeps its own forward. Parameters, names and checkpoints stay the same.
+    `patch(model).undo()` restores the model.
     Communication: none.
-    Raises ValueError for a model of another class, where a forward is not the one that transformers gave the class, and for a
-    module that was compiled before.
+    Raises ValueError for a model of another class, a forward that replaces or wraps the forward of transformers, and a compiled
+    module.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or not hasattr(model, "config") or not _of_transformers(type(model)):
@@ -126,7 +126,7 @@ def _of_transformers(kind: type) -> bool:
 
 
 def _is_forward_of_transformers(kind: type[nn.Module]) -> bool:
-    """Whether a class of transformers has its own forward: what replaces or wraps it is written in another place."""
+    """Whether the forward of a class is written in the folder of transformers, so neither replaced nor wrapped."""
     import transformers
 
     folder = Path(str(transformers.__file__)).parent
@@ -140,7 +140,7 @@ def _what_of_model(model: Any) -> str:
 
 
 def _why_own_forward(model: Any) -> str | None:
-    """Why the loss is not the `linear_cross_entropy` of what the head is given; None where it is."""
+    """Why `linear_cross_entropy` would go around the model's head or loss; None where both are those of transformers."""
     from transformers.loss import loss_utils  # the model's own library, which Weft does without
 
     head, loss = model.get_output_embeddings(), model.loss_function

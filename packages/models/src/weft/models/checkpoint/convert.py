@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.tokenizer import FILES
+from ..data.tokenizer import CHAT_FOLDER, FILES, with_named_templates
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
 from .huggingface import (
@@ -168,9 +168,10 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
             files[filename] = write_shard(beside(target) / filename, shapes, values())
         sums.check(None, torch.device("cpu"))
         documents = {RUN: as_document({}), CONFIG: as_document(weights.write_config(model))}
-        documents |= {name: sums.content(name) for name in DOCUMENTS if (source / name).is_file()}
+        as_they_are = {name: sums.content(name) for name in DOCUMENTS if (source / name).is_file()}
+        documents |= with_named_templates(as_they_are, source)
         finish_folder(target, found, files, documents)
-        return _others(source, {CHECKSUMS, INDEX_FILE, *weight_files(source), *documents})
+        return _others(source, {CHECKSUMS, INDEX_FILE, CHAT_FOLDER, *weight_files(source), *as_they_are, *documents})
 
 
 def _others(source: Path, known: Iterable[str]) -> list[str]:

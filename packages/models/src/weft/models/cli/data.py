@@ -43,7 +43,7 @@ Exit status
   0: done; 2: input that cannot be used; 130: interrupted."""
 INPUTS = """\
 Inputs
-  Text files in UTF-8, each a document; JSONL (.jsonl, .ndjson), JSON (.json: a list of objects, or an object in each line), CSV and TSV with a row of names, and Parquet (.parquet), whose records and rows are documents; folders of them. Where the suffix does not tell, the first bytes do: records under another name, and compressed files, are refused by name. A folder's files that are no text are left out, as are documents without text; both are counted. A link to a file is followed; other entries, such as links to folders, are named."""
+  Text files in UTF-8, each a document; JSONL (.jsonl, .ndjson), JSON (.json: a list of objects, or an object in each line), CSV and TSV with a row of names, and Parquet (.parquet), where each record or row is a document; folders of such files. Under another suffix, records and compressed files are refused by name. Files of a folder without text, and documents without text, are left out and counted. A link to a file is followed; links to folders, pipes and the like are passed over and named."""
 PREPARE = f"""\
   Makes a folder of token shards, which {PROGRAM} train --data.path takes. Interrupted, the same command goes on; the result is the same bytes.
 
@@ -107,13 +107,15 @@ class PrepareOptions:
         tyro.conf.arg(help_behavior_hint="(default: what the tokenizer puts before a prompt, if anything)"),
     ] = False
     """Put the tokenizer's bos_token before each document."""
-    no_bos: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    no_bos: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Put nothing before a document."""
     eos: bool = True
     """Put an end after each document."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """Of a record of JSON: where its text is."""
-    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the one of field)")] = (
+        None
+    )
     """Of Parquet, CSV and TSV: the column of the texts."""
     skip_bad: bool = False
     """Leave out records that are none, or have no such field, and files of a folder that have no such column; count them."""
@@ -139,7 +141,9 @@ class LearnOptions:
     """Tokens, those of single bytes and the end of a document among them."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """Of a record of JSON: where its text is."""
-    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the one of field)")] = (
+        None
+    )
     """Of Parquet, CSV and TSV: the column of the texts."""
     skip_bad: bool = False
     """Leave out records that are none, or have no such field, and files of a folder that have no such column."""

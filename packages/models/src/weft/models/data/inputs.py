@@ -21,11 +21,11 @@ NAMED = 12  # fields that an error lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some documents of a file, or an entry of a folder that is passed over.
+    """Some documents of a file, or an entry of a folder without documents.
 
-    start, stop: of lines of JSON, the lines that begin at these bytes; of Parquet, the row groups; otherwise the whole file.
-    given: whether the file was named itself, so that it may not be skipped. nbytes: about what is read.
-    kind: how the file is read. passed: what the entry is, where it is passed over.
+    start, stop: the bytes between which lines of JSON begin; the row groups of Parquet; otherwise the whole file.
+    given: whether the caller named the file, which is then not skipped. nbytes: about the bytes to read.
+    kind: how the file is read. passed: a description of an entry that is no file; empty for files.
     """
 
     path: Path
@@ -42,7 +42,7 @@ Part = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where the text stands. field: of a record of JSON. column: of Parquet, CSV and TSV; `field` where None.
+    """Where the text stands: field, in a record of JSON; column, in Parquet, CSV and TSV, the same as field by default.
     skip_bad: leave out records without a text there."""
 
     field: str = "text"
@@ -51,7 +51,7 @@ class Columns:
 
     @property
     def name(self) -> str:
-        """Of a file with columns, the one that is read."""
+        """The column to read."""
         return self.field if self.column is None else self.column
 
 
@@ -70,10 +70,9 @@ def find_parts(
 ) -> list[Part]:
     """The documents under `inputs`, in order, in parts of about `part_bytes` each; a function of the files alone.
 
-    Small files share a part; lines of JSON are cut between lines, Parquet between row groups, other files nowhere.
-    leave_out: a folder that is none of the inputs, where it lies within one of them.
-    Raises ValueError for a path that is missing, a file of a kind that is not read, a file of columns that is none or has not the
-    column, and where all is empty.
+    Small files share a part. JSON lines are cut between lines, Parquet between row groups, other files nowhere.
+    leave_out: a folder within an input that is not read.
+    Raises ValueError for a missing path, a file of an unknown or damaged kind, a missing column, and inputs without any text.
     """
     parts: list[list[Piece]] = [[]]
     held = 0
@@ -122,10 +121,9 @@ def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Itera
 
 
 def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
-    """The texts of a part's documents, none of them empty; `left_out` counts what is none.
+    """The texts of a part's documents, without empty ones; `left_out` counts the rest.
 
-    Raises ValueError for a file that was named itself and is not UTF-8, a record that is no JSON object in UTF-8 or has not
-    the field, unless skip_bad, and a column that holds no text.
+    Raises ValueError for a named file without UTF-8, a damaged file, and, unless skip_bad, a record without text in its field.
     """
     for piece in part:
         for text in _read(piece, columns, left_out):
@@ -151,7 +149,7 @@ def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
 
 
 def _good(path: Path, found: Iterable[tuple[str, str | _Bad]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
-    """Of (place, text), the texts. Raises ValueError for a record without, or counts it where skip_bad."""
+    """The texts of pairs of a place and a text. A record without text is counted under skip_bad, otherwise a ValueError."""
     for place, text in found:
         if isinstance(text, str):
             yield text

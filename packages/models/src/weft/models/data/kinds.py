@@ -7,13 +7,13 @@ import re
 from enum import Enum
 from pathlib import Path
 
-BOM = b"\xef\xbb\xbf"  # of UTF-8, which is no part of a text
+BOM = b"\xef\xbb\xbf"  # the byte order mark of UTF-8, no part of a text
 HEAD_BYTES = 8192
 LINES_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".log")  # text, also where it reads as JSON
-# First bytes of files that are no text in UTF-8, and what to do with such a file.
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".log")  # text, even text in the form of JSON
+# The first bytes of files without text in UTF-8, the format, and the remedy.
 _UNPACK = "unpack the file first"
 _MAGIC = (
     (b"PAR1", "a Parquet file", "name it .parquet"),
@@ -43,15 +43,13 @@ class Kind(Enum):
 
 
 def kind_of(file: Path, field: str, *, given: bool) -> Kind:
-    """The kind of a file.
+    """The kind of a file, by its suffix in any capitals: JSON lines, JSON, CSV, TSV, Parquet, plain text.
 
-    A suffix that is known tells: JSON lines, JSON, CSV and TSV, Parquet, plain text; capitals are the same. A file of another
-    suffix is text, unless its first bytes say something else.
-    field: of a record, where its text is; a single object in one line is a record where it has that field.
-    given: whether the file was named itself, and is not one of a folder. A file of a folder that is not text is `Kind.NONE`, and
-    an object of JSON there is text, such as a program's settings.
-    Raises ValueError for a file that was named itself and is neither text nor of a kind that is read, and for records of JSON in a
-    file whose suffix does not say so.
+    A file of another suffix is text, unless the first bytes are those of a binary format or of JSON.
+    field: where the text of a record is. An object alone in its file is a record where the object has that field.
+    given: whether the caller named the file; otherwise a folder holds it. In a folder, a file without text is `Kind.NONE`, and an
+    object without the field, such as a program's settings, is text.
+    Raises ValueError for a named file without text or records, and for records of JSON under the suffix of another kind.
     """
     suffix = file.suffix.lower()
     if suffix in PARQUET_SUFFIXES:
@@ -85,7 +83,7 @@ def kind_of(file: Path, field: str, *, given: bool) -> Kind:
 
 
 def _not_text(head: bytes) -> tuple[str, str] | None:
-    """What the first bytes say that a file is, where that is not text, and what to do with it."""
+    """The format of a file without text, by the first bytes, and the remedy; None for text."""
     for magic, what, remedy in _MAGIC:
         if head.startswith(magic):
             return what, remedy
@@ -95,7 +93,7 @@ def _not_text(head: bytes) -> tuple[str, str] | None:
 
 
 def _records(file: Path, field: str) -> tuple[Kind | None, bool]:
-    """How a file has records of JSON, None where it has none; and whether it begins as JSON does."""
+    """The kind of a file with records of JSON, or None; and whether the file begins as JSON does."""
     with file.open("rb") as opened:
         head = opened.read(HEAD_BYTES).removeprefix(BOM).lstrip()
         if re.match(rb'\[\s*\{\s*["}]', head):
@@ -114,7 +112,7 @@ def _records(file: Path, field: str) -> tuple[Kind | None, bool]:
 
 
 def _line(opened: object) -> bytes:
-    """The next line that is not blank; nothing at the end of the file."""
+    """The next line with text; nothing at the end of the file."""
     for line in opened:  # type: ignore[attr-defined]
         if line.removeprefix(BOM).strip():
             return bytes(line.lstrip())

@@ -81,7 +81,9 @@ def digest_of(content: dict[str, Any]) -> str:
 
 def read_shard(content: dict[str, Any]) -> Shard:
     """What `asdict` and JSON made of a shard."""
-    several = {name: tuple(content[name]) for name in ("sha256", "skipped", "passed") if name in content}
+    several: dict[str, Any] = {
+        name: tuple(content[name]) for name in ("sha256", "skipped", "passed") if name in content
+    }
     return Shard(**{**content, **several})
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 8 << 20
-AS_CODES = 32 << 20  # bytes of a row group in a column that are read as codes and the values that the codes stand for
+AS_CODES = 32 << 20  # row groups of up to as many bytes are read as codes and a table of values
 
 
 def row_groups(file: Path, column: str) -> list[int]:
-    """The bytes of each row group in the one column. Raises ValueError for a file without that column, or other than text in it."""
+    """The bytes of each row group in a column. Raises ValueError for a damaged file, a missing column, and a column without text."""
     opened = _open(file)
     names = opened.schema_arrow.names
     if column not in names:
@@ -25,10 +25,10 @@ def row_groups(file: Path, column: str) -> list[int]:
 
 
 def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | None]:
-    """The texts of a column in some row groups, None where there is none. Raises ValueError for a file that is damaged.
+    """The texts of a column in some row groups; None for a null. Raises ValueError for a damaged file.
 
-    A value that many rows share may be in the file once, so a file of a few hundred bytes can have rows of gigabytes. A small
-    row group is therefore read as codes, and each value is in memory once; of a larger one, about BYTES_AT_ONCE.
+    Many rows may share one value of the file, and a file of a few hundred bytes can have rows of gigabytes. A small row group is
+    therefore read as codes, each value in memory once; a larger row group is read in batches of about BYTES_AT_ONCE.
     """
     try:
         for group in groups:
@@ -51,7 +51,7 @@ def _open(file: Path, **options: Any) -> Any:
 
 
 def _column_bytes(opened: Any, group: int, column: str) -> int:
-    """The bytes of a column's pages in a row group, unpacked. A value that several rows share may be there once."""
+    """The bytes of a column's pages in a row group, unpacked; rows may share a value."""
     metadata = opened.metadata.row_group(group)
     names = [metadata.column(i).path_in_schema for i in range(metadata.num_columns)]
     nbytes: int = metadata.column(names.index(column)).total_uncompressed_size

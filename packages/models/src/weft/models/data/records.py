@@ -1,4 +1,4 @@
-"""Records of JSON, CSV and Parquet as what a run is trained on: the bytes of their texts, in memory."""
+"""Records of JSON, CSV and Parquet as data of a run: the bytes of their texts, in memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .tokenizer import BYTE_END, Tokenizer, byte_tokenizer
 if TYPE_CHECKING:
     from .streams import RecordStream
 
-COLUMNS = Columns()  # the text is in "text"
-MOST_BYTES = 1 << 30  # of files that are read into the memory of each process
+COLUMNS = Columns()  # the field "text"
+MOST_BYTES = 1 << 30  # each process has the texts in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Documents of a file, or of a folder, some of them records; each is the bytes of a text.
+    """The documents of a file or a folder with records; a token is a byte.
 
-    sha256: of the texts, as `find_records` has read them.
+    sha256: of the texts that `find_records` has read.
     """
 
     name: str
@@ -67,19 +67,16 @@ class Records:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file, or one of a folder, has records of JSON, CSV or Parquet.
-
-    Raises ValueError for a file whose kind is not read, as `kind_of`.
-    """
+    """Whether a file, or any file of a folder, has records of JSON, CSV or Parquet. Raises ValueError as `kind_of` does."""
     found = entries_under(path).files
     kinds = {kind_of(file, COLUMNS.field, given=path.is_file()) for file in found}
     return bool(kinds - {Kind.TEXT, Kind.NONE})
 
 
 def find_records(path: Path) -> Records:
-    """The documents under `path`, some of them records, whose text is in the field or the column "text".
+    """The documents under `path`: texts, and records with their text in the field or column "text".
 
-    Raises ValueError for a record without that field, files that cannot be read, and more than 1 GiB.
+    Raises ValueError for a record without the field, a file that cannot be read, and more than 1 GiB.
     """
     try:
         parts = tuple(find_parts([path], COLUMNS, MOST_BYTES))

@@ -22,7 +22,7 @@ SPECIAL_FILE = "special_tokens_map.json"
 ADDED_FILE = "added_tokens.json"
 CHAT_FILE = "chat_template.jinja"
 CHAT_FOLDER = "additional_chat_templates"  # NAME.jinja is the template NAME
-# What transformers makes a tokenizer of, in whatever folder it saved one. It is data: no name of code is among them.
+# The files of which transformers makes a tokenizer, in any folder. All are data, none is code.
 FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """Of the end, of tokenizer.json and of what the files beside it change: two with the same give the same tokens."""
+        """SHA-256 of the end, tokenizer.json and the changes by files beside it: equal sums give equal tokens."""
         changed = f"{self._changes}\n" if self._changes else ""
         return hashlib.sha256(f"{self.end}\n{changed}".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
 
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def bos(self) -> int | None:
-        """The token that the files name as BOS, whether or not `encode` adds the token; None without one."""
+        """The bos_token of the files, whether or not `encode` adds it; None without a bos_token."""
         name = token_of(json.loads(dict(self.files).get(CONFIG_FILE, b"{}")).get("bos_token"))
         if name is None or self.is_bytes:
             return None
@@ -87,8 +87,7 @@ class Tokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, as transformers' AutoTokenizer gives them: names of special tokens are these tokens, and what
-        the tokenizer adds, such as BOS, is added."""
+        """The tokens that transformers' AutoTokenizer gives a prompt: special tokens by their names, BOS where the tokenizer adds BOS."""
         if self.is_bytes:
             parts = [list(part.encode()) for part in text.split(END_NAMES[0])]
             return [*parts[0], *chain.from_iterable([BYTE_END, *part] for part in parts[1:])]
@@ -112,16 +111,15 @@ class Tokenizer:
         return "".join(self.decode_each(tokens))
 
     def decode_each(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """The text of the tokens in pieces, each as soon as its last token is there; together the text of `decode`.
+        """The text of the tokens in pieces, each piece as soon as its last token is drawn; joined, the text of `decode`.
 
-        after: tokens that stand before the first, such as a prompt; their text is not repeated. Some decoders leave out the
-        space of a text's first word: after a prompt no word is the first.
+        after: the tokens before the first, such as a prompt, whose text is not repeated. Some decoders drop the space before
+        the first word of a text; after a prompt the space stays.
         """
         return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """Bytes of the text of the tokens, in UTF-8. Ends and beginnings of documents have none; a character that is cut has those
-        of U+FFFD."""
+        """Bytes of the text of the tokens, in UTF-8. Tokens around a document have none; a cut character has the bytes of U+FFFD."""
         added = {self.end, self.bos, *self.begin}
         text = [token for token in tokens if token not in added]
         return len(text) if self.is_bytes else len(self._library.decode(text, skip_special_tokens=False).encode())
@@ -194,24 +192,28 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer that stand in a model's folder, by name; none where that is no folder.
-
-    Each is as it stands there, but for named chat templates in a folder of their own: all templates then stand in
-    tokenizer_config.json, where transformers looks as well.
-    """
+    """The files of a tokenizer in a model's folder, by name; none where there is no such folder. As `with_named_templates`."""
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    if (folder / CHAT_FOLDER).is_dir():
-        config = _object_of(folder / CONFIG_FILE, files.get(CONFIG_FILE, b"{}"))
-        config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
-        files.pop(CHAT_FILE, None)
-        files[CONFIG_FILE] = _as_file(config)
-    return files
+    return with_named_templates(files, folder)
+
+
+def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
+    """The files of a folder, by plain names, with the chat templates of its additional_chat_templates.
+
+    Named templates are put into tokenizer_config.json, together with chat_template.jinja: transformers reads them there too. All
+    files stay as they are where the folder has no named templates.
+    """
+    if not (folder / CHAT_FOLDER).is_dir():
+        return files
+    config = _object_of(folder / CONFIG_FILE, files.get(CONFIG_FILE, b"{}"))
+    config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
+    return {name: content for name, content in files.items() if name != CHAT_FILE} | {CONFIG_FILE: _as_file(config)}
 
 
 def _chat_templates(folder: Path, said: Any) -> Any:
-    """The chat templates of a folder as tokenizer_config.json has them: one as text, several as a list with their names.
+    """The chat templates of a folder in the form of tokenizer_config.json: one as text, several as a list with names.
 
-    said: those that tokenizer_config.json has, which count where no file has one.
+    said: the chat_template of tokenizer_config.json, which counts in a folder without files of templates.
     """
     found = {}
     if (folder / CHAT_FILE).is_file():
@@ -226,7 +228,7 @@ def _chat_templates(folder: Path, said: Any) -> Any:
 
 
 def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
-    """Names the tokenizer's class, where only the model's config.json has it, as transformers looks for it."""
+    """Takes the tokenizer's class from the model's config.json where tokenizer_config.json names no class, as transformers does."""
     file = folder / MODEL_FILE
     if (has_own and config.get("tokenizer_class") is not None) or not file.is_file():
         return
@@ -325,10 +327,9 @@ def _is_byte(token: str | None) -> bool:
 
 
 def _decode_pieces(library: Any, tokens: Iterable[int], after: Sequence[int]) -> Iterator[str]:
-    """Some decoders look at a token's neighbours, so each piece is decoded behind the piece before it.
+    """Some decoders look at a token's neighbours: each piece is decoded behind the piece before.
 
-    Tokens that are one byte each, as <0x0A>, are decoded together with all of their neighbours of that kind, so a piece does not
-    end with such a token.
+    A decoder joins neighbouring tokens of single bytes, such as <0x0A>: a piece does not end with such a token.
     """
     before = list(after)
     pending: list[int] = []
