@@ -130,7 +130,7 @@ class TestTokenizers:
         found = find_tokenizer(learned)
         assert found.end == 0 and 257 < found.vocab_size <= 300
         for text in [*TEXTS, "日本語 <|endoftext|> \x00", " a  b\n"]:
-            tokens = found.encode(text)
+            tokens = found.encode_document(text)
             assert found.decode(tokens) == text
             assert found.end not in tokens  # a document that names the end does not end there
             assert len("".join(found.decode_each(tokens))) == len(text)
@@ -142,7 +142,7 @@ class TestTokenizers:
     def test_bytes_are_those_of_the_text_and_not_of_the_ends_of_documents(self, name: str, learned: Path) -> None:
         found = find_tokenizer(learned) if name == "learned" else byte_tokenizer()
         for text in [*TEXTS, "日本語 <|endoftext|>", ""]:
-            tokens = found.encode(text)
+            tokens = found.encode_document(text)
             assert found.num_bytes([found.end, *tokens, found.end]) == len(text.encode())
         assert found.num_bytes(found.encode("語")[:-1]) in (2, 3), "what is cut"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+MOST_NEW_TOKENS = 2**24  # that a row of `generate` is given: memory for all is taken before the first is drawn
+
 
 class Cut(Protocol):
     """A config that says what tensor parallelism cuts."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -13,8 +16,13 @@ from weft.mesh import Shard, derive_key
 from weft.reshard import layout_of, to_global
 from weft.reshard.running.dtensor import wrap
 
+from .checks import MOST_NEW_TOKENS
 from .decoder import CausalModel
 from .parallel.parallelize import pipeline_of
+
+
+class LogitsNotFinite(RuntimeError):
+    """A model gave no logits to draw a token by: NaN, or infinite."""
 
 
 @overload
@@ -25,8 +33,10 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    ends: Sequence[int] = (),
 ) -> Tensor: ...
 @overload
 def generate(
@@ -36,8 +46,10 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    ends: Sequence[int] = (),
 ) -> list[Tensor]: ...
 def generate(
     model: nn.Module,
@@ -46,27 +58,36 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    ends: Sequence[int] = (),
 ) -> Tensor | list[Tensor]:
     """Each prompt, and the tokens that the model puts after it.
 
     prompts: [B, T] of int64 -> [B, T + max_new_tokens]; or several [T] of any lengths -> as many [T + max_new_tokens].
     temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
-    top_k: draw among the k likeliest alone.
+    top_k: draw among the k likeliest tokens alone; tokens as likely as number k are kept too.
+    top_p: of these, draw among the fewest likeliest tokens with a probability of top_p in sum. Kept tokens are those of transformers.
+    ends: tokens that end a text, such as `end_ids(folder)`. A row is complete with its first end: in [B, T] the row repeats
+        the end until all rows are complete; of several [T], each result stops with its end.
     seed: a draw is a function of (seed, the prompt's place in the batch, tokens before it), the same on every rank and mesh.
     use_cache: keep keys and values, so that a new token is all that the model reads; without, it reads the whole context for
-        each. The tokens are the same. A row whose context has the model's max_seq_len goes on with the last half of it.
+        each. The tokens are the same, except with dynamic rope scaling beyond max_seq_len: cached keys keep the base they were
+        read with, as in transformers. A row with a context of `Rotary.longest` tokens, max_seq_len without rope scaling, goes on
+        with the last half of the context.
     Communication: the model's own, and for parallel logits a gather of the last position's, each token.
     Raises ValueError for an empty prompt, an option out of range, a model without `make_cache` where it is to be used, and one
-    that is cut into stages.
+    that is cut into stages; LogitsNotFinite where a row's largest logit is NaN or infinite.
     """
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "use_cache": use_cache}
-    drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, **options))
-    new = torch.stack(drawn, 1) if drawn else None  # [B, max_new_tokens]
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options))
+    new = torch.stack(drawn, 1) if drawn else None  # [B, max_new_tokens], or fewer where all rows are complete
     if isinstance(prompts, Tensor):
         return prompts.clone() if new is None else torch.cat((prompts, new), 1)
-    return [prompt if new is None else torch.cat((prompt, new[row])) for row, prompt in enumerate(prompts)]
+    if new is None:
+        return list(prompts)
+    return [torch.cat((prompt, _until_end(new[row], ends))) for row, prompt in enumerate(prompts)]
 
 
 def stream(
@@ -76,15 +97,18 @@ def stream(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    ends: Sequence[int] = (),
 ) -> Iterator[Tensor]:
-    """The tokens of `generate` as they are drawn: max_new_tokens tensors [B], each yielded before the next is computed.
+    """The tokens of `generate` as they are drawn: up to max_new_tokens tensors [B], each yielded before the next is computed.
 
     Arguments, communication and errors: as of `generate`.
     """
     rows = _rows(prompts)
-    _check(rows, max_new_tokens, temperature, top_k)
+    draw = _Draw(temperature=temperature, top_k=top_k, top_p=top_p)
+    _check(rows, max_new_tokens)
     if pipeline_of(model) is not None:
         raise ValueError(
             f"this {type(model).__name__} is cut into stages, and each token would wait for all of them in turn; "
@@ -92,29 +116,51 @@ def stream(
         )
     if use_cache and not hasattr(model, "make_cache"):
         raise ValueError(f"a {type(model).__name__} has no make_cache(capacity); generate with use_cache=False")
-    return _stream(model, rows, max_new_tokens, temperature, top_k, seed, use_cache)
+    rotary = getattr(getattr(model, "config", None), "rotary", None)
+    if rotary is not None and rotary.depends_on_length and len({len(row) for row in rows}) > 1:
+        # The angles follow from the longest row of a call: rows of several lengths are read one by one.
+        apart = [
+            _stream(model, [row], max_new_tokens, draw, seed, use_cache, tuple(ends), n) for n, row in enumerate(rows)
+        ]
+        return _side_by_side(apart)
+    return _stream(model, rows, max_new_tokens, draw, seed, use_cache, tuple(ends))
+
+
+def _side_by_side(streams: list[Iterator[Tensor]]) -> Iterator[Tensor]:
+    """The tokens of several streams of one row each; a complete stream repeats its last token."""
+    last: dict[int, Tensor] = {}
+    while new := {row: tokens for row, each in enumerate(streams) if (tokens := next(each, None)) is not None}:
+        last |= new
+        yield torch.cat([last[row] for row in range(len(streams))])
 
 
 def _stream(
     model: nn.Module,
     rows: list[Tensor],
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
+    draw: _Draw,
     seed: int,
     use_cache: bool,
+    ends: tuple[int, ...],
+    first_row: int = 0,
 ) -> Iterator[Tensor]:
     contexts = _Contexts(rows, max_new_tokens, model, use_cache)
-    numbers = _numbers(rows, max_new_tokens, seed) if temperature else None  # [max_new_tokens, B, 1]
+    numbers = _numbers(rows, max_new_tokens, seed, first_row) if draw.temperature else None  # [max_new_tokens, B, 1]
+    known = torch.tensor(ends, dtype=torch.int64, device=rows[0].device)
+    complete = torch.zeros(len(rows), dtype=torch.bool, device=rows[0].device)
+    last = torch.zeros(len(rows), dtype=torch.int64, device=rows[0].device)
     for step in range(max_new_tokens):
         with torch.no_grad():
             logits = contexts.read()  # [B, V]
-            if numbers is None:
-                chosen = logits.argmax(-1)
-            else:
-                chosen = _pick(logits, temperature, top_k, numbers[step])
+            _check_logits(logits, step)
+            chosen = logits.argmax(-1) if numbers is None else _pick(logits, draw, numbers[step])
+            if ends:
+                chosen = last = torch.where(complete, last, chosen)
+                complete = complete | torch.isin(chosen, known)
             contexts.append(chosen)
         yield chosen.to(rows[0].dtype)
+        if ends and bool(complete.all()):
+            return
 
 
 class _Contexts:
@@ -127,7 +173,8 @@ class _Contexts:
         config: Any = model.config
         self.lengths = [len(row) for row in rows]
         self._model: Any = model
-        self._limit: int = config.max_seq_len
+        rotary = getattr(config, "rotary", None)
+        self._limit: int = config.max_seq_len if rotary is None else rotary.longest
         self._stop = max(self.lengths)  # the column after the last token
         self._tokens = rows[0].new_zeros(len(rows), self._stop + max_new_tokens)
         for row, tokens in enumerate(rows):
@@ -192,24 +239,91 @@ def _last(logits: Tensor) -> Tensor:
     return logits[:, -1]
 
 
-def _numbers(rows: list[Tensor], count: int, seed: int) -> Tensor:
+def _numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tensor:
     """Uniform numbers, [count, B, 1] of float64: each a function of (seed, row, tokens before it)."""
     drawn = []
-    for row, tokens in enumerate(rows):
+    for row, tokens in enumerate(rows, first_row):
         key, before = derive_key(seed, "generate", row), len(tokens)
         drawn.append(uniform((before + count,), key, device=tokens.device)[before:].double())
     return torch.stack(drawn, 1).unsqueeze(-1)
 
 
-def _pick(logits: Tensor, temperature: float, top_k: int | None, numbers: Tensor) -> Tensor:
-    """[B, V] and [B, 1] -> [B]: the first token whose cumulative probability passes its row's number."""
-    scaled = logits.double() / temperature
-    candidates = None
-    if top_k is not None and top_k < scaled.shape[-1]:
-        scaled, candidates = scaled.topk(top_k, -1)
-    cumulative = scaled.softmax(-1).cumsum(-1)  # [B, V or top_k]
-    place = torch.searchsorted(cumulative, numbers, right=True).clamp_(max=cumulative.shape[-1] - 1)
-    return (place if candidates is None else candidates.gather(1, place)).squeeze(1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draw:
+    """How a token is drawn; as of `generate`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be >= 0, and 0 takes the likeliest token")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be >= 1, or None for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1, or None for all tokens")
+
+
+def _pick(logits: Tensor, draw: _Draw, numbers: Tensor) -> Tensor:
+    """[B, V] and [B, 1] -> [B]: the first token whose share of the kept probability, summed, passes its row's number."""
+    cumulative = kept(logits.double() / draw.temperature, draw.top_k, draw.top_p).softmax(-1).cumsum(-1)  # [B, V]
+    place = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
+    return place.clamp_(max=cumulative.shape[-1] - 1).squeeze(1)
+
+
+def kept(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """The logits [B, V], with -inf at tokens that are not drawn, as transformers' TopKLogitsWarper and TopPLogitsWarper have them."""
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -float("inf"))
+    if top_p is not None and top_p < 1:
+        rising, order = logits.sort(-1)
+        unlikely = rising.softmax(-1).cumsum(-1) <= 1 - top_p
+        unlikely[:, -1] = False
+        logits = logits.masked_fill(unlikely.scatter(1, order, unlikely), -float("inf"))
+    return logits
+
+
+def _until_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """[N] -> the tokens up to the first end, that end included."""
+    for place, token in enumerate(tokens.tolist() if ends else ()):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
+
+
+def _check_logits(logits: Tensor, step: int) -> None:
+    """Raises LogitsNotFinite where a row has no largest logit that is a number."""
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        raise LogitsNotFinite(
+            f"the model's logits for new token {step} of row {int(bad.nonzero()[0])} are NaN or infinite, so no token can be drawn; "
+            f"look for NaN in the weights, or load the model in float32"
+        )
+
+
+def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """The end tokens of the model in a folder: eos_token_id of generation_config.json, else of config.json, else `default`.
+
+    default: such as the end of the folder's tokenizer.
+    Raises ValueError for a file without JSON, and an eos_token_id that is neither an integer nor a list of integers.
+    """
+    for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
+        if not file.is_file():
+            continue
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON: {error}; fetch or save it again") from None
+        found = config.get("eos_token_id") if isinstance(config, dict) else None
+        if found is None or found == []:
+            continue
+        several = found if isinstance(found, list) else [found]
+        if not all(type(each) is int for each in several):
+            raise ValueError(f"{file}: eos_token_id is {found!r}; it must be the number of a token, or a list of them")
+        return tuple(several)
+    return tuple(default)
 
 
 def _rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -220,13 +334,9 @@ def _rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return list(prompts)
 
 
-def _check(rows: list[Tensor], max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+def _check(rows: list[Tensor], max_new_tokens: int) -> None:
     for row, tokens in enumerate(rows):
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(f"prompts[{row}] has shape {tuple(tokens.shape)}; give a prompt of one token or more: [T]")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be >= 0")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be >= 0, and 0 takes the likeliest token")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be >= 1, or None for all tokens")
+    if not 0 <= max_new_tokens <= MOST_NEW_TOKENS:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be >= 0, and at most {MOST_NEW_TOKENS:,}")

@@ -7,9 +7,11 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from weft.kernels import linear_cross_entropy, rms_norm, swiglu
@@ -76,19 +78,21 @@ class Patch:
 def patch(model: nn.Module) -> Patch:
     """Lets a Llama, Qwen 2, Qwen 3 or GPT-2 of `transformers` compute with Weft's ops; prints what it changed, and returns it.
 
-    While the model trains and is given labels, its loss is the `linear_cross_entropy` of the last hidden states: the logits
-    never exist all at once, and the output's `logits` are None. Without labels, in `eval()`, and where its head is no plain
-    nn.Linear, the model's own forward runs. The RMS norms and gated MLPs of a Llama or Qwen are Weft's `rms_norm` and
-    `swiglu`. Parameters, their names and what is saved stay as they are.
-    `patch(model).undo()` takes it back.
+    In training, with labels, the loss is the `linear_cross_entropy` of the last hidden states: the logits never exist all at
+    once, and the output's `logits` are None. The model's own forward runs without labels, in `eval()`, with a head that is no
+    plain nn.Linear or has hooks, and with a `loss_function` of the model's own, also where the head or the loss is changed after
+    `patch`. The print names the reason. The RMS norms and gated MLPs of a Llama or Qwen are Weft's `rms_norm` and `swiglu`; an MLP
+    with another activation, or hooks on the activation, keeps its own forward. Parameters, names and checkpoints stay the same.
+    `patch(model).undo()` restores the model.
     Communication: none.
-    Raises ValueError for a model of another class, and where a forward is not its class's own.
+    Raises ValueError for a model of another class, a forward that replaces or wraps the forward of transformers, and a compiled
+    module.
     """
     family = FAMILIES.get(type(model).__name__)
-    if family is None or not hasattr(model, "config"):
+    if family is None or not hasattr(model, "config") or not _of_transformers(type(model)):
         raise ValueError(f"patch takes a {', '.join(FAMILIES)} of transformers, not a {type(model).__name__}")
     ways: dict[str | None, tuple[Forward, str]] = {
-        family.model: (_model, "linear_cross_entropy in training, which makes no logits"),
+        family.model: (_model, _what_of_model(model)),
         family.norm: (_norm, "rms_norm"),
         family.mlp: (_gated_mlp, "swiglu"),
     }
@@ -96,16 +100,72 @@ def patch(model: nn.Module) -> Patch:
         del ways[family.mlp]
     replaced = []
     for name, module in model.named_modules():
-        if type(module).__name__ not in ways:
+        if type(module).__name__ not in ways or not _of_transformers(type(module)):
             continue
+        where = f"{name or type(model).__name__}.forward"
         if "forward" in module.__dict__:
-            where = f"{name or type(model).__name__}.forward"
             raise ValueError(f"{where} is not its class's own: it was patched or wrapped before; undo that, then patch")
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{where} was compiled by Module.compile(); patch first, then compile")
+        if not _is_forward_of_transformers(type(module)):
+            own = type(module).forward
+            raise ValueError(
+                f"{where} is not that of transformers: {own.__module__}.{own.__qualname__} stands in its place for every "
+                f"{type(module).__name__}; take that back, then patch"
+            )
         way, what = ways[type(module).__name__]
         replaced.append(Replaced(module, _instead_of(way, module), what))
     changed = Patch(replaced)
     print(changed)
     return changed
+
+
+def _of_transformers(kind: type) -> bool:
+    """Whether a class is one of transformers, and not another of the same name."""
+    return kind.__module__.partition(".")[0] == "transformers"
+
+
+def _is_forward_of_transformers(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is written in the folder of transformers, so neither replaced nor wrapped."""
+    import transformers
+
+    folder = Path(str(transformers.__file__)).parent
+    code = getattr(kind.forward, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(folder)
+
+
+def _what_of_model(model: Any) -> str:
+    why = _why_own_forward(model)
+    return "linear_cross_entropy in training, which makes no logits" if why is None else f"its own forward: {why}"
+
+
+def _why_own_forward(model: Any) -> str | None:
+    """Why `linear_cross_entropy` would go around the model's head or loss; None where both are those of transformers."""
+    from transformers.loss import loss_utils  # the model's own library, which Weft does without
+
+    head, loss = model.get_output_embeddings(), model.loss_function
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}, not a plain Linear"
+    if type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
+        return f"the weight of its head is a {type(head.weight.data).__name__}"
+    if "forward" in head.__dict__:
+        return "the forward of its head was replaced"
+    if _has_hooks(head):
+        return "its head has hooks"
+    if len(head.weight) != model.config.vocab_size:
+        return f"its head has {len(head.weight)} rows, and config.vocab_size is {model.config.vocab_size}"
+    if loss is not loss_utils.LOSS_MAPPING["ForCausalLM"] or not all(
+        getattr(each, "__module__", None) == loss_utils.__name__ for each in (loss, loss_utils.fixed_cross_entropy)
+    ):
+        return f"its loss_function is {getattr(loss, '__qualname__', type(loss).__name__)}"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its forward."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    of_all = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return any(map(len, own)) or any(len(getattr(torch.nn.modules.module, f"_global_{name}")) for name in of_all)
 
 
 def _instead_of(way: Forward, module: nn.Module) -> Forward:
@@ -125,13 +185,21 @@ def _norm(self: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _gated_mlp(self: Any, given: dict[str, Any]) -> Any:
+    if type(self.act_fn) is not nn.SiLU or "forward" in self.act_fn.__dict__ or _has_hooks(self.act_fn):
+        return type(self).forward(self, **given)
     return self.down_proj(swiglu(self.gate_proj(given["x"]), self.up_proj(given["x"])))
 
 
+def _is_asked(logits_to_keep: Any) -> bool:
+    """Whether some of the positions are named, by a number or by a tensor of places."""
+    return isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
+
+
 def _model(self: Any, given: dict[str, Any]) -> Any:
-    head = self.get_output_embeddings()
-    if not self.training or given.get("labels") is None or given.get("logits_to_keep") or type(head) is not nn.Linear:
+    asks_for_logits = not self.training or given.get("labels") is None or _is_asked(given.get("logits_to_keep"))
+    if asks_for_logits or _why_own_forward(self) is not None:
         return type(self).forward(self, **given)
+    head = self.get_output_embeddings()
     from transformers import modeling_outputs  # the model's own library, which Weft does without
 
     labels, targets = given.pop("labels"), given.pop("shift_labels", None)

@@ -115,6 +115,20 @@ class Rotary:
         return self.scaling.table_scale if isinstance(self.scaling, YarnRopeScaling) else 1.0
 
     @property
+    def longest(self) -> int:
+        """The longest context that the model is meant for, in tokens.
+
+        Linear and dynamic scaling lengthen max_seq_len `factor` times: transformers asks that max_position_embeddings stays as it
+        was. YaRN lengthens the original context; where max_seq_len is the longer, it was set to that already. Llama 3.1's
+        max_seq_len is the scaled length. vLLM derives the same lengths.
+        """
+        if isinstance(self.scaling, LinearRopeScaling | DynamicRopeScaling):
+            return max(self.max_seq_len, int(self.max_seq_len * self.scaling.factor))
+        if isinstance(self.scaling, YarnRopeScaling):
+            return max(self.max_seq_len, int(self.scaling.original_max_seq_len * self.scaling.factor))
+        return self.max_seq_len
+
+    @property
     def depends_on_length(self) -> bool:
         """Whether the frequencies are others for a longer sequence."""
         return isinstance(self.scaling, DynamicRopeScaling)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, files_beside
+from ..data.tokenizer import FILES, TOKENIZER_FILE, Tokenizer, files_beside, with_named_templates
 from .fields import COMPANIONS
 from .manifest import Manifest
 
@@ -32,12 +32,11 @@ class Companions:
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any], check: Callable[[str, bytes], None]) -> Companions:
         """The companions in a Hugging Face folder. config: the folder's config.json. check: raises for a damaged file."""
-        files = files_beside(folder)
-        if (folder / GENERATION_FILE).is_file():
-            files[GENERATION_FILE] = (folder / GENERATION_FILE).read_bytes()
+        names = (*FILES, GENERATION_FILE)
+        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
         for name, content in files.items():
             check(name, content)
-        return cls(_chosen(config), files)
+        return cls(_chosen(config), with_named_templates(files, folder))
 
     @classmethod
     def saved(cls, folder: Path, config: Mapping[str, Any], manifest: Manifest) -> Companions:

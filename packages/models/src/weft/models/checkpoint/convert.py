@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.tokenizer import CHAT_FOLDER, FILES
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
 from .companions import Companions
@@ -186,7 +187,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
         said = along.in_config(weights.write_config(model))
         documents = {RUN: as_document({}), CONFIG: as_document(said), **along.files}
         finish_folder(target, found, files, documents)
-        return _others(source, {CHECKSUMS, INDEX_FILE, *weight_files(source), *documents})
+        return _others(source, {CHECKSUMS, INDEX_FILE, CHAT_FOLDER, *FILES, *weight_files(source), *documents})
 
 
 def _others(source: Path, known: Iterable[str]) -> list[str]:

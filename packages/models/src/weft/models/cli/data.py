@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -43,7 +43,7 @@ Exit status
   0: done; 2: input that cannot be used; 130: interrupted."""
 INPUTS = """\
 Inputs
-  Text files in UTF-8, each a document, and JSONL (.jsonl, .ndjson) and Parquet (.parquet), whose lines and rows are documents; folders of them. A folder's files that are no text are left out, as are documents without text; both are counted."""
+  Text files in UTF-8, each a document; JSONL (.jsonl, .ndjson), JSON (.json: a list of objects, or an object in each line), CSV and TSV with a row of names, and Parquet (.parquet), where each record or row is a document; folders of such files. Under another suffix, records and compressed files are refused by name. Files of a folder without text, and documents without text, are left out and counted. A link to a file is followed; links to folders, pipes and the like are passed over and named."""
 PREPARE = f"""\
   Makes a folder of token shards, which {PROGRAM} train --data.path takes. Interrupted, the same command goes on; the result is the same bytes.
 
@@ -101,12 +101,24 @@ class PrepareOptions:
         str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: the tokenizer's eos_token)")
     ] = None
     """The token that is put after each document."""
+    bos: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help_behavior_hint="(default: what the tokenizer puts before a prompt, if anything)"),
+    ] = False
+    """Put the tokenizer's bos_token before each document."""
+    no_bos: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Put nothing before a document."""
+    eos: bool = True
+    """Put an end after each document."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a line of JSONL: where its text is."""
-    column: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a Parquet file: where its texts are."""
+    """Of a record of JSON: where its text is."""
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the one of field)")] = (
+        None
+    )
+    """Of Parquet, CSV and TSV: the column of the texts."""
     skip_bad: bool = False
-    """Leave out lines of JSONL that are none, or have no such field, and count them."""
+    """Leave out records that are none, or have no such field, and files of a folder that have no such column; count them."""
     workers: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as many as there are CPUs)")
     ] = None
@@ -128,11 +140,13 @@ class LearnOptions:
     vocab_size: Annotated[int, tyro.conf.arg(metavar="INT")]
     """Tokens, those of single bytes and the end of a document among them."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a line of JSONL: where its text is."""
-    column: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a Parquet file: where its texts are."""
+    """Of a record of JSON: where its text is."""
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the one of field)")] = (
+        None
+    )
+    """Of Parquet, CSV and TSV: the column of the texts."""
     skip_bad: bool = False
-    """Leave out lines of JSONL that are none, or have no such field."""
+    """Leave out records that are none, or have no such field, and files of a folder that have no such column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +182,8 @@ def _prepare(arguments: list[str]) -> int:
         for name, value in (("workers", workers), ("shard-mib", options.shard_mib)):
             if value < 1:
                 raise ValueError(f"--{name} is {value}; it must be 1 or more")
+        if options.bos and options.no_bos:
+            raise ValueError("--bos and --no-bos are both given; give one of the two")
         tokenizer = find_tokenizer(options.tokenizer, options.end)
         with _progress() as progress:
             manifest = prepare(
@@ -175,6 +191,8 @@ def _prepare(arguments: list[str]) -> int:
                 options.output,
                 tokenizer=tokenizer,
                 columns=Columns(field=options.field, column=options.column, skip_bad=options.skip_bad),
+                bos=True if options.bos else False if options.no_bos else None,
+                eos=options.eos,
                 workers=workers,
                 part_bytes=options.shard_mib * MIB,
                 progress=progress,
@@ -185,7 +203,7 @@ def _prepare(arguments: list[str]) -> int:
     )
     print(
         f"prepared {options.output}: {_count(documents, 'document')}, {_count(tokens, 'token')} of {manifest.vocab_size:,} kinds, "
-        f"{manifest.dtype}, in {_count(len(shards), 'shard')}; each document ends with token {manifest.end}"
+        f"{manifest.dtype}, in {_count(len(shards), 'shard')}; {_around(manifest.request)}"
     )
     skipped = [name for shard in shards for name in shard.skipped]
     if empty or bad or skipped:
@@ -193,6 +211,10 @@ def _prepare(arguments: list[str]) -> int:
         print(
             f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, {_count(len(skipped), 'file')} not in UTF-8{named}"
         )
+    passed = [entry for shard in shards for entry in shard.passed]
+    if passed:
+        named = printable(", ".join(passed[:NAMED])) + (", ..." if len(passed) > NAMED else "")
+        print(f"passed over {len(passed)} {'entry' if len(passed) == 1 else 'entries'}: {named}")
     print(
         f"next  {PROGRAM} train --data.path {shlex.quote(str(options.output))}"
         + ("" if tokenizer.is_bytes else f" --model.vocab-size {manifest.vocab_size}")
@@ -229,6 +251,13 @@ def _verify(arguments: list[str]) -> int:
         f"{options.folder} is what was prepared: {_count(len(manifest.shards), 'shard')}, every checksum as in the manifest"
     )
     return 0
+
+
+def _around(request: dict[str, Any]) -> str:
+    """What stands around each document."""
+    begin, end = (", ".join(map(str, request[name])) for name in ("before_each", "after_each"))
+    parts = [f"begins with token {begin}"] * bool(begin) + [f"ends with token {end}" if end else "has no end"]
+    return f"each document {' and '.join(parts)}"
 
 
 COMMANDS = {"prepare": _prepare, "train-tokenizer": _train_tokenizer, "verify": _verify}

@@ -1,28 +1,31 @@
-"""Documents in files: text, JSONL and Parquet, in parts that can be read apart."""
+"""Documents in files: text, JSON, CSV and Parquet, in parts that can be read apart."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .text import files_under
+from .kinds import BOM, TABLE_DELIMITERS, Kind, kind_of
+from .parquet import read_column, row_groups
+from .text import entries_under
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-PARQUET_SUFFIXES = (".parquet", ".pq")
-ROWS_AT_ONCE = 1024  # of a Parquet file
+LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV; the csv module takes 131,072 where nothing is said
+NAMED = 12  # fields that an error lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some documents of a file.
+    """Some documents of a file, or an entry of a folder without documents.
 
-    start, stop: of JSONL, the lines that begin at these bytes; of Parquet, the row groups; of text, the whole file, a document.
-    given: whether the file was named itself, so that it may not be skipped. nbytes: about what is read.
+    start, stop: the bytes between which lines of JSON begin; the row groups of Parquet; otherwise the whole file.
+    given: whether the caller named the file, which is then not skipped. nbytes: about the bytes to read.
+    kind: how the file is read. passed: a description of an entry that is no file; empty for files.
     """
 
     path: Path
@@ -30,6 +33,8 @@ class Piece:
     stop: int
     given: bool
     nbytes: int
+    kind: Kind = Kind.TEXT
+    passed: str = ""
 
 
 Part = tuple[Piece, ...]
@@ -37,11 +42,17 @@ Part = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where the text stands. field: of a line of JSONL. column: of a Parquet file. skip_bad: leave out lines without it."""
+    """Where the text stands: field, in a record of JSON; column, in Parquet, CSV and TSV, the same as field by default.
+    skip_bad: leave out records without a text there."""
 
     field: str = "text"
-    column: str = "text"
+    column: str | None = None
     skip_bad: bool = False
+
+    @property
+    def name(self) -> str:
+        """The column to read."""
+        return self.field if self.column is None else self.column
 
 
 @dataclass(slots=True)
@@ -51,6 +62,7 @@ class LeftOut:
     empty: int
     skipped: list[str]
     bad: int
+    passed: list[str]
 
 
 def find_parts(
@@ -58,84 +70,173 @@ def find_parts(
 ) -> list[Part]:
     """The documents under `inputs`, in order, in parts of about `part_bytes` each; a function of the files alone.
 
-    Small files share a part; JSONL is cut between lines, Parquet between row groups, text nowhere.
-    leave_out: a folder that is none of the inputs, where it lies within one of them.
-    Raises ValueError for a path that is missing, a Parquet file that is none or has not the column, and where all is empty.
+    Small files share a part. JSON lines are cut between lines, Parquet between row groups, other files nowhere.
+    leave_out: a folder within an input that is not read.
+    Raises ValueError for a missing path, a file of an unknown or damaged kind, a missing column, and inputs without any text.
     """
     parts: list[list[Piece]] = [[]]
     held = 0
     for path in inputs:
         if not path.exists():
             raise ValueError(f"{path} does not exist; give files, or folders of them: text, JSONL or Parquet")
-        for file in files_under(path, leave_out):
-            for piece in _pieces(file, path.is_file(), columns, part_bytes):
-                if parts[-1] and held + piece.nbytes > part_bytes:
-                    parts.append([])
-                    held = 0
-                parts[-1].append(piece)
-                held += piece.nbytes
+        found = entries_under(path, leave_out)
+        pieces = (piece for file in found.files for piece in _pieces(file, path.is_file(), columns, part_bytes))
+        for piece in (*pieces, *(_passed(path, what) for what in found.passed)):
+            if parts[-1] and held + piece.nbytes > part_bytes:
+                parts.append([])
+                held = 0
+            parts[-1].append(piece)
+            held += piece.nbytes
     if not any(piece.nbytes for part in parts for piece in part):
         raise ValueError(f"{', '.join(map(str, inputs))} hold no text; give files that do, or folders of them")
     return [tuple(part) for part in parts]
 
 
+def _passed(path: Path, what: str) -> Piece:
+    return Piece(path=path, start=0, stop=0, given=False, nbytes=0, kind=Kind.NONE, passed=what)
+
+
 def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
+    try:
+        kind = kind_of(file, columns.field, given=given)
+        if kind is Kind.PARQUET and find_spec("pyarrow") is None:
+            raise ValueError(f"pyarrow is not installed, which reads {file}; pip install pyarrow")
+        groups = row_groups(file, columns.name) if kind is Kind.PARQUET else []
+        if kind is Kind.TABLE:
+            _check_table(file, columns.name)
+    except ValueError:
+        if given or not columns.skip_bad:
+            raise
+        kind = Kind.NONE
     size = file.stat().st_size
-    if file.suffix in PARQUET_SUFFIXES:
-        groups = _row_groups(file, columns.column)
-        yield from (Piece(path=file, start=i, stop=i + 1, given=given, nbytes=n) for i, n in enumerate(groups))
-    elif file.suffix in JSONL_SUFFIXES:
-        for start in range(0, size, part_bytes):
-            stop = min(start + part_bytes, size)
-            yield Piece(path=file, start=start, stop=stop, given=given, nbytes=stop - start)
+    if kind is Kind.PARQUET:
+        pieces = [(i, i + 1, nbytes) for i, nbytes in enumerate(groups)]
+    elif kind is Kind.LINES:
+        starts = range(0, size, part_bytes)
+        pieces = [(start, min(start + part_bytes, size), min(part_bytes, size - start)) for start in starts]
     else:
-        yield Piece(path=file, start=0, stop=size, given=given, nbytes=size)
+        pieces = [(0, size, size)]
+    for start, stop, nbytes in pieces:
+        yield Piece(path=file, start=start, stop=stop, given=given, nbytes=nbytes, kind=kind)
 
 
 def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
-    """The texts of a part's documents, none of them empty; `left_out` counts what is none.
+    """The texts of a part's documents, without empty ones; `left_out` counts the rest.
 
-    Raises ValueError for a file that was named itself and is not UTF-8, a line that is no JSON object in UTF-8 or has not
-    the field, unless skip_bad, and a column that holds no text.
+    Raises ValueError for a named file without UTF-8, a damaged file, and, unless skip_bad, a record without text in its field.
     """
     for piece in part:
-        if piece.path.suffix in PARQUET_SUFFIXES:
-            found = _read_parquet(piece, columns)
-        elif piece.path.suffix in JSONL_SUFFIXES:
-            found = _read_lines(piece, columns, left_out)
-        else:
-            found = _read_text(piece, left_out)
-        for text in found:
+        for text in _read(piece, columns, left_out):
             if text:
                 yield text
             else:
                 left_out.empty += 1
 
 
+def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
+    if piece.passed:
+        left_out.passed.append(piece.passed)
+        return ()
+    if piece.kind is Kind.NONE:
+        left_out.skipped.append(str(piece.path))
+        return ()
+    if piece.kind is Kind.TEXT:
+        return _read_text(piece, left_out)
+    if piece.kind is Kind.PARQUET:
+        return (text or "" for text in read_column(piece.path, columns.name, list(range(piece.start, piece.stop))))
+    found = {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece, columns)
+    return _good(piece.path, found, columns, left_out)
+
+
+def _good(path: Path, found: Iterable[tuple[str, str | _Bad]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
+    """The texts of pairs of a place and a text. A record without text is counted under skip_bad, otherwise a ValueError."""
+    for place, text in found:
+        if isinstance(text, str):
+            yield text
+        elif columns.skip_bad:
+            left_out.bad += 1
+        else:
+            raise ValueError(f"{path}: {place} {text.said}; mend it, or leave such out with --skip-bad")
+
+
 def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
+    content = piece.path.read_bytes()
     try:
-        yield piece.path.read_bytes().decode()
+        yield content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         if piece.given:
             raise ValueError(f"{piece.path} is not UTF-8 text (byte {error.start} of the file); convert it") from None
         left_out.skipped.append(str(piece.path))
 
 
-def _read_lines(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterator[str]:
+def _read_lines(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
     with piece.path.open("rb") as file:
         if piece.start:  # the line that lies across belongs to the piece before
             file.seek(piece.start - 1)
             file.readline()
         while (place := file.tell()) < piece.stop and (line := file.readline()):
-            text = _text_of(line, columns.field)
-            if isinstance(text, str):
-                yield text
-            elif columns.skip_bad:
-                left_out.bad += 1
-            else:
-                raise ValueError(
-                    f"{piece.path}: the line at byte {place} {text.said}; mend it, or leave such out with --skip-bad"
-                )
+            text = _text_of(line if place else line.removeprefix(BOM), columns.field)
+            where = "" if isinstance(text, str) else f"line {_line_number(piece.path, place)}, at byte {place},"
+            yield where, text
+
+
+def _line_number(path: Path, place: int) -> int:
+    """The number of the line that begins at a byte, from 1 on."""
+    number = 1
+    with path.open("rb") as file:
+        while place > 0 and (content := file.read(min(place, 1 << 20))):
+            number += content.count(b"\n")
+            place -= len(content)
+    return number
+
+
+def _read_list(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
+    try:
+        found = json.loads(piece.path.read_bytes().removeprefix(BOM).decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{piece.path} is not UTF-8 (byte {error.start} of the file); convert it") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{piece.path} begins as a list of objects, and is not JSON: {error}; mend it") from None
+    for number, record in enumerate(found, 1):
+        yield f"item {number}", _field_of(record, columns.field)
+
+
+def _open_table(path: Path) -> Any:
+    csv.field_size_limit(LONGEST_VALUE)
+    text = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
+    return csv.reader(text, delimiter=TABLE_DELIMITERS[path.suffix.lower()], strict=True)
+
+
+def _check_table(path: Path, column: str) -> None:
+    """Raises ValueError for a file without the column, or that is no CSV in UTF-8."""
+    if not path.stat().st_size:
+        return
+    names = next(_rows(path), [])
+    if names.count(column) != 1:
+        what = "no column" if column not in names else f"{names.count(column)} columns"
+        listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+        raise ValueError(f"{path} has {what} {column!r}; give one of {listed} with --column")
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    try:
+        yield from _open_table(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start} of the file); convert it") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table of comma- or tab-separated values: {error}; save it again") from None
+
+
+def _read_table(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
+    rows = _rows(piece.path)
+    names = next(rows, [])
+    for number, row in enumerate(rows, 1):
+        if not row:  # a blank line
+            yield "", ""
+        elif len(row) != len(names):
+            yield f"row {number}", _Bad(f"has {len(row)} values, and there are {len(names)} columns")
+        else:
+            yield f"row {number}", row[names.index(columns.name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +253,20 @@ def _text_of(line: bytes, field: str) -> str | _Bad:
         return _Bad(f"is not UTF-8 (its byte {error.start})")
     except (ValueError, RecursionError):
         return _Bad("is not JSON")
-    if not isinstance(found, dict) or field not in found:
-        return _Bad(f"has no field {field!r}")
+    return _field_of(found, field)
+
+
+def _field_of(found: Any, field: str) -> str | _Bad:
+    if not isinstance(found, dict):
+        return _Bad(f"has no field {field!r}: it is {_named(found)}, not an object")
+    if field not in found:
+        names = ", ".join(list(map(str, found))[:NAMED]) + (", ..." if len(found) > NAMED else "")
+        return _Bad(
+            f"has no field {field!r}" + (f" (it has {names}: name one with --field)" if found else ", nor another")
+        )
     text = found[field]
     if not isinstance(text, str):
-        return _Bad(f"has no text in its field {field!r}, but {'null' if text is None else type(text).__name__}")
+        return _Bad(f"has no text in its field {field!r}, but {_named(text)}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON may escape half of a surrogate pair, which is no character
@@ -164,38 +274,5 @@ def _text_of(line: bytes, field: str) -> str | _Bad:
     return text
 
 
-def _open_parquet(file: Path) -> Any:
-    if find_spec("pyarrow") is None:
-        raise ValueError(f"pyarrow is not installed, which reads {file}; pip install pyarrow")
-    try:
-        return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True)
-    except ValueError as error:  # as pyarrow's own error is
-        raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}; save it again") from None
-
-
-def _row_groups(file: Path, column: str) -> list[int]:
-    """The bytes of each row group, in the one column."""
-    opened = _open_parquet(file)
-    names = opened.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"{file} has no column {column!r}; give one of {', '.join(names)} with --column")
-    kind = str(opened.schema_arrow.field(column).type)
-    if kind not in ("string", "large_string", "string_view"):
-        raise ValueError(f"{file}: column {column!r} is {kind}, not text; give another with --column")
-    metadata = opened.metadata
-    place = (
-        [metadata.row_group(0).column(i).path_in_schema for i in range(metadata.num_columns)].index(column)
-        if metadata.num_row_groups
-        else 0
-    )
-    return [metadata.row_group(i).column(place).total_uncompressed_size for i in range(metadata.num_row_groups)]
-
-
-def _read_parquet(piece: Piece, columns: Columns) -> Iterator[str]:
-    opened = _open_parquet(piece.path)
-    groups = list(range(piece.start, piece.stop))
-    try:
-        for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[columns.column]):
-            yield from ("" if text is None else text for text in batch.column(0).to_pylist())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{piece.path} cannot be read: {' '.join(str(error).split())}; save it again") from None
+def _named(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

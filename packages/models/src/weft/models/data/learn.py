@@ -31,7 +31,7 @@ def train_tokenizer(
     library = open_library()
     columns = columns or Columns()
     parts = find_parts(inputs, columns, PART_BYTES)
-    left_out = LeftOut(empty=0, skipped=[], bad=0)
+    left_out = LeftOut(empty=0, skipped=[], bad=0, passed=[])
 
     def texts() -> Iterator[str]:
         for part in parts:

@@ -21,8 +21,8 @@ ANEW = "remove the folder and prepare it again"  # what is whole by its manifest
 class Shard:
     """Some documents in two files: their tokens, and as 64-bit numbers where each ends.
 
-    sha256: of both files. empty: documents without text; skipped: files that are no text; bad: lines of JSONL that are left out.
-    None of these is among the documents.
+    sha256: of both files. empty: documents without text; skipped: files that are no text; bad: records that are left out;
+    passed: entries of folders that are no files. None of these is among the documents.
     """
 
     number: int
@@ -33,6 +33,7 @@ class Shard:
     skipped: tuple[str, ...]
     bad: int
     prompt: str
+    passed: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, str]:
@@ -80,7 +81,10 @@ def digest_of(content: dict[str, Any]) -> str:
 
 def read_shard(content: dict[str, Any]) -> Shard:
     """What `asdict` and JSON made of a shard."""
-    return Shard(**{**content, "sha256": tuple(content["sha256"]), "skipped": tuple(content["skipped"])})
+    several: dict[str, Any] = {
+        name: tuple(content[name]) for name in ("sha256", "skipped", "passed") if name in content
+    }
+    return Shard(**{**content, **several})
 
 
 def read_manifest(folder: Path) -> Manifest:

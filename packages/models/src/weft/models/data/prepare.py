@@ -19,6 +19,7 @@ from typing import Any
 
 from ..train.processes import ProcessFailed, run_together
 from ..versions import versions
+from .around import Around, around_documents
 from .inputs import Columns, LeftOut, Part, find_parts, read_part
 from .manifest import (
     MANIFEST,
@@ -39,7 +40,7 @@ from .tokenizer import TOKENIZER_FILE, Tokenizer
 PART_BYTES = 64 << 20  # of input to a shard: its tokens are some 30 MB, and a process needs about a GB for them
 TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
 PROGRESS = "progress.json"
-STOPPED = 3  # exit status of a process that has said why it stops
+UNUSABLE, STOPPED = 3, 4  # exit statuses of a process that has said why it stops: its input; its disk
 POLL_SECONDS = 0.2
 
 Progress = Callable[[int, int], None]
@@ -47,11 +48,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every process is told. request: the digest of what was asked for, and of what."""
+    """What every process is told. request: the digest of what was asked for, and of what. around: of each document."""
 
     parts: tuple[Part, ...]
     columns: Columns
     tokenizer: Tokenizer
+    around: Around
     dtype: str
     output: Path
     request: str
@@ -63,14 +65,17 @@ def prepare(
     *,
     tokenizer: Tokenizer,
     columns: Columns | None = None,
+    bos: bool | None = None,
+    eos: bool = True,
     workers: int = 1,
     part_bytes: int = PART_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
     """Makes a folder of token shards, or goes on with one that was begun; the same bytes by any number of workers and restarts.
 
-    Each document is followed by the tokenizer's end; those without text, and files of a folder that are no text, are left
-    out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
+    Each document begins with what the tokenizer puts before a prompt, or as `bos` says, and ends with the tokenizer's end, unless
+    `eos` is False: `around_documents`. The manifest's request keeps both. Documents without text, and files of a folder that are
+    no text, are left out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
     multiprocessing's forkserver, so a program must guard its main module. progress: called with the bytes that are read, and
     those of all inputs.
     The manifest is written last: a folder that has one is whole. Raises ValueError for input that cannot be used, an output
@@ -78,7 +83,8 @@ def prepare(
     """
     columns = columns or Columns()
     parts = find_parts(inputs, columns, part_bytes, leave_out=output)
-    request = _request(inputs, parts, columns, tokenizer, part_bytes)
+    around = around_documents(tokenizer, bos=bos, eos=eos)
+    request = _request(inputs, parts, columns, tokenizer, around, part_bytes)
     times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
     wanted = {"request": request, "modified": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
@@ -86,6 +92,7 @@ def prepare(
         parts=tuple(parts),
         columns=columns,
         tokenizer=tokenizer,
+        around=around,
         dtype=dtype,
         output=output,
         request=digest_of(wanted),
@@ -93,7 +100,11 @@ def prepare(
     try:
         with _begun(job, wanted) as whole:
             if whole is None:
-                _make_shards(job, workers, progress)
+                try:
+                    _make_shards(job, workers, progress)
+                except _Unusable:
+                    shutil.rmtree(output)  # which the same command could not go on with, nor another
+                    raise
                 whole = _end(job, request)
     except OSError as error:
         raise _stopped(output, error) from None
@@ -104,16 +115,25 @@ def prepare(
 
 
 def _request(
-    inputs: Sequence[Path], parts: Sequence[Part], columns: Columns, tokenizer: Tokenizer, part_bytes: int
+    inputs: Sequence[Path],
+    parts: Sequence[Part],
+    columns: Columns,
+    tokenizer: Tokenizer,
+    around: Around,
+    part_bytes: int,
 ) -> dict[str, Any]:
     """What the bytes of the result follow from."""
-    pieces = [[str(piece.path), piece.start, piece.stop] for part in parts for piece in part]
+    pieces = [
+        [str(piece.path), piece.start, piece.stop, piece.kind.value, piece.passed] for part in parts for piece in part
+    ]
     return {
         "inputs": [str(path) for path in inputs],
         "pieces": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
         **asdict(columns),
         "part_bytes": part_bytes,
         "end": tokenizer.end,
+        "before_each": list(around.begin),
+        "after_each": list(around.end),
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files},
         "versions": {
             "weft-models": versions()["weft-models"],
@@ -208,9 +228,10 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
                 preload=[__name__],
             )
         except ProcessFailed as failure:
-            if failure.status != STOPPED:
+            if failure.status not in (UNUSABLE, STOPPED):
                 raise
-            raise ValueError((folder / "error").read_text(encoding="utf-8")) from None
+            kind = _Unusable if failure.status == UNUSABLE else ValueError
+            raise kind((folder / "error").read_text(encoding="utf-8")) from None
         finally:
             ended.set()
             watching.join()
@@ -231,10 +252,10 @@ def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
             continue
         try:
             _make_shard(job, number, report)
-        except (ValueError, OSError) as error:
+        except (_Unusable, OSError) as error:
             said = error if isinstance(error, ValueError) else _stopped(job.output, error)
             (Path(folder) / "error").write_text(str(said), encoding="utf-8")
-            sys.exit(STOPPED)
+            sys.exit(UNUSABLE if isinstance(error, _Unusable) else STOPPED)
         read += sum(piece.nbytes for piece in job.parts[number])
 
 
@@ -242,24 +263,28 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     """The two files of a part, and last the record that they are whole."""
     import numpy as np
 
-    part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0)
+    part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0, passed=[])
     size, read, prompt, place = sum(piece.nbytes for piece in part), 0, "", 0
     ends: list[int] = []
     digest = hashlib.sha256()
     dtype = np.dtype(job.dtype).newbyteorder("<")
-    end = np.array(job.tokenizer.end, dtype=dtype).tobytes()
+    begin, end = (np.array(each, dtype=dtype).tobytes() for each in (job.around.begin, job.around.end))
+    more = len(job.around.begin) + len(job.around.end)
     shard = Shard(number=number, tokens=0, documents=0, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
     names = [job.output / name for name in shard.names]
     partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
     with partial.open("wb") as file:
-        for texts in _together(read_part(part, job.columns, left_out)):
+        for texts in _together(_usable(read_part(part, job.columns, left_out))):
             prompt = prompt or next(filter(None, map(first_words, texts)), "")
             for tokens in job.tokenizer.encode_each(texts):
+                if not len(tokens) + more:  # a text without tokens
+                    left_out.empty += 1
+                    continue
                 known = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
-                for encoded in (known.astype(dtype).tobytes(), end):
+                for encoded in (begin, known.astype(dtype).tobytes(), end):
                     digest.update(encoded)
                     file.write(encoded)
-                place += len(tokens) + 1
+                place += len(tokens) + more
                 ends.append(place)
             read += sum(map(len, texts))
             report(min(read, size))
@@ -274,10 +299,22 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
         empty=left_out.empty,
         skipped=tuple(left_out.skipped),
         bad=left_out.bad,
+        passed=tuple(left_out.passed),
         prompt=prompt,
     )
     write_record(_record(job.output, number), {"of": job.request, "shard": asdict(record)})
     report(size)
+
+
+class _Unusable(ValueError):
+    """Input that cannot be used."""
+
+
+def _usable(texts: Iterator[str]) -> Iterator[str]:
+    try:
+        yield from texts
+    except ValueError as error:
+        raise _Unusable(str(error)) from None
 
 
 def _together(texts: Iterator[str]) -> Iterator[list[str]]:

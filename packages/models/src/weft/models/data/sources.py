@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, check_tokenizer, read_manifest
+from .records import Records, find_records, holds_records
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
 
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Documents that a run may be trained on. sha256: of what they are. is_prepared: from token shards, not from text."""
+    """Documents that a run may be trained on.
+
+    sha256: of what they are. is_prepared: from token shards, not from text. skipped: files that are no text. passed: entries of
+    folders that are no files.
+    """
 
     @property
     def name(self) -> str: ...
@@ -31,6 +36,8 @@ class Source(Protocol):
     def prompt(self) -> str: ...
     @property
     def skipped(self) -> tuple[Path, ...]: ...
+    @property
+    def passed(self) -> tuple[str, ...]: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
@@ -71,6 +78,11 @@ class Prepared:
     @property
     def skipped(self) -> tuple[Path, ...]:
         """None: what was left out was said when it was prepared."""
+        return ()
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """None, as of `skipped`."""
         return ()
 
     @property
@@ -121,6 +133,11 @@ class Mixture:
         return tuple(path for source, _ in self.parts for path in source.skipped)
 
     @property
+    def passed(self) -> tuple[str, ...]:
+        """Of all sources."""
+        return tuple(entry for source, _ in self.parts for entry in source.passed)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """That of all."""
         return self.parts[0][0].tokenizer
@@ -131,11 +148,11 @@ class Mixture:
         return any(source.is_prepared for source, _ in self.parts)
 
 
-Data = Corpus | Prepared | Mixture
+Data = Corpus | Records | Prepared | Mixture
 
 
 def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
-    """The text or the prepared folder at `path`, or what `mixture` names with weights, as "books=0.7".
+    """The text, the records or the prepared folder at `path`, or what `mixture` names with weights, as "books=0.7".
 
     Raises ValueError for what cannot be read, weights that are none, both at once, and sources of several tokenizers.
     """
@@ -190,9 +207,11 @@ def _sha256_of(sums: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(sums).encode()).hexdigest()
 
 
-def _find(path: Path | None) -> Corpus | Prepared:
-    if path is None or not (path / MANIFEST).is_file():
+def _find(path: Path | None) -> Corpus | Records | Prepared:
+    if path is None or not path.exists():
         return find_corpus(path)
+    if not (path / MANIFEST).is_file():
+        return find_records(path) if holds_records(path) else find_corpus(path)
     manifest = read_manifest(path)
     check_tokenizer(path, manifest)
     tokenizer = find_tokenizer(path / TOKENIZER_FOLDER)

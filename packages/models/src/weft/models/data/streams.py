@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .kinds import BOM
 from .tokenizer import BYTE_END
 
 OPEN_SHARDS = 256  # memory-mapped at once, of the 65,530 maps that Linux lets a process have
@@ -41,7 +42,9 @@ class TextStream:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._ends = np.cumsum([file.stat().st_size + 1 for file in files])
+        self._starts = [_bom_bytes(file) for file in files]
+        sizes = [file.stat().st_size - start + 1 for file, start in zip(files, self._starts, strict=True)]
+        self._ends = np.cumsum(sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -56,11 +59,42 @@ class TextStream:
         while place < stop:
             end = int(self._ends[number])
             with self._files[number].open("rb") as file:
-                file.seek(place - (int(self._ends[number - 1]) if number else 0))
+                file.seek(self._starts[number] + place - (int(self._ends[number - 1]) if number else 0))
                 content = file.read(min(stop, end - 1) - place)
             tokens[place - start : place - start + len(content)] = np.frombuffer(content, dtype=np.uint8)
             place, number = end, number + 1
         return tokens
+
+    def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where the documents end that hold the tokens [start, stop), each after its last token; the last at `stop` or later."""
+        return _ends_over(self._ends, start, stop)
+
+    def document_start(self, position: int) -> int:
+        """Where the document begins that holds the token at `position`."""
+        number = int(np.searchsorted(self._ends, position, side="right"))
+        return int(self._ends[number - 1]) if number else 0
+
+
+def _bom_bytes(file: Path) -> int:
+    """Bytes of a file before its text."""
+    with file.open("rb") as opened:
+        return len(BOM) if opened.read(len(BOM)) == BOM else 0
+
+
+class RecordStream:
+    """Documents in memory: their tokens, and where each ends."""
+
+    def __init__(self, tokens: NDArray[np.unsignedinteger], ends: NDArray[np.int64]) -> None:
+        self._tokens, self._ends = tokens, ends
+
+    @property
+    def num_tokens(self) -> int:
+        """Ends of documents included."""
+        return len(self._tokens)
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The tokens [start, stop)."""
+        return self._tokens[start:stop].astype(np.int64)
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
         """Where the documents end that hold the tokens [start, stop), each after its last token; the last at `stop` or later."""

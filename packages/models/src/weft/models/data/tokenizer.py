@@ -5,43 +5,52 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
+
+from .changes import CLASSES, Changes, changes_of, token_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
-CHAT_FILE = "chat_template.jinja"  # `Tokenizer` has it in tokenizer_config.json, where transformers looks as well
-# What transformers makes a tokenizer of, in whatever folder it saved one. It is data: no name of code is among them.
+ADDED_FILE = "added_tokens.json"
+CHAT_FILE = "chat_template.jinja"
+CHAT_FOLDER = "additional_chat_templates"  # NAME.jinja is the template NAME
+# The files of which transformers makes a tokenizer, in any folder. All are data, none is code.
 FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
     SPECIAL_FILE,
     CHAT_FILE,
     "chat_template.json",
-    "added_tokens.json",
+    ADDED_FILE,
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "tekken.json",
 )
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where nothing says how a document ends
+MODEL_FILE = "config.json"
+_OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that say more of the tokens than tokenizer.json
 BYTE_END = 256  # the token after each document, where a token is a byte
 BYTE_VOCAB_SIZE = 257  # odd: it shards unevenly
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer: JSON files as (name, content), the token that ends a document, and how many tokens there are.
+    """A tokenizer: its files as (name, content), the token that ends a document, and how many tokens there are.
 
-    It is what is pickled; the library reads the files where a text is first encoded.
+    The files are pickled; the library reads the files where a text is first encoded.
     """
 
     files: tuple[tuple[str, bytes], ...]
@@ -51,40 +60,77 @@ class Tokenizer:
     @cached_property
     def is_bytes(self) -> bool:
         """Whether a token is a byte: then no library is asked."""
-        return _is_byte_file(dict(self.files)[TOKENIZER_FILE])
+        return _is_byte_file(dict(self.files)[TOKENIZER_FILE]) and not self._changes
 
     @property
     def sha256(self) -> str:
-        """Of tokenizer.json and of the end: two with the same give the same tokens."""
-        return hashlib.sha256(f"{self.end}\n".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
+        """SHA-256 of the end, tokenizer.json and the changes by files beside it: equal sums give equal tokens."""
+        changed = f"{self._changes}\n" if self._changes else ""
+        return hashlib.sha256(f"{self.end}\n{changed}".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens that `encode` puts before a prompt: the BOS token, where the tokenizer adds one."""
+        if self.is_bytes:
+            return ()
+        encoded = self._library.encode("a")
+        added = takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+        return tuple(token for token, _ in added)
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The bos_token of the files, whether or not `encode` adds it; None without a bos_token."""
+        name = token_of(json.loads(dict(self.files).get(CONFIG_FILE, b"{}")).get("bos_token"))
+        if name is None or self.is_bytes:
+            return None
+        found: int | None = self._library.token_to_id(name)
+        return found
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Names of special tokens in it are text as any other."""
+        """The tokens that transformers' AutoTokenizer gives a prompt: special tokens by their names, BOS where the tokenizer adds BOS."""
+        if self.is_bytes:
+            parts = [list(part.encode()) for part in text.split(END_NAMES[0])]
+            return [*parts[0], *chain.from_iterable([BYTE_END, *part] for part in parts[1:])]
+        self._library.encode_special_tokens = False
+        found: list[int] = self._library.encode(text).ids
+        return found
+
+    def encode_document(self, text: str) -> list[int]:
+        """The tokens of a document: names of special tokens are text as any other, and nothing is added."""
         return list(self.encode_each([text])[0])
 
     def encode_each(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The tokens of each text; where they are bytes, as such."""
+        """The tokens of each document; where they are bytes, as such."""
         if self.is_bytes:
             return [text.encode() for text in texts]
+        self._library.encode_special_tokens = True  # a document that says <|endoftext|> does not end there
         return [found.ids for found in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the tokens; what is not UTF-8 becomes U+FFFD, and of bytes the end as well."""
         return "".join(self.decode_each(tokens))
 
-    def decode_each(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of the tokens in pieces, each as soon as its last token is there; as `decode`."""
-        return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens)
+    def decode_each(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+        """The text of the tokens in pieces, each piece as soon as its last token is drawn; joined, the text of `decode`.
+
+        after: the tokens before the first, such as a prompt, whose text is not repeated. Some decoders drop the space before
+        the first word of a text; after a prompt the space stays.
+        """
+        return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """Bytes of the text of the tokens, in UTF-8. The end of a document has none; a character that is cut has those of U+FFFD."""
-        text = [token for token in tokens if token != self.end]
+        """Bytes of the text of the tokens, in UTF-8. Tokens around a document have none; a cut character has the bytes of U+FFFD."""
+        added = {self.end, self.bos, *self.begin}
+        text = [token for token in tokens if token not in added]
         return len(text) if self.is_bytes else len(self._library.decode(text, skip_special_tokens=False).encode())
 
     @cached_property
+    def _changes(self) -> Changes:
+        return _changes_of(dict(self.files))
+
+    @cached_property
     def _library(self) -> Any:
-        opened = open_library().Tokenizer.from_str(dict(self.files)[TOKENIZER_FILE].decode())
-        opened.encode_special_tokens = True  # a document that says <|endoftext|> does not end there
+        opened = self._changes.apply(open_library(), dict(self.files)[TOKENIZER_FILE])
         opened.no_truncation()
         opened.no_padding()
         return opened
@@ -122,36 +168,93 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
             f"{path} has no {TOKENIZER_FILE}; give one that the tokenizers library wrote, or a folder where "
             f"transformers saved a fast tokenizer"
         )
-    content = file.read_bytes()
-    if _is_byte_file(content) and end is None:
-        return byte_tokenizer()
-    library = open_library()
-    try:
-        vocabulary: dict[str, int] = library.Tokenizer.from_str(content.decode()).get_vocab()
-    except Exception as error:  # the library raises nothing more precise for a file that it cannot read
-        raise ValueError(f"{file} is no tokenizer: {error}; save it again") from None
-    names = (CONFIG_FILE, SPECIAL_FILE) if folder == path else ()
-    beside = {name: _read_object(folder / name) for name in names if (folder / name).is_file()}
+    names = FILES if folder == path else (TOKENIZER_FILE,)
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    files[TOKENIZER_FILE] = _byte_file() if _is_byte_file(file.read_bytes()) else file.read_bytes()
+    beside = {name: _object_of(folder / name, files[name]) for name in _OBJECTS if name in files}
     config = beside.setdefault(CONFIG_FILE, json.loads(config_file("")))
-    eos = config.get("eos_token")
-    token = end or (eos.get("content") if isinstance(eos, dict) else eos)
+    if folder == path:
+        _complete(config, folder, has_own=CONFIG_FILE in files)
+        if files.pop(CHAT_FILE, None) is not None or (folder / CHAT_FOLDER).is_dir():
+            config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
+    vocabulary = _vocabulary(file, files | {name: _as_file(each) for name, each in beside.items()})
+    token = end or token_of(config.get("eos_token"))
     token = token or next((name for name in END_NAMES if name in vocabulary), None)
     if token not in vocabulary:
         raise ValueError(
             f"{file} has no {'token for the end of a document' if token is None else f'token {token!r}'}; name the one that "
             f"is to follow each document with --end"
         )
-    for each in beside.values():  # as transformers is to know it, too
-        each["eos_token"] = token
-    if folder == path and (folder / CHAT_FILE).is_file():
-        config["chat_template"] = (folder / CHAT_FILE).read_text(encoding="utf-8")
-    files = {name: _as_file(each) for name, each in beside.items()} | {TOKENIZER_FILE: content}
+    for name in {CONFIG_FILE, SPECIAL_FILE} & beside.keys():  # as transformers is to know the end, too
+        beside[name]["eos_token"] = token
+    files |= {name: _as_file(each) for name, each in beside.items()}
     return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer that stand in a model's folder, as they are, by name; none where that is no folder."""
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    """The files of a tokenizer in a model's folder, by name; none where there is no such folder. As `with_named_templates`."""
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    return with_named_templates(files, folder)
+
+
+def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
+    """The files of a folder, by plain names, with the chat templates of its additional_chat_templates.
+
+    Named templates are put into tokenizer_config.json, together with chat_template.jinja: transformers reads them there too. All
+    files stay as they are where the folder has no named templates.
+    """
+    if not (folder / CHAT_FOLDER).is_dir():
+        return files
+    config = _object_of(folder / CONFIG_FILE, files.get(CONFIG_FILE, b"{}"))
+    config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
+    return {name: content for name, content in files.items() if name != CHAT_FILE} | {CONFIG_FILE: _as_file(config)}
+
+
+def _chat_templates(folder: Path, said: Any) -> Any:
+    """The chat templates of a folder in the form of tokenizer_config.json: one as text, several as a list with names.
+
+    said: the chat_template of tokenizer_config.json, which counts in a folder without files of templates.
+    """
+    found = {}
+    if (folder / CHAT_FILE).is_file():
+        found["default"] = (folder / CHAT_FILE).read_text(encoding="utf-8")
+    for file in sorted((folder / CHAT_FOLDER).glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if not found:
+        return said
+    if list(found) == ["default"]:
+        return found["default"]
+    return [{"name": name, "template": template} for name, template in found.items()]
+
+
+def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
+    """Takes the tokenizer's class from the model's config.json where tokenizer_config.json names no class, as transformers does."""
+    file = folder / MODEL_FILE
+    if (has_own and config.get("tokenizer_class") is not None) or not file.is_file():
+        return
+    model = _object_of(file, file.read_bytes())
+    found = model.get("tokenizer_class") or CLASSES.get(str(model.get("model_type")))
+    if found is not None:
+        config["tokenizer_class"] = found
+
+
+def _changes_of(files: Mapping[str, bytes]) -> Changes:
+    content = json.loads(files[TOKENIZER_FILE])
+    return changes_of(content, {name: json.loads(files[name]) for name in _OBJECTS if name in files})
+
+
+def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
+    """The tokens and their numbers. Raises ValueError for a file that is no tokenizer, and without the library."""
+    _object_of(file, files[TOKENIZER_FILE])
+    changes = _changes_of(files)
+    if _is_byte_file(files[TOKENIZER_FILE]) and not changes:
+        return {**json.loads(_byte_file())["model"]["vocab"], END_NAMES[0]: BYTE_END}
+    library = open_library()
+    try:
+        vocabulary: dict[str, int] = changes.apply(library, files[TOKENIZER_FILE]).get_vocab()
+    except Exception as error:  # the library raises nothing more precise for a file that it cannot read
+        raise ValueError(f"{file} is no tokenizer: {error}; save it again") from None
+    return vocabulary
 
 
 def config_file(end: str) -> bytes:
@@ -169,14 +272,14 @@ def _as_file(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _object_of(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-        if isinstance(value, dict):
-            return value
-    except ValueError:
-        pass
-    raise ValueError(f"{path} is not a JSON object; save the tokenizer again")
+        value = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is no tokenizer: it is not JSON ({error}); save it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is no tokenizer: it holds a {type(value).__name__}, not an object; save it again")
+    return value
 
 
 def _is_byte_file(content: bytes) -> bool:
@@ -219,15 +322,22 @@ def _decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
     yield decoder.decode(b"", final=True)
 
 
-def _decode_pieces(library: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Some decoders look at a token's neighbours, so each piece is decoded behind the piece before it."""
-    before: list[int] = []
+def _is_byte(token: str | None) -> bool:
+    return token is not None and len(token) == 6 and token.startswith("<0x")
+
+
+def _decode_pieces(library: Any, tokens: Iterable[int], after: Sequence[int]) -> Iterator[str]:
+    """Some decoders look at a token's neighbours: each piece is decoded behind the piece before.
+
+    A decoder joins neighbouring tokens of single bytes, such as <0x0A>: a piece does not end with such a token.
+    """
+    before = list(after)
     pending: list[int] = []
     for token in tokens:
         pending.append(token)
         shown = library.decode(before, skip_special_tokens=False)
         text = library.decode(before + pending, skip_special_tokens=False)
-        if text.endswith("\ufffd"):  # perhaps the first bytes of a character
+        if text.endswith("\ufffd") or _is_byte(library.id_to_token(token)):  # perhaps the first bytes of a character
             yield ""
             continue
         yield text[len(shown) :]

@@ -224,12 +224,19 @@ def mesh_in_words(axes: Mapping[str, int]) -> str:
 def describe(run: Run, *, gpus: int) -> str:
     """What runs, in one line, and what was left out of its text, in another."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
-    line = f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, {backend}, {mesh_in_words(run.axes)}"
-    skipped = run.corpus.skipped
-    if not skipped:
-        return line
-    names = printable(", ".join(map(str, skipped[:NAMED]))) + (", ..." if len(skipped) > NAMED else "")
-    return f"{line}\nskipped {len(skipped)} file{'s' if len(skipped) > 1 else ''}, not UTF-8 text: {names}"
+    line = (
+        f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, {backend}, "
+        f"{mesh_in_words(run.axes)}"
+    )
+    left_out = (
+        (run.corpus.skipped, "skipped", "file", "files", ", not UTF-8 text"),
+        (run.corpus.passed, "passed over", "entry", "entries", ""),
+    )
+    for found, verb, one, several, why in left_out:
+        if found:
+            names = printable(", ".join(map(str, found[:NAMED]))) + (", ..." if len(found) > NAMED else "")
+            line += f"\n{verb} {len(found)} {one if len(found) == 1 else several}{why}: {names}"
+    return line
 
 
 def _last(run: Run) -> str:

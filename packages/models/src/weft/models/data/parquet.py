@@ -1,0 +1,58 @@
+"""Columns of text in Parquet files, read a few MiB at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 8 << 20
+AS_CODES = 32 << 20  # row groups of up to as many bytes are read as codes and a table of values
+
+
+def row_groups(file: Path, column: str) -> list[int]:
+    """The bytes of each row group in a column. Raises ValueError for a damaged file, a missing column, and a column without text."""
+    opened = _open(file)
+    names = opened.schema_arrow.names
+    if column not in names:
+        raise ValueError(f"{file} has no column {column!r}; give one of {', '.join(names)} with --column")
+    kind = str(opened.schema_arrow.field(column).type)
+    if kind.removeprefix("dictionary<values=").partition(",")[0] not in ("string", "large_string", "string_view"):
+        raise ValueError(f"{file}: column {column!r} is {kind}, not text; give another with --column")
+    return [_column_bytes(opened, group, column) for group in range(opened.metadata.num_row_groups)]
+
+
+def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | None]:
+    """The texts of a column in some row groups; None for a null. Raises ValueError for a damaged file.
+
+    Many rows may share one value of the file, and a file of a few hundred bytes can have rows of gigabytes. A small row group is
+    therefore read as codes, each value in memory once; a larger row group is read in batches of about BYTES_AT_ONCE.
+    """
+    try:
+        for group in groups:
+            opened = _open(file)
+            nbytes, rows = _column_bytes(opened, group, column), max(opened.metadata.row_group(group).num_rows, 1)
+            if nbytes <= AS_CODES:
+                opened = _open(file, read_dictionary=[column])
+            at_once = min(max(BYTES_AT_ONCE * rows // max(nbytes, 1), 1), ROWS_AT_ONCE)
+            for batch in opened.iter_batches(at_once, row_groups=[group], columns=[column]):
+                yield from (value.as_py() for value in batch.column(0))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}; save it again") from None
+
+
+def _open(file: Path, **options: Any) -> Any:
+    try:
+        return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True, **options)
+    except ValueError as error:  # as pyarrow's own error is
+        raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}; save it again") from None
+
+
+def _column_bytes(opened: Any, group: int, column: str) -> int:
+    """The bytes of a column's pages in a row group, unpacked; rows may share a value."""
+    metadata = opened.metadata.row_group(group)
+    names = [metadata.column(i).path_in_schema for i in range(metadata.num_columns)]
+    nbytes: int = metadata.column(names.index(column)).total_uncompressed_size
+    return nbytes
