@@ -25,7 +25,7 @@ from .resuming import NEWEST, sizes_for_processes
 from .settings import configured, settled
 
 ABOUT = f"""\
-  Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
+  Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, or as many as --mesh has; those of a launcher such as torchrun, where it has started them.
 
 Examples
   {PROGRAM} train

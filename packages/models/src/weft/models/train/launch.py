@@ -17,7 +17,7 @@ from .launchers import has_launcher
 from .processes import ProcessFailed, end_with_parent, run_together
 
 if TYPE_CHECKING:
-    from .config import Run
+    from .config import MeshConfig, Run
 
 SIGNALED = 128  # with a signal's number, the exit status of a process that it ended, as a shell gives it
 STOPPED = 3  # exit status of a process that has said why it stops
@@ -41,6 +41,16 @@ def gpu_count() -> int:
 def launched_processes() -> int | None:
     """The size of the world where a launcher such as torchrun has started this process; None otherwise."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
+    """The number of processes that a mesh is made for where no launcher has started any.
+
+    gpus: of this machine, which has a process for each of them, and 4 without. The sizes of a mesh that are not given fill these
+    processes; where the given sizes do not divide their number, the mesh is made for the product of the given sizes.
+    """
+    given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
+    return given if machine % given else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
