@@ -14,9 +14,11 @@ from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import gpu_count, launch
 from ..train.launchers import adopt_launcher
+from ..train.learning_rate import unfinished_warmup
 from ..train.logged import METRICS, check_logged, read_logged
 from ..train.recipes import recipe
 from ..train.report import describe
+from ..train.room import check_room
 from ..train.saved import check_same_run, logged_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
@@ -64,11 +66,12 @@ def run(arguments: list[str]) -> int:
         adopt_launcher()
         files, rest = _files().parse_known_args(arguments)
         made, gpus = _settle(rest, files.config)
+        room = [] if files.print_config else check_room(made, gpus=gpus)
     if files.print_config:
         print(as_toml(made.recipe, made.resolved), end="")
         return 0
     if speaks():
-        print("\n".join([describe(made, gpus=gpus), *made.notes]), flush=True)
+        print("\n".join([describe(made, gpus=gpus), *made.notes, *room]), flush=True)
     return launch(made, gpus=gpus)
 
 
@@ -91,6 +94,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     check_enough(corpus, config.data.sequence_length)
     folder, resume, notes = _where(config, name)
     notes = [*notes, *repeats(corpus, config.data.sequence_length, config.data.batch_size), *_lengthened(config, name)]
+    notes += unfinished_warmup(config.optimizer, config.steps)
     made = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder, resume=resume
     )
