@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..terminal import install_command
 from .text import files_under
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -166,7 +167,7 @@ def _text_of(line: bytes, field: str) -> str | _Bad:
 
 def _open_parquet(file: Path) -> Any:
     if find_spec("pyarrow") is None:
-        raise ValueError(f"pyarrow is not installed, which reads {file}; pip install pyarrow")
+        raise ValueError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
     try:
         return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True)
     except ValueError as error:  # as pyarrow's own error is

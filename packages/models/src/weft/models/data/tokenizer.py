@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..terminal import install_command
+
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
@@ -96,7 +98,7 @@ class Tokenizer:
 def open_library() -> Any:
     """The package `tokenizers`. Raises ValueError where it is not installed."""
     if find_spec("tokenizers") is None:
-        raise ValueError("tokenizers is not installed, which reads tokenizer.json; pip install tokenizers")
+        raise ValueError(f"tokenizers is not installed, which reads tokenizer.json; {install_command('tokenizers')}")
     return import_module("tokenizers")
 
 

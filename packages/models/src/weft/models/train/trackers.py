@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..terminal import install_command
 from .config import TrackerName, TrainConfig
 from .report import Metrics
 
@@ -20,7 +21,7 @@ def check_trackers(names: tuple[TrackerName, ...]) -> None:
     """Raises ValueError for one that is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise ValueError(f"track is {name}, which is not installed; pip install {name}")
+            raise ValueError(f"track is {name}, which is not installed; {install_command(name)}")
 
 
 class Trackers:
