@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..output import begin_printing
 from ..terminal import PROGRAM
 from .launchers import has_launcher
 from .processes import ProcessFailed, end_with_parent, run_together
@@ -95,6 +96,7 @@ def _exit(signum: int, frame: object) -> None:
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
+    begin_printing()
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 

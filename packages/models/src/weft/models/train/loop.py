@@ -125,8 +125,8 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     last = trainer.held_out_loss()
-    if trainer.rank == 0:
-        report.line(results.picture(report.width))
+    if trainer.rank == 0 and (picture := results.picture(report.width)):
+        report.line(picture)
     losses = saver.held_out_loss, last
     report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
     return 0

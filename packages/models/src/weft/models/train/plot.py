@@ -9,7 +9,8 @@ from .logged import read_logged
 
 HEIGHT = 10  # lines of the picture on a terminal, without its axis
 AXIS = 24  # columns of what stands beside it
-NARROW = 50  # columns that a picture needs
+NARROW = 50  # columns that a picture needs beside another
+NARROWEST = AXIS + 10  # and those that it needs at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def _panel(title: str, steps: list[int], values: list[float], width: int) -> str
     low, high = min(values), max(values)
     room = (high - low or abs(high) or 1.0) * 0.05  # a curve that is flat has a picture too
     figure = Figure()
-    figure.width, figure.height, figure.with_colors = max(10, width - AXIS), HEIGHT, False
+    figure.width, figure.height, figure.with_colors = width - AXIS, HEIGHT, False
     figure.x_label, figure.y_label = "step", title
     figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
     figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"

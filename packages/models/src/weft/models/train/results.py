@@ -15,12 +15,13 @@ from weft.mesh import ProcessMesh
 
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
+from ..output import can_show
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
 from .folder import CHECKPOINT, CONFIG, NEW, exchange, lock, make_new, set_aside, tidy
 from .logged import METRICS, Sum, check_logged, read_logged
-from .plot import drawn, read_curves, save_picture
+from .plot import NARROWEST, drawn, read_curves, save_picture
 from .report import Metrics, Part
 from .toml import as_toml, with_sum
 from .trackers import Trackers
@@ -121,14 +122,23 @@ class Results:
         return self._sum.as_json()
 
     def picture(self, width: int) -> str:
-        """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
+        """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg.
+
+        The run is done by then, so nothing is raised: what cannot be drawn or saved is told instead.
+        """
         try:
             curves = read_curves(self._metrics)
-        except ValueError as damage:
-            return f"no curves are drawn: {damage}"
-        shown = drawn(curves, width)
-        error = attempt(save_picture, curves, self._folder / "curves.svg")
-        return shown if error is None else f"{shown}\ncurves.svg could not be written: {error}"
+            if not curves.steps:
+                return "no curves are drawn: no step was taken"
+            shown = drawn(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
+        except Exception as error:
+            return f"no curves are drawn: {error}"
+        said = [shown] if can_show(shown) else []
+        try:
+            save_picture(curves, self._folder / "curves.svg")
+        except Exception as error:
+            said.append(f"curves.svg could not be written: {error}")
+        return "\n".join(said)
 
     def sync(self) -> None:
         """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before.
