@@ -115,6 +115,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             trainer.check_finite(config.steps, saver.last_written)
             # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
             results.save(trainer.model)
+            report.lines(results.notes)
             vote.begin()
             stop = vote.end()
     if stop:
@@ -162,7 +163,9 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
                     trainer.check_finite(step + 1, saver.last_written)
                     results.sync()
                     saver.save(step + 1, results.logged)
+                    report.lines(saver.take_notes())
             if stop:
                 break
         saver.wait()
+    report.lines(saver.take_notes())
     return stop

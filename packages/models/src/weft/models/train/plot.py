@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
+from .files import write_anew
 from .logged import read_logged
 
 HEIGHT = 10  # lines of the picture on a terminal, without its axis
@@ -85,4 +87,6 @@ def save_picture(curves: Curves, path: Path) -> None:
         panel.set_xlabel("step")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
-    figure.savefig(path)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    write_anew(path, picture.getvalue())

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..terminal import install_command
 from .config import TrackerName, TrainConfig
+from .files import write_anew
 from .report import Metrics
 
 WANDB_ID = "wandb-id"  # in the run's folder: a run that goes on is the same there
@@ -63,7 +64,7 @@ def _wandb(folder: Path, config: TrainConfig) -> Send:
     name = file.read_text() if file.exists() else ""
     if not name:
         name = uuid.uuid4().hex
-        file.write_text(name)
+        write_anew(file, name.encode())
     run: Any = wandb.init(
         project="weft",
         name=folder.name,
