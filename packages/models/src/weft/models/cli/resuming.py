@@ -37,6 +37,17 @@ def config_to_resume(arguments: Sequence[str]) -> Path | None:
     return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
 
 
+def names_not_taken(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Options that are not taken from the run before: what names a place to write, or to send to.
+
+    The folder of that run may be a stranger's. Where it is --output itself, the run is tracked as it was.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?", const=NEWEST)
+    given, _ = parser.parse_known_args(arguments)
+    return ("output", "resume", "profile", *(() if given.resume == NEWEST else ("track",)))
+
+
 def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
     """(dp, cp, tp) for the processes of a launcher; without one for those of this machine, and with mesh.dp for `processes_for`.
 

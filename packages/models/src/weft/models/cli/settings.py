@@ -11,7 +11,7 @@ from ..train.config import TrainConfig, settled_plan
 from ..train.recipes import RECIPES, recipe, size_in_words
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
-from .resuming import config_to_resume, on_a_mesh_that_fits, with_resume
+from .resuming import config_to_resume, names_not_taken, on_a_mesh_that_fits, with_resume
 
 DEFAULT_RECIPE = "llama-tiny"
 
@@ -27,7 +27,8 @@ def configured(arguments: Sequence[str], file: Path | None, *, command: str, abo
     before = config_to_resume([*options, *given])
     if before is not None:
         check_sum(before)
-    of_run, options_of_run = (None, []) if before is None else read_toml(before)
+    not_taken = names_not_taken([*options, *given])
+    of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_taken)
     name = asked or of_file or of_run or DEFAULT_RECIPE
     for path, known in ((file, of_file), (before, of_run)):
         if known not in (None, name):

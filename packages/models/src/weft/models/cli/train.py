@@ -47,7 +47,7 @@ Recipes
 
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
-  --resume takes them from the config.toml of the run that it goes on with, where there is one; the others override it.
+  --resume takes them from the config.toml of the run that it goes on with, where there is one, but for output and profile, and with a PATH track; the others override it.
   --print-config: prints what would run, as such a file, and ends.
 
 Prints
