@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import gpu_count, launch
-from ..train.launchers import adopt_launcher
+from ..train.launchers import adopt_launcher, check_world
 from ..train.learning_rate import unfinished_warmup
 from ..train.logged import METRICS, check_logged, read_logged
 from ..train.recipes import recipe
@@ -66,10 +67,11 @@ def run(arguments: list[str]) -> int:
         adopt_launcher()
         files, rest = _files().parse_known_args(arguments)
         made, gpus = _settle(rest, files.config)
-        room = [] if files.print_config else check_room(made, gpus=gpus)
-    if files.print_config:
-        print(as_toml(made.recipe, made.resolved), end="")
-        return 0
+        if files.print_config:
+            print(as_toml(made.recipe, made.resolved), end="")
+            return 0
+        check_world(os.environ)
+        room = check_room(made, gpus=gpus)
     if speaks():
         print("\n".join([describe(made, gpus=gpus), *made.notes, *room]), flush=True)
     return launch(made, gpus=gpus)
