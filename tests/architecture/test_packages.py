@@ -72,6 +72,22 @@ def test_the_pages_say_from_where_to_install(package: str) -> None:
     assert not NOT_THERE.search(page)
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/guides/data.md", *(f"packages/{each}/README.md" for each in PACKAGES)]
+)
+def test_an_install_line_has_the_folder_of_each_package_that_is_needed(page: str) -> None:
+    """In one command, as pip finds those that are not named on no index; but where the packages are installed already."""
+    text = (ROOT / page).read_text()
+    lines = [
+        re.findall(r"\./packages/(\w+)", line) for line in re.findall(r"pip install [^`\n]*", text) if "[" not in line
+    ]
+    for folders in filter(None, lines):
+        for folder in folders:
+            needs = {need.split("==")[0] for need in project(folder)["dependencies"] if need.startswith("weft-")}
+            assert needs <= {f"weft-{each}" for each in folders[: folders.index(folder)]}
+    assert any(lines) or "[" in text
+
+
 def test_no_page_and_no_message_installs_what_an_index_does_not_have() -> None:
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/src/**/*.py")]
     assert len(pages) > 100
@@ -120,6 +136,22 @@ def test_no_file_is_too_long() -> None:
 
 def test_a_long_file_is_caught() -> None:
     assert long_files({"long.py": MAX_LINES + 1, "short.py": MAX_LINES}) == {"long.py": MAX_LINES + 1}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_lists_its_public_names(package: str) -> None:
+    """Before any of them was used, for completion by tab; and what is listed without an underscore is there."""
+    program = f"""
+import weft.{package} as module
+listed = dir(module)
+assert {{*module.__all__, "__name__", "__doc__"}} <= set(listed), set(module.__all__) - set(listed)
+assert listed == sorted(listed)
+assert "{package}" != "models" or "torch" not in __import__("sys").modules
+for name in listed:
+    getattr(module, name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("package", PACKAGES)

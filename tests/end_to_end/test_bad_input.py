@@ -17,7 +17,7 @@ from tests.support.limits import PATIENCE
 BAD_INPUT = [
     pytest.param(("train", "lama-tiny"), r"unknown recipe 'lama-tiny'; did you mean 'llama-tiny'", id="recipe"),
     pytest.param(
-        ("train", "--mesh.dp", "3"), r"mesh dp=3 does not fit 4 processes; dp x tp that fit: 4 x 1, 2 x 2", id="mesh"
+        ("train", "--mesh.tp", "3"), r"mesh tp=3 does not fit 4 processes; dp x tp that fit: 4 x 1, 2 x 2", id="mesh"
     ),
     pytest.param(
         ("train", "--mesh.dp", "1", "--mesh.tp", "3"),

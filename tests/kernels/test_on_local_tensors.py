@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from weft.kernels import on_local_tensors
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
@@ -181,6 +183,54 @@ def test_what_does_not_fit_is_refused_and_the_reshard_named(pool) -> None:
         assert re.search(r"returned \(\d, 2, 7\) as output 0 on this rank.*it has \(\d, 5, 7\)", messages[2])
         assert "give on_local_tensors out_shapes=" in messages[3]
         assert "out_layouts declares 1 tensor" in messages[4]
+
+
+@on_local_tensors(in_layouts={"x": OVER, "scale": {"tp": "S(0)"}}, out_layouts=OVER, reshard_inputs=True)
+def bringing_both(x: Tensor, scale: Tensor, *more: Tensor) -> Tensor:
+    return x * scale
+
+
+@on_local_tensors(in_layouts={"x": {"dp": "S(0)"}, "scale": {}}, out_layouts={"dp": "S(0)"}, reshard_inputs=True)
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+def plain_tensors_beside() -> list[str]:
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    x, scale, _ = tensors()
+    dx, dscale = distribute(x, Layout(mesh, "dp: S(0), tp: S(2)")), distribute(scale, Layout(mesh, "tp: S(0)"))
+    messages = []
+    for call in (
+        lambda: bringing_both(dx, scale),
+        lambda: bringing_both(x, dscale),
+        lambda: bringing_both(scale=scale, x=dx),
+        lambda: gate(dx, scale),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            call()
+        messages.append(str(caught.value))
+    # What the error names is what is taken.
+    named = bringing_both(dx, distribute(scale, Layout(mesh, "tp: S(0)")))
+    torch.testing.assert_close(to_global(named), x * scale)
+    part = DTensor.from_local(dscale.to_local(), dscale.device_mesh, dscale.placements, shape=(7,), stride=(1,))
+    torch.testing.assert_close(to_global(bringing_both(dx, part)), x * scale)
+    torch.testing.assert_close(to_global(scaled(dx, scale)), x * scale)  # declared as replicated
+    thin = distribute(x, Layout(ProcessMesh.grid(dp=2, tp=1, first_rank=0), "dp: S(0)"))
+    if dist.get_rank() < 2:  # an axis of size 1 cuts nothing
+        torch.testing.assert_close(bringing_both(thin, scale).to_local(), (thin.to_local() * scale))
+    return messages
+
+
+def test_a_plain_tensor_is_not_told_to_give_what_it_gave(pool) -> None:
+    for messages in pool.run(plain_tensors_beside):
+        for number, (name, function) in enumerate(
+            [("scale", "bringing_both"), ("x", "bringing_both"), ("scale", "bringing_both"), ("scale", "gate")]
+        ):
+            wanted = {"scale": "dp: R, tp: S(0)", "x": "dp: S(0), tp: S(2)"}[name]
+            assert messages[number] == (
+                f"{function}: {name!r} is a plain tensor, which counts as replicated, and in_layouts declares ({wanted}); give "
+                f"a DTensor: of a whole tensor distribute({name}, Layout(mesh, {wanted!r})), of this rank's part DTensor.from_local"
+            )
 
 
 def test_on_plain_tensors_it_is_the_function_itself() -> None:

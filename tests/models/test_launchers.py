@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from weft.models.cli import main
 from weft.models.data.text import Corpus
 from weft.models.train import launch, meeting
 from weft.models.train.config import Run
@@ -198,3 +199,84 @@ def test_a_run_of_two_commands_that_a_launcher_has_started(launcher: str, tmp_pa
     assert outputs[1] == ""  # rank 0 speaks for both
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in metrics] == [1, 2]
+
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        pytest.param({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; a port is 1 to 65535", id="port"),
+        pytest.param({"MASTER_PORT": "0"}, "MASTER_PORT is 0; a port is 1 to 65535", id="no-port"),
+        pytest.param({"MASTER_PORT": "-5"}, "MASTER_PORT is -5; a port is 1 to 65535", id="below-0"),
+        pytest.param({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', which is no number", id="port-in-words"),
+        pytest.param({"MASTER_PORT": None}, "RANK and WORLD_SIZE are set, and MASTER_PORT is not; set it to", id="no-port-at-all"),
+        pytest.param({"MASTER_ADDR": None}, "RANK and WORLD_SIZE are set, and MASTER_ADDR is not; set it to", id="no-address"),
+        pytest.param({"MASTER_ADDR": ""}, "RANK and WORLD_SIZE are set, and MASTER_ADDR is not; set it to", id="empty-address"),
+        pytest.param({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number", id="size"),
+        pytest.param({"RANK": "zero"}, "RANK is 'zero', which is no number", id="rank", marks=pytest.mark.exhaustive),
+        pytest.param({"RANK": "2"}, "RANK is 2, and WORLD_SIZE 2; ranks are 0 to WORLD_SIZE - 1", id="rank-of-another"),
+    ],
+)  # fmt: skip
+def test_a_world_that_cannot_meet_is_one_line(
+    changed: dict[str, str | None],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.models.cli.arguments.SILENT_SECONDS", 0.0)
+    Path("text.txt").write_text("woven by two. " * 400)
+    for name, value in {**WORLD, **changed}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--data.path", "text.txt"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"weft train: {said}")
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process waits for others, as the kernel writes them."""
+    sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+def heard_on(folder: str, rank: int) -> None:
+    """Writes what a process of `weft train` listens on, with its group of gloo."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+    dist.barrier()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # of this machine the name may be one of the loopback
+    Path(f"{folder}/{rank}").write_text("\n".join(listening(os.getpid())))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def test_processes_of_its_own_meet_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the name of the host leads to."""
+    for name in (*WORLD, "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is as it was after this test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launch, "_work", run_listening)
+    run = Run(
+        recipe="llama-tiny", config=recipe("llama-tiny"), corpus=Corpus("a text", (), 10), dp=2, tp=1, folder=tmp_path
+    )
+    assert launch.launch(run, gpus=0) == 0
+    heard = [set((tmp_path / str(rank)).read_text().split()) for rank in range(2)]
+    assert heard[0] and heard[0] | heard[1] <= LOOPBACK
+
+
+def run_listening(rank: int, run: Run, *others: object) -> None:
+    heard_on(str(run.folder), rank)

@@ -103,6 +103,49 @@ def test_a_mesh_for_which_there_are_no_processes_gives_way(
     assert asked(capsys, "--output", "run", "--resume")[1].mesh == MeshConfig(pp=1, dp=1, cp=1, tp=2)
 
 
+PLACES = 'output = "elsewhere"\nprofile = "elsewhere/traces"\nresume = "elsewhere"\n'
+
+
+@pytest.mark.parametrize("what", [["--resume", "run"], ["--resume=run/checkpoint-4"], ["--resume", "run", "--output", "new"], ["--output", "run", "--resume"]], ids=" ".join)  # fmt: skip
+def test_no_place_to_write_is_taken_from_a_checkpoints_folder(
+    what: list[str], config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be a stranger's. A run is tracked as it was where its own folder is the output."""
+    own = as_toml(RECIPE, replace(config, track=("tensorboard",)))
+    Path("run/config.toml").write_text(PLACES + own)
+    found = asked(capsys, *what)[1]
+    tracked = what[-1] == "--resume"
+    assert found == replace(config, track=("tensorboard",) if tracked else ())
+    assert (found.profile, found.output, found.resume) == (None, None, None)
+    given = ["--profile", "mine", "--track", "tensorboard"]
+    assert asked(capsys, *what, *given)[1] == replace(config, track=("tensorboard",), profile=Path("mine"))
+    Path("run/config.toml").write_text(PLACES.replace("profile", "'profile'") + own)  # as TOML may write a name
+    assert asked(capsys, *what)[1].profile is None
+
+
+def test_places_of_a_file_that_the_user_names_are_taken(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.toml").write_text('profile = "mine"\ntrack = ["tensorboard"]\n')
+    _, found = asked(capsys, "--resume", "run", "--config", "mine.toml")
+    assert (found.profile, found.track) == (Path("mine"), ("tensorboard",))
+
+
+def test_that_a_run_is_tracked_no_more_is_said(config: TrainConfig) -> None:
+    corpus = find_corpus(Path("text.txt"))
+    before = Run(
+        recipe=RECIPE,
+        config=replace(config, track=("tensorboard",)),
+        corpus=corpus,
+        pp=2,
+        dp=2,
+        tp=1,
+        folder=Path("run"),
+    )
+    saved = json.loads(json.dumps(describe_run(before, 4, 5.5)))
+    assert check_same_run(saved, replace(before, config=config)) == ["track is [], and was ['tensorboard']"]
+
+
 def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--output", "new", "--resume", "--data.path", "text.txt")
     assert found[0] == "llama-tiny" and found[1].steps == recipe("llama-tiny").steps

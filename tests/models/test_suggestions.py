@@ -7,9 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from weft.models.cli import main
 from weft.models.cli import train as train_command
+from weft.models.cli.arguments import parse
+from weft.models.cli.generate import GenerateOptions
 from weft.models.data.text import Corpus
+from weft.models.rope_scaling import LinearRopeScaling
+from weft.models.train import room
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.machine import MachineMemory
 from weft.models.train.recipes import recipe
 from weft.models.train.suggestions import suggestions
 
@@ -80,3 +86,88 @@ def test_what_torchrun_has_started_is_started_by_it_again(monkeypatch: pytest.Mo
     assert len(suggested()) == 1, "of another launcher the arguments are not known"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert suggested()[1].startswith("torchrun --nproc-per-node 4 -m weft.models.cli train llama-tiny --mesh.dp 4 ")
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where these tests stand: texts, a prepared folder, a configuration file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    Path("a folder").mkdir()
+    for name in ("text.txt", "my book's $HOME.txt", "-dash.txt", "a folder/one.txt"):
+        Path(name).write_text('- weft and warp, "woven". ' * 400)
+    Path("lines.txt").write_text("--- it's\n" * 900)
+    Path("run.toml").write_text('recipe = "gpt-tiny"\nsteps = 7\n[mesh]\ndp = 2\n[data]\npath = "text.txt"\n')
+    with pytest.raises(SystemExit, match="0"):
+        main(["data", "prepare", "a folder", "--output", "prepared data"])
+    capsys.readouterr()
+
+
+TEXT = "--data.path text.txt"
+RUNS = [
+    pytest.param("", id="defaults"),
+    pytest.param("--data.mixture text.txt=0.5 'prepared data=1.5'", id="mixture"),
+    pytest.param("""--data.mixture "my book's $HOME.txt=1" """, id="mixture-of-one"),
+    pytest.param("--data.path 'prepared data' --data.no-pack --data.no-verify", id="prepared"),
+    pytest.param("--data.path 'a folder'", id="folder"),
+    pytest.param("""--data.path "my book's $HOME.txt" """, id="quotes"),
+    pytest.param("--data.path=-dash.txt", id="dash"),
+    pytest.param("--data.path lines.txt", id="prompt-like-an-option"),
+    pytest.param("--config run.toml --steps 9", id="config-file"),
+    pytest.param(f"{TEXT} --mesh.dp 2 --mesh.cp 2 --mesh.tp 2 --plan.context ulysses", id="eight"),
+    pytest.param(f"{TEXT} --mesh.dp 3", id="three"),
+    pytest.param(f"{TEXT} --mesh.dp 1 --mesh.tp 1", id="one"),
+    pytest.param("--mesh.pp 2 --plan.schedule interleaved", id="stages"),
+    pytest.param("--mesh.pp 3 --mesh.dp 1 --mesh.tp 1 --plan.split 1,2,1", id="split"),
+    pytest.param(f"{TEXT} --data.batch-size 6 --plan.microbatches 3 --plan.zero 3 --plan.sequence", id="plan"),
+    pytest.param("--track tensorboard --profile 'tr aces' --compile --no-check", id="flags"),
+    pytest.param("--optimizer.schedule wsd --optimizer.decay-steps 4 --optimizer.lr 1e-05", id="optimizer"),
+    pytest.param("--output 'a run' --save-every 2 --keep 0 --timeout 5.5 --reduce-dtype bfloat16", id="folder-of-the-run"),
+    pytest.param("qwen3-tiny --dtype bfloat16 --model.tie-embeddings", id="qwen"),
+    pytest.param("gpt-tiny --model.dropout 0.1 --seed 9", id="gpt"),
+    pytest.param(f"llama3.2-1b {TEXT} --data.sequence-length 64 --model.num-layers 2", id="published"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("typed", RUNS)
+def test_each_command_is_one_that_is_not_refused(
+    typed: str, launched: bool, texts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the shell and the command's own parser read it; with the options of the run."""
+    files, rest = train_command._files().parse_known_args(shlex.split(typed))
+    run, _ = train_command._settle(rest, files.config)
+    if launched:
+        world = {**LAUNCHED, "TORCHELASTIC_RUN_ID": "1"}
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            world[name] = str(run.processes)
+        for name, value in world.items():
+            monkeypatch.setenv(name, value)
+    generate, *train = suggestions(run, on_cpu=True)
+    _, command, *arguments = shlex.split(generate)
+    asked = parse(GenerateOptions, arguments, command=command, about="")
+    assert (asked.folder, asked.prompt) == (run.folder, run.corpus.prompt)
+    has_text = run.config.data.path is not None or run.config.data.mixture
+    assert any("FILE_OR_FOLDER" in line for line in train) != bool(has_text)
+    for line in train:
+        words = shlex.split(line.partition("    ")[0].replace("FILE_OR_FOLDER", "text.txt"))
+        found, _ = train_command._settle(words[words.index("train") + 1 :], None)
+        same = {"mesh": run.config.mesh, "plan": run.config.plan, "output": run.config.output}
+        if "FILE_OR_FOLDER" in line:
+            same["data"] = run.config.data
+        assert replace(found.config, **same) == run.config
+        assert found.processes == run.processes or run.processes == 1
+
+
+def test_a_mesh_without_room_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel alone would hold the model on each of two processes."""
+    assert any("--mesh.dp 2 --mesh.tp 1 " in line for line in suggested(dp=1, tp=2))
+    size = 16 * TINY.model.num_parameters
+    monkeypatch.setattr(room, "cpu_memory", lambda: MachineMemory(size, size))
+    assert not any("another mesh" in line for line in suggested(dp=1, tp=2))
+
+
+def test_what_no_option_gives_is_not_suggested() -> None:
+    config = replace(TINY, model=replace(TINY.model, rope_scaling=LinearRopeScaling(factor=2.0)))
+    (line,) = suggested(config)
+    assert line.startswith("weft generate ")

@@ -255,3 +255,23 @@ def test_the_count_sees_what_dtensor_issues_unasked(pool) -> None:
         assert hidden.total() == 1
         assert gathered == Counter({"all-gather": 1})
         assert none == Counter()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param("--steps 5", "warmup_steps is 20, above steps 5: the learning rate reaches 0.00075 of 0.003", id="default"),
+        pytest.param("--steps 1", "warmup_steps is 20, above steps 1", id="one-step"),
+        pytest.param("--steps 30 --optimizer.warmup-steps 31 --optimizer.lr 0.31", "warmup_steps is 31, above steps 30: the learning rate reaches 0.3 of 0.31", id="one-too-many"),
+        pytest.param("--steps 20", None, id="ends-with-it"),
+        pytest.param("--steps 1 --optimizer.warmup-steps 0", None, id="none"),
+    ],
+)  # fmt: skip
+def test_a_warmup_that_is_longer_than_the_run_is_said(
+    options: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("warp and weft. " * 2000)
+    run, _ = _settle(["--data.path", "text.txt", *options.split()], None)
+    assert len(run.notes) == (said is not None)
+    assert said is None or said in run.notes[0]

@@ -141,5 +141,10 @@ def _imported(name: str) -> object:
     return value
 
 
+def __dir__() -> list[str]:
+    """The public names, imported or not, for `dir` and completion by tab; nothing is imported for them."""
+    return sorted({*globals(), *__all__, "__version__"})
+
+
 if not TYPE_CHECKING:  # to a type checker it would be every name there is
     __getattr__ = _imported

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
+import sys
 import textwrap
+from importlib.util import find_spec
+from pathlib import Path
 
 PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
 INTERRUPTED = "interrupted; what was saved is whole"  # by Ctrl-C
@@ -26,3 +31,13 @@ def wrapped(text: str, width: int) -> str:
         return textwrap.fill(line, width, subsequent_indent=indent)
 
     return "\n".join(map(of_line, text.splitlines()))
+
+
+def install_command(package: str) -> str:
+    """What the user types to install a package where this interpreter finds it: by the pip or the uv that there is."""
+    python, pip = shlex.quote(sys.executable), shutil.which("pip")
+    if pip is not None and Path(pip).parent == Path(sys.executable).parent:
+        return f"pip install {package}"
+    if find_spec("pip") is None and shutil.which("uv") is not None:
+        return f"uv pip install --python {python} {package}"
+    return f"{python} -m pip install {package}"

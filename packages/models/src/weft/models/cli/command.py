@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
+from ..output import NotPrinted, printing
 from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, wrapped
 
 COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
+WORKING = ("train", "data", "convert")  # those that print on the side
+UNREAD_STATUS = 128 + signal.SIGPIPE  # as a shell gives it for other programs
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
 
@@ -38,7 +41,22 @@ Examples
 
 
 def call(command: str, arguments: Sequence[str]) -> int:
-    """The exit status. Ctrl-C is a KeyboardInterrupt."""
+    """The exit status. Ctrl-C is a KeyboardInterrupt.
+
+    Output that nobody reads, as of `| head -1`, gives the status of SIGPIPE, in silence. Output that cannot be written is one line
+    and status 1. Neither has a part in a command that does other work.
+    """
+    try:
+        with printing(ends=command not in WORKING):
+            return _call(command, arguments)
+    except NotPrinted as error:
+        if isinstance(error.cause, BrokenPipeError):
+            return UNREAD_STATUS
+        print(f"{PROGRAM} {command}: the output cannot be written: {error}", file=sys.stderr)
+        return 1
+
+
+def _call(command: str, arguments: Sequence[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(wrapped(HELP, shutil.get_terminal_size().columns))
         return 0
@@ -50,15 +68,10 @@ def call(command: str, arguments: Sequence[str]) -> int:
         hint = f"did you mean {near[0]!r}? " if near else ""
         print(f"{PROGRAM}: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    try:
-        with _ended_by_ctrl_c(command):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
-            module = import_module(f".{command}", __package__)
-        status: int = module.run(list(arguments))
-        sys.stdout.flush()
-    except BrokenPipeError:  # a pager or `head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-        return 1  # as rich ends then
+    with _ended_by_ctrl_c(command):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
+        module = import_module(f".{command}", __package__)
+    status: int = module.run(list(arguments))
     return status
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, TrainConfig, axes_of, mesh_sizes, title_of
-from ..train.launch import CPU_PROCESSES, gpu_count
+from ..train.launch import gpu_count, processes_for
 from .arguments import refusing
 from .settings import base_of, configured, origin_of, settled
 
@@ -70,9 +70,7 @@ def _own() -> argparse.ArgumentParser:
 def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[TrainConfig, dict[str, int]]:
     """The configuration as it would run, and the axes of the mesh. Raises ValueError."""
     mesh = config.mesh
-    given = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1)
-    here = gpu_count() or CPU_PROCESSES
-    dp, cp, tp = mesh_sizes(mesh, here if here % given == 0 else given, exact=False)
+    dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), exact=False)
     config = replace(config, mesh=MeshConfig(pp=mesh.pp, dp=dp, cp=cp, tp=tp))
     if batch is not None:
         rows, tokens = _sizes(batch)

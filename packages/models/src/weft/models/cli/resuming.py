@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..train.config import MeshConfig, TrainConfig, mesh_sizes
 from ..train.folder import CONFIG, find_to_resume, newest_complete
-from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes
+from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes, processes_for
 
 NEWEST = "newest"  # what --resume without a path stands for
 
@@ -48,10 +49,27 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
     return None if resume is None else find_to_resume(Path(resume))
 
 
+def names_not_taken(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Options that are not taken from the run before: what names a place to write, or to send to.
+
+    The folder of that run may be a stranger's. Where it is --output itself, the run is tracked as it was.
+    """
+    given, _ = resume_options().parse_known_args(arguments)
+    return ("output", "resume", "profile", *(() if given.resume == NEWEST else ("track",)))
+
+
 def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
-    """(dp, cp, tp) for the processes that there are. Raises as `mesh_sizes`."""
-    world = launched_processes()
-    return mesh_sizes(config.mesh, world or gpu_count() or CPU_PROCESSES, exact=world is not None)
+    """(dp, cp, tp) for the processes of a launcher; without one for those of this machine, and with mesh.dp for `processes_for`.
+
+    Raises as `mesh_sizes`, and for more processes than this machine has GPUs.
+    """
+    mesh, world, gpus = config.mesh, launched_processes(), gpu_count()
+    if world is not None:
+        return mesh_sizes(mesh, world, exact=True)
+    count = gpus or CPU_PROCESSES
+    if mesh.dp is not None:
+        count = min(processes_for(mesh, gpus=gpus), gpus or sys.maxsize)
+    return mesh_sizes(mesh, count, exact=False)
 
 
 def on_a_mesh_that_fits(config: TrainConfig, given: Sequence[str]) -> TrainConfig:

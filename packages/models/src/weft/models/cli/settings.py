@@ -18,7 +18,14 @@ from ..train.outside import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
-from .resuming import checkpoint_to_resume, config_to_resume, on_a_mesh_that_fits, resume_options, with_resume
+from .resuming import (
+    checkpoint_to_resume,
+    config_to_resume,
+    names_not_taken,
+    on_a_mesh_that_fits,
+    resume_options,
+    with_resume,
+)
 
 DEFAULT_RECIPE = "llama-tiny"
 
@@ -37,7 +44,8 @@ def configured(
     before = config_to_resume([*options, *given])
     if before is not None:
         check_sum(before)
-    of_run, options_of_run = (None, []) if before is None else read_toml(before)
+    not_taken = names_not_taken([*options, *given])
+    of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_taken)
     every = [*options_of_run, *options, *given]
     model = _model_options().parse_known_args(every)[0]
     is_outside = model.from_ is not None or model.model_class is not None

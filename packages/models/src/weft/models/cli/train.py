@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,11 +14,13 @@ from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, title_of
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
 from ..train.launch import gpu_count, launch
-from ..train.launchers import adopt_launcher
+from ..train.launchers import adopt_launcher, check_world
+from ..train.learning_rate import unfinished_warmup
 from ..train.logged import METRICS, check_logged, read_logged
 from ..train.origin import check_same_model, check_tokens
 from ..train.outside import check_class
 from ..train.report import describe
+from ..train.room import check_room
 from ..train.saved import check_same_run, logged_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
@@ -26,7 +29,7 @@ from .resuming import NEWEST, sizes_for_processes
 from .settings import base_of, configured, origin_of, settled
 
 ABOUT = f"""\
-  Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, unless a launcher such as torchrun has started them.
+  Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, or as many as --mesh has; those of a launcher such as torchrun, where it has started them.
 
 Examples
   {PROGRAM} train
@@ -50,7 +53,7 @@ Other models
 
 Configuration files
   --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
-  --resume takes them from the config.toml of the run that it goes on with, where there is one; the others override it.
+  --resume takes them from the config.toml of the run that it goes on with, where there is one, but for output and profile, and with a PATH track; the others override it.
   --print-config: prints what would run, as such a file, and ends.
 
 Prints
@@ -69,11 +72,13 @@ def run(arguments: list[str]) -> int:
         adopt_launcher()
         files, rest = _files().parse_known_args(arguments)
         made, gpus = _settle(rest, files.config)
-    if files.print_config:
-        print(as_toml(made.recipe, made.resolved), end="")
-        return 0
+        if files.print_config:
+            print(as_toml(made.recipe, made.resolved), end="")
+            return 0
+        check_world(os.environ)
+        room = check_room(made, gpus=gpus)
     if speaks():
-        print("\n".join([describe(made, gpus=gpus), *made.notes]), flush=True)
+        print("\n".join([describe(made, gpus=gpus), *made.notes, *room]), flush=True)
     return launch(made, gpus=gpus)
 
 
@@ -113,6 +118,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         *repeats(corpus, config.data.sequence_length, config.data.batch_size),
         *_lengthened(config, base, title),
     ]
+    notes += unfinished_warmup(config.optimizer, config.steps)
     made = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder,
         resume=resume, origin=origin if resume is None else None, base=base,

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..terminal import install_command
 from .kinds import BOM, TABLE_DELIMITERS, Kind, kind_of
 from .parquet import read_column, row_groups
 from .text import entries_under
@@ -100,7 +101,7 @@ def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Itera
     try:
         kind = kind_of(file, columns.field, given=given)
         if kind is Kind.PARQUET and find_spec("pyarrow") is None:
-            raise ValueError(f"pyarrow is not installed, which reads {file}; pip install pyarrow")
+            raise ValueError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
         groups = row_groups(file, columns.name) if kind is Kind.PARQUET else []
         if kind is Kind.TABLE:
             _check_table(file, columns.name)

@@ -14,6 +14,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+from ..terminal import install_command
 from .changes import CLASSES, Changes, changes_of, token_of
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -142,7 +143,7 @@ class Tokenizer:
 def open_library() -> Any:
     """The package `tokenizers`. Raises ValueError where it is not installed."""
     if find_spec("tokenizers") is None:
-        raise ValueError("tokenizers is not installed, which reads tokenizer.json; pip install tokenizers")
+        raise ValueError(f"tokenizers is not installed, which reads tokenizer.json; {install_command('tokenizers')}")
     return import_module("tokenizers")
 
 

@@ -29,7 +29,7 @@ NOT_ELEMENTWISE = {  # torch's others, and what of theirs is not of each element
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Processes along each axis; their product is all GPUs, 4 processes on a CPU, or those that a launcher started."""
+    """Processes along each axis: their product is all GPUs, 4 processes on a CPU, or those that a launcher started. A mesh with mesh.dp whose sizes do not divide these is started as it is given."""
 
     pp: int = 1
     """Pipeline parallel: each of these holds some of the layers."""

@@ -87,7 +87,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     found = {
         int(match[1]): path
         for path in folder.glob("*")
-        if (match := re.fullmatch(rf"{CHECKPOINT}-(\d+)", path.name)) and path.is_dir()
+        if (match := re.fullmatch(rf"{CHECKPOINT}-(0|[1-9][0-9]*)", path.name)) and path.is_dir()
     }
     return dict(sorted(found.items()))
 
@@ -147,40 +147,65 @@ def find_to_resume(path: Path) -> Path:
     return found
 
 
-def keep(folder: Path, last: int, every: int) -> None:
-    """Removes the checkpoints of a run but for the `last`, all where 0, and those at multiples of `every` steps."""
+def keep(folder: Path, last: int, every: int) -> list[str]:
+    """Removes the checkpoints of a run but for the `last`, all where 0, and those at multiples of `every` steps.
+
+    Returns a line for each that could not be removed.
+    """
     steps = list(checkpoints(folder))
-    for step in steps[:-last] if last else []:
-        if not every or step % every:
-            remove(folder / f"{CHECKPOINT}-{step}")
+    old = [step for step in (steps[:-last] if last else []) if not every or step % every]
+    return [line for step in old for line in remove(folder / f"{CHECKPOINT}-{step}")]
 
 
-def remove(path: Path) -> None:
-    """Removes a folder, which is gone under its name before any of its files is."""
+def remove(path: Path) -> list[str]:
+    """Removes a folder, which is gone under its name before any of its files is; a line where it cannot be removed."""
     gone = _gone(path)
-    shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
-    shutil.rmtree(gone)
+    try:
+        path.rename(gone)
+    except OSError as error:
+        return [_not_removed(path, error)]
+    return _discard(gone)
+
+
+def exchange(new: Path, folder: Path) -> list[str]:
+    """Puts a whole folder in the place of another, which is removed; `tidy` ends what a kill interrupts.
+
+    Returns a line where the other one could not be removed. Raises OSError where the new one could not be put there.
+    """
+    gone = _gone(folder)
+    folder.rename(gone)
+    new.rename(folder)
+    return _discard(gone)
 
 
 def _gone(path: Path) -> Path:
-    return path.with_name(f".{path.name}.removed")
+    """A name for what is to be removed, that nothing has: not what an earlier one could not remove, either."""
+    names = (f".{path.name}{f'.{count}' if count else ''}.removed" for count in itertools.count())
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
-def exchange(new: Path, folder: Path) -> None:
-    """Puts a whole folder in the place of another, which is removed; `tidy` ends what a kill interrupts."""
-    gone = _gone(folder)
-    shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    new.rename(folder)
-    shutil.rmtree(gone)
+def _discard(path: Path) -> list[str]:
+    """Removes a folder, or the link or the file in its place; a line where it cannot be removed."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)  # of the rest
+        return [_not_removed(path, error)]
+    return []
+
+
+def _not_removed(path: Path, error: OSError) -> str:
+    return f"{path} could not be removed, and may be by hand: {error.strerror}"
 
 
 def tidy(folder: Path) -> None:
     """Removes what a run has left that was killed while it wrote, exchanged or removed a checkpoint."""
-    if (folder / NEW).exists() and not (folder / CHECKPOINT).exists():
-        (folder / NEW).rename(folder / CHECKPOINT)
-    shutil.rmtree(folder / NEW, ignore_errors=True)
-    for pattern in (f"*{CHECKPOINT}*.partial*", f".{CHECKPOINT}*.removed"):
+    new = folder / NEW
+    if new.is_dir() and not new.is_symlink() and not (folder / CHECKPOINT).exists():
+        new.rename(folder / CHECKPOINT)
+    for pattern in (NEW, f"*{CHECKPOINT}*.partial*", f".{CHECKPOINT}*.removed"):
         for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)

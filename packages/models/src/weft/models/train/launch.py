@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -12,16 +13,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..output import begin_printing
 from ..terminal import PROGRAM
-from .launchers import has_launcher
+from .launchers import has_launcher, world_size
 from .processes import ProcessFailed, end_with_parent, run_together
 
 if TYPE_CHECKING:
-    from .config import Run
+    from .config import MeshConfig, Run
 
 SIGNALED = 128  # with a signal's number, the exit status of a process that it ended, as a shell gives it
 STOPPED = 3  # exit status of a process that has said why it stops
 CPU_PROCESSES = 4
+LOOPBACK = "lo"
 ECHO_SECONDS = 1.0
 STOP_SECONDS = 30.0  # for the processes to save, once the run is told to end
 
@@ -39,8 +42,21 @@ def gpu_count() -> int:
 
 
 def launched_processes() -> int | None:
-    """The size of the world where a launcher such as torchrun has started this process; None otherwise."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    """The size of the world where a launcher such as torchrun has started this process; None otherwise.
+
+    Raises ValueError where WORLD_SIZE is no number.
+    """
+    return world_size(os.environ)
+
+
+def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
+    """The number of processes that a mesh is made for where no launcher has started any.
+
+    gpus: of this machine, which has a process for each of them, and 4 without. The sizes of a mesh that are not given fill these
+    processes; where the given sizes do not divide their number, the mesh is made for the product of the given sizes.
+    """
+    given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
+    return given if machine % given else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
@@ -57,6 +73,9 @@ def launch(run: Run, *, gpus: int) -> int:
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes
+    if LOOPBACK in (name for _, name in socket.if_nameindex()):
+        # gloo listens where the name of this host leads to, and others may reach that.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     signal.signal(signal.SIGTERM, _exit)
@@ -85,6 +104,7 @@ def _exit(signum: int, frame: object) -> None:
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
+    begin_printing()
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 

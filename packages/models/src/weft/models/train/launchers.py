@@ -21,6 +21,35 @@ def adopt_launcher() -> None:
         os.environ.setdefault(name, value)
 
 
+def world_size(said: Mapping[str, str]) -> int | None:
+    """The number of processes of a world; None where none has been started. Raises ValueError where it is no number."""
+    return _number(said, "WORLD_SIZE") if "RANK" in said and "WORLD_SIZE" in said else None
+
+
+def check_world(said: Mapping[str, str]) -> None:
+    """Raises ValueError where the variables of a launcher, or those that were set by hand, do not say where the ranks meet."""
+    ranks = world_size(said)
+    if ranks is None:
+        return
+    rank = _number(said, "RANK")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"RANK is {rank}, and WORLD_SIZE {ranks}; ranks are 0 to WORLD_SIZE - 1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not said.get(name):
+            raise ValueError(
+                f"RANK and WORLD_SIZE are set, and {name} is not; set it to where rank 0 is, for all of them"
+            )
+    if not 0 < _number(said, "MASTER_PORT") < 2**16:
+        raise ValueError(f"MASTER_PORT is {said['MASTER_PORT']}; a port is 1 to {2**16 - 1}")
+
+
+def _number(said: Mapping[str, str], name: str) -> int:
+    try:
+        return int(said[name])
+    except ValueError:
+        raise ValueError(f"{name} is {said[name]!r}, which is no number") from None
+
+
 def has_launcher(said: Mapping[str, str]) -> bool:
     """Whether a launcher stays beside this process until it ends. Who sets RANK by hand, as over ssh, may go away before."""
     return any(name in said for name in OF_A_LAUNCHER)

@@ -23,3 +23,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     progress = min(1.0, max(0.0, (step - first) / max(1, steps - first)))
     above = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
     return config.lr * (last + (1 - last) * above)
+
+
+def unfinished_warmup(config: OptimizerConfig, steps: int) -> list[str]:
+    """A line for a run that ends before its warmup does; none for another run."""
+    if config.warmup_steps <= steps:
+        return []
+    return [
+        f"optimizer.warmup_steps is {config.warmup_steps}, above steps {steps}: the learning rate reaches "
+        f"{learning_rate(config, steps - 1, steps):.2g} of {config.lr:.2g}"
+    ]

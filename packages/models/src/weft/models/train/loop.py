@@ -124,6 +124,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             if config.model_class is None:
                 # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
                 results.save(trainer.model)
+                report.lines(results.notes)
             else:
                 saved = _save_outside(run, results, saver)
             vote.begin()
@@ -136,8 +137,8 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     last = trainer.held_out_loss()
-    if trainer.rank == 0:
-        report.line(results.picture(report.width))
+    if trainer.rank == 0 and (picture := results.picture(report.width)):
+        report.line(picture)
     losses = saver.held_out_loss, last
     report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
     return 0
@@ -186,7 +187,9 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
                     trainer.check_finite(step + 1, saver.last_written)
                     results.sync()
                     saver.save(step + 1, results.logged)
+                    report.lines(saver.take_notes())
             if stop:
                 break
         saver.wait()
+    report.lines(saver.take_notes())
     return stop

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
+from .files import write_anew
 from .logged import read_logged
 
 HEIGHT = 10  # lines of the picture on a terminal, without its axis
 AXIS = 24  # columns of what stands beside it
-NARROW = 50  # columns that a picture needs
+NARROW = 50  # columns that a picture needs beside another
+NARROWEST = AXIS + 10  # and those that it needs at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def _panel(title: str, steps: list[int], values: list[float], width: int) -> str
     low, high = min(values), max(values)
     room = (high - low or abs(high) or 1.0) * 0.05  # a curve that is flat has a picture too
     figure = Figure()
-    figure.width, figure.height, figure.with_colors = max(10, width - AXIS), HEIGHT, False
+    figure.width, figure.height, figure.with_colors = width - AXIS, HEIGHT, False
     figure.x_label, figure.y_label = "step", title
     figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
     figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
@@ -84,4 +87,6 @@ def save_picture(curves: Curves, path: Path) -> None:
         panel.set_xlabel("step")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
-    figure.savefig(path)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    write_anew(path, picture.getvalue())

@@ -98,6 +98,10 @@ class Report:
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def lines(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            self.line(text)
+
     @property
     def width(self) -> int:
         """Columns of the terminal, and not too many of a wide one."""

@@ -15,12 +15,14 @@ from weft.mesh import ProcessMesh
 
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
+from ..output import can_show
 from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig, general_name
+from .files import append, write_anew
 from .folder import CHECKPOINT, CONFIG, NEW, exchange, lock, make_new, set_aside, tidy
 from .logged import METRICS, Sum, check_logged, read_logged
-from .plot import drawn, read_curves, save_picture
+from .plot import NARROWEST, drawn, read_curves, save_picture
 from .report import Metrics, Part
 from .toml import as_toml, with_sum
 from .trackers import Trackers
@@ -44,6 +46,7 @@ class Results:
         self._aside: list[Path] = []
         self._sum = Sum()
         self._error: Exception | None = None
+        self.notes: list[str] = []
 
     def __enter__(self) -> Results:
         return self
@@ -109,8 +112,7 @@ class Results:
 
     def _add(self, metrics: Metrics) -> None:
         line = json.dumps(dataclasses.asdict(metrics)) + "\n"
-        with self._metrics.open("a") as file:
-            file.write(line)
+        append(self._metrics, line.encode())
         self._sum.add(line)
         if self._trackers is not None:
             self._trackers.add(metrics)
@@ -121,14 +123,23 @@ class Results:
         return self._sum.as_json()
 
     def picture(self, width: int) -> str:
-        """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg."""
+        """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg.
+
+        The run is done by then, so nothing is raised: what cannot be drawn or saved is told instead.
+        """
         try:
             curves = read_curves(self._metrics)
-        except ValueError as damage:
-            return f"no curves are drawn: {damage}"
-        shown = drawn(curves, width)
-        error = attempt(save_picture, curves, self._folder / "curves.svg")
-        return shown if error is None else f"{shown}\ncurves.svg could not be written: {error}"
+            if not curves.steps:
+                return "no curves are drawn: no step was taken"
+            shown = drawn(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
+        except Exception as error:
+            return f"no curves are drawn: {error}"
+        said = [shown] if can_show(shown) else []
+        try:
+            save_picture(curves, self._folder / "curves.svg")
+        except Exception as error:
+            said.append(f"curves.svg could not be written: {error}")
+        return "\n".join(said)
 
     def sync(self) -> None:
         """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before.
@@ -144,34 +155,32 @@ class Results:
             raise NotWritten(f"{self._metrics} could not be written: {error}") from error
 
     def _sync(self) -> None:
-        with self._metrics.open("a") as file:
-            os.fsync(file.fileno())
+        append(self._metrics, b"", sync=True)
 
     def save(self, model: nn.Module) -> None:
         """The folder `checkpoint` that transformers loads, with the tokenizer, in the place of one that is there.
 
-        That one is removed when the new one is whole.
-
+        That one is removed when the new one is whole. notes: has a line then where it could not be removed.
         Communication: as of `save_pretrained` and `sync`. Raises NotWritten as that does.
         """
         self.sync()
         folder, new = self._folder / CHECKPOINT, self._folder / NEW
-        is_there = self._writes and folder.exists()
+        is_there = self._writes and os.path.lexists(folder)
         try:
             save_pretrained(model, new if is_there else folder, tokenizer=self._tokenizer)
-            raise_on_all(attempt(exchange, new, folder) if is_there else None, dist.is_initialized())
+            raise_on_all(attempt(self._exchange, new, folder) if is_there else None, dist.is_initialized())
         except OSError as error:
             raise NotWritten(f"the model could not be written: {error}") from error
 
+    def _exchange(self, new: Path, folder: Path) -> None:
+        self.notes += exchange(new, folder)
+
     def _cut(self, step: int) -> None:
-        if self._metrics.exists():
-            lines = read_logged(self._metrics, step)
+        lines = read_logged(self._metrics, step)
+        if os.path.lexists(self._metrics):
             self._write(METRICS, "".join(line.text for line in lines))
-            for line in lines:
-                self._sum.add(line.text)
+        for line in lines:
+            self._sum.add(line.text)
 
     def _write(self, name: str, text: str) -> None:
-        """Aside, and then under its name: whoever is killed here leaves the file that was there."""
-        new = self._folder / f".{name}"
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._folder / name)
+        write_anew(self._folder / name, text.encode())

@@ -16,7 +16,7 @@ FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequen
 # What says nothing of the numbers.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
-    *("track", "data.path", "data.verify"),
+    *("data.path", "data.verify"),
 )
 
 

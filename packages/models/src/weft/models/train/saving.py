@@ -39,6 +39,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._copy: Snapshot | None = None  # kept for its memory
         self._error: BaseException | None = None
+        self._said: list[str] = []
+        self._told = 0  # of these lines
         self.held_out_loss = float("nan")  # before the first step
         self.last: Path | None = None
         self.logged: Mapping[str, Any] | None = None  # what the checkpoint that was read says of metrics.jsonl
@@ -110,11 +112,24 @@ class Saver:
         start = time.perf_counter()
         try:
             copy.write(folder, self._group)
-            if dist.get_rank() == 0:
-                keep(folder.parent, self._run.config.keep, self._run.config.keep_every)
         except BaseException as error:  # it is told to the thread that trains
             self._error = error
             return
         self.last = folder
         self.count += 1
+        if dist.get_rank() == 0:
+            self._remove_old(folder.parent)
         self.writing += time.perf_counter() - start
+
+    def _remove_old(self, folder: Path) -> None:
+        """Removes the checkpoints that are not kept. The new one is whole, so nothing ends the run."""
+        try:
+            said = keep(folder, self._run.config.keep, self._run.config.keep_every)
+        except OSError as error:
+            said = [f"old checkpoints in {folder} could not be removed: {error.strerror}"]
+        self._said += [line for line in said if line not in self._said]
+
+    def take_notes(self) -> list[str]:
+        """What is to be said of checkpoints since the last call, of what was written by then."""
+        told, self._told = self._told, len(self._said)
+        return self._said[told : self._told]

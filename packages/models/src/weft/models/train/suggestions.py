@@ -12,28 +12,37 @@ from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
 from .config import MeshConfig, Run, TrainConfig
 from .recipes import recipe
+from .room import check_room
 from .toml import OPTIONS
 
 
 def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     """Generation from the run's checkpoint; the same run on another mesh, where there is one; and on the user's own text.
 
-    on_cpu: then one process more can always be started.
+    on_cpu: then one process more can always be started. Each command is one that is not refused.
     """
-    lines = [f"{PROGRAM} generate {shlex.quote(str(run.folder))} --prompt {shlex.quote(run.corpus.prompt)}"]
+    lines = [f"{PROGRAM} generate {shlex.join([str(run.folder), *_option('prompt', run.corpus.prompt)])}"]
     if run.config.model_class is not None:
         lines = []  # the command makes models of the families alone
     train = _train_command(run.processes)
     if train is None:
         return lines
-    mesh = _other_mesh(run, on_cpu and "RANK" not in os.environ)
-    if mesh is not None:
-        plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)  # no axis there
-        other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
-        lines.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
-    if run.config.data.path is None:
-        lines.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
-    return lines
+    others = []
+    try:
+        mesh = _other_mesh(run, on_cpu)
+        if mesh is not None:
+            plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)  # no axis there
+            other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
+            others.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
+        if run.config.data.path is None and not run.config.data.mixture:
+            others.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
+    except _NoOption:
+        return lines
+    return [*lines, *others]
+
+
+class _NoOption(ValueError):
+    """A value that no option of the command gives."""
 
 
 def _train_command(processes: int) -> str | None:
@@ -45,19 +54,23 @@ def _train_command(processes: int) -> str | None:
     return None
 
 
-def _other_mesh(run: Run, may_grow: bool) -> MeshConfig | None:
+def _other_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
     """Another mesh of as many processes, of two where there was one; data parallel alone where it was not. None where
-    there is none."""
+    there is none that has room."""
     processes = run.processes
-    if processes == 1 and may_grow:
+    if processes == 1 and on_cpu and "RANK" not in os.environ:
         processes = 2
     for tp in range(1, processes + 1):
         if processes % tp == 0 and (1, processes // tp, 1, tp) != (run.pp, run.dp, run.cp, run.tp):
+            dp = processes // tp
             try:
                 check_tensor_parallel(run.config.model, tp)
+                check_room(
+                    dataclasses.replace(run, pp=1, dp=dp, cp=1, tp=tp, resume=None), gpus=0 if on_cpu else processes
+                )
             except ValueError:
                 continue
-            return MeshConfig(dp=processes // tp, tp=tp)
+            return MeshConfig(dp=dp, tp=tp)
     return None
 
 
@@ -72,18 +85,27 @@ def _arguments(run: Run, config: TrainConfig) -> str:
 
 
 def _options(config: object, default: object, prefix: str) -> list[str]:
-    """The options that make `config` of `default`, two values of one dataclass."""
+    """The options that make `config` of `default`, two values of one dataclass. Raises _NoOption where none do."""
     options = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, usual = getattr(config, field.name), getattr(default, field.name)
-        name = OPTIONS.get(field.name, field.name).rstrip("_").replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            options += _options(value, usual, f"{prefix}{name}.")
-        elif isinstance(value, bool) and value != usual:
-            options.append(f"--{prefix}{name}" if value else f"--{prefix}no-{name}")
-        elif isinstance(value, tuple) and value != usual:
-            options += [f"--{prefix}{name}", *map(str, value)]
-        elif value != usual:
-            assert isinstance(value, int | float | str | Path), f"{prefix}{name} is {value!r}"
-            options += [f"--{prefix}{name}", str(value)]
+        value, usual = getattr(config, field.name), getattr(default, field.name, None)
+        option = OPTIONS.get(field.name, field.name).rstrip("_").replace("_", "-")
+        name = f"{prefix}{option}"
+        if value == usual:
+            continue
+        if dataclasses.is_dataclass(value) and type(value) is type(usual):
+            options += _options(value, usual, f"{name}.")
+        elif isinstance(value, bool):
+            options.append(f"--{name}" if value else f"--{prefix}no-{option}")
+        elif isinstance(value, tuple):
+            options += [f"--{name}", *map(str, value)]
+        elif isinstance(value, int | float | str | Path):
+            options += _option(name, str(value))
+        else:
+            raise _NoOption(f"{name} is {value!r}, and {usual!r} in the recipe")
     return options
+
+
+def _option(name: str, value: str) -> list[str]:
+    """An option and its value, in one word where the value would be taken for an option."""
+    return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,10 @@ def check_sum(path: Path) -> None:
         )
 
 
-def read_toml(path: Path) -> tuple[str | None, list[str]]:
+def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None, list[str]]:
     """The recipe that the file names, None where it names none, and its options as arguments of the command.
 
-    Raises ValueError for a file that cannot be read, or is not TOML.
+    without: names of options that are left out. Raises ValueError for a file that cannot be read, or is not TOML.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +58,8 @@ def read_toml(path: Path) -> tuple[str | None, list[str]]:
     recipe = values.pop("recipe", None)
     if recipe is not None and not isinstance(recipe, str):
         raise ValueError(f"config {path} has recipe = {recipe!r}; it is a name")
-    return recipe, list(_arguments(values, ""))
+    kept = {name: value for name, value in values.items() if name.replace("-", "_") not in without}
+    return recipe, list(_arguments(kept, ""))
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..terminal import install_command
 from .config import TrackerName, TrainConfig
+from .files import write_anew
 from .report import Metrics
 
 WANDB_ID = "wandb-id"  # in the run's folder: a run that goes on is the same there
@@ -20,7 +22,7 @@ def check_trackers(names: tuple[TrackerName, ...]) -> None:
     """Raises ValueError for one that is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise ValueError(f"track is {name}, which is not installed; pip install {name}")
+            raise ValueError(f"track is {name}, which is not installed; {install_command(name)}")
 
 
 class Trackers:
@@ -62,7 +64,7 @@ def _wandb(folder: Path, config: TrainConfig) -> Send:
     name = file.read_text() if file.exists() else ""
     if not name:
         name = uuid.uuid4().hex
-        file.write_text(name)
+        write_anew(file, name.encode())
     run: Any = wandb.init(
         project="weft",
         name=folder.name,

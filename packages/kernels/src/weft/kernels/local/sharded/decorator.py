@@ -37,7 +37,7 @@ def on_local_tensors(
 
     in_layouts: by the name of a parameter, or in order, the placement on each axis that is named; on the others the input
         replicates, and axes that a mesh has not have size 1. Every DTensor that is given must be declared; a plain tensor
-        beside DTensors counts as replicated, and what is no tensor is passed on.
+        beside DTensors counts as replicated, and is refused where another placement is declared; what is no tensor is passed on.
     out_layouts: of its output likewise; of several, which are a tuple, in order.
     grad_layouts: of the gradients of inputs, by parameter, where they are others than follow: a sharded input's gradient lies as the
         input does; that of an input which replicates on an axis on which another one does not is Partial there, as each
@@ -83,11 +83,14 @@ def on_local_tensors(
 def _inputs(declared: Declaration, arguments: Mapping[str, Any], brings: bool) -> dict[str, Tensor]:
     """The tensors among the arguments that are declared, by parameter, brought to their layouts where that is asked for.
 
-    Raises LayoutError for a DTensor that is not declared.
+    Raises LayoutError for a DTensor that is not declared, and for a plain tensor that is declared otherwise than replicated.
     """
     found: dict[str, Tensor] = {}
+    mesh = next((process_mesh(each.device_mesh) for each in arguments.values() if isinstance(each, DTensor)), None)
     for name, each in arguments.items():
         if name in declared.inputs and isinstance(each, Tensor):
+            if mesh is not None and not isinstance(each, DTensor):
+                _check_replicated(declared, name, declared.input(name, mesh, each.shape))
             if brings and isinstance(each, DTensor):
                 wanted = declared.input(name, process_mesh(each.device_mesh), each.shape)
                 lies_so = _in_effect(layout_of(each)) == _in_effect(wanted)
@@ -98,6 +101,16 @@ def _inputs(declared: Declaration, arguments: Mapping[str, Any], brings: bool) -
                 f"{declared.name} was given a DTensor as {name!r}, of which in_layouts says nothing; declare how it lies"
             )
     return found
+
+
+def _check_replicated(declared: Declaration, name: str, wanted: Layout) -> None:
+    """Raises LayoutError where a plain tensor, which counts as replicated, is declared otherwise."""
+    if _in_effect(wanted) != wanted.replace(**dict.fromkeys(wanted.mesh.axis_names, "R")):
+        raise LayoutError(
+            f"{declared.name}: {name!r} is a plain tensor, which counts as replicated, and in_layouts declares ({wanted}); give a "
+            f"DTensor: of a whole tensor distribute({name}, Layout(mesh, {str(wanted)!r})), of this rank's part DTensor.from_local",
+            (wanted,),
+        )
 
 
 def _outputs(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import layout_of
 from weft.reshard.running.dtensor import kind_of, of_kind, wrap
 from weft.reshard.running.groups import group_for, of_this_world
 from weft.reshard.running.waits import wait_for
 from weft.reshard.running.worlds import world
 
 from ..styles import PIPELINE_AXIS
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """What a receiver has to know of a tensor. placements: in words, of a DTensor; None of a plain one."""
-
-    local: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    shape: tuple[int, ...]
-    placements: str | None
+from .forms import Sent, form_of, read, written
 
 
 class Channel:
@@ -59,7 +46,7 @@ class Channel:
         made = of_this_world()
         number = made[self._group] = made.get(self._group, 0) + 1  # of the models whose stages these ranks have
         self._told = f"pipeline {number}: {name}, ranks {members}"
-        self._forms: dict[Any, Any] = dict(forms)  # messages with a `_Sent` in place of each tensor
+        self._forms: dict[Any, Any] = dict(forms)  # messages with a `Sent` in place of each tensor
         self._looks: dict[Any, Any] = {}  # of what was sent last in that form: seen sooner than its form
         self._expected: dict[Any, _Expected] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
@@ -83,7 +70,7 @@ class Channel:
         """The next message. more: whether another will follow, which is then received ahead."""
         if kind not in self._expected:
             if kind not in self._forms:
-                self._forms[kind] = pickle.loads(world().hear(f"{self._told}, {kind}"))
+                self._forms[kind] = read(world().hear(f"{self._told}, {kind}"))
             self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
         expected = self._expected[kind]
         parts, works = self._ahead or self._receives(expected)
@@ -98,11 +85,15 @@ class Channel:
             wait_for(self._sent.popleft()[0])
 
     def _check(self, message: Any, kind: Any) -> None:
-        """Tells the first message's form, and raises RuntimeError for another."""
+        """Tells the first message's form, and raises RuntimeError for another, and for one that JSON has not."""
         form = form_of(message)
         known = self._forms.get(kind)
         if known is None:
-            world().tell(f"{self._told}, {kind}", pickle.dumps(form))
+            try:
+                told = written(form)
+            except TypeError as error:
+                raise RuntimeError(f"pipeline {self._name}: of what goes from stage to stage, {error}") from None
+            world().tell(f"{self._told}, {kind}", told)
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
@@ -127,7 +118,7 @@ class _Expected:
 
     def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
         self._leaves, self._structure = tree_flatten(form)
-        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, _Sent)]
+        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, Sent)]
         self._mesh, self._device = mesh, device
         self._kinds: dict[int, Any] = {}  # of the DTensors among the tensors
 
@@ -138,10 +129,10 @@ class _Expected:
     def made(self, parts: Sequence[Tensor]) -> Any:
         """The message."""
         tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
-        leaves = [next(tensors) if isinstance(leaf, _Sent) else leaf for leaf in self._leaves]
+        leaves = [next(tensors) if isinstance(leaf, Sent) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._structure)
 
-    def _tensor(self, i: int, part: Tensor, sent: _Sent) -> Tensor:
+    def _tensor(self, i: int, part: Tensor, sent: Sent) -> Tensor:
         if sent.placements is None:
             return part.requires_grad_(sent.requires_grad)
         if i not in self._kinds:
@@ -174,17 +165,3 @@ def _look(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         return kind_of(leaf), leaf.requires_grad
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def form_of(message: Any) -> Any:
-    """What its receiver has to know of a message."""
-    return tree_map(_described, message)
-
-
-def _described(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    local, placements = leaf, None
-    if isinstance(leaf, DTensor):
-        local, placements = leaf.to_local(), str(layout_of(leaf))
-    return _Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)

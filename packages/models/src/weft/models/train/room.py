@@ -1,0 +1,142 @@
+"""Whether a run has room on its machine: the bytes that it holds at least, counted before torch is imported."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..checks import check_tensor_parallel
+from ..config import ModelConfig
+from .config import OptimizerConfig, Run
+from .machine import MachineMemory, cpu_memory, gpu_memory
+from .outside import parameters_of
+from .recipes import RECIPES
+
+BYTES = 4  # of a float32, which parameters, their gradients and the optimizer's state are
+USED = 0.8  # of the memory, above which activations may find no room
+# Tensors of a parameter's size that each optimizer keeps.
+_STATES = {
+    **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop"), 2),
+    **dict.fromkeys(("adagrad", "asgd", "sgd"), 1),
+}
+_WITH_MOMENTUM = ("sgd", "rmsprop")  # which keep one less where beta1 is 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a run holds at the least, on one GPU or on all of this machine's processes.
+
+    parameters: of the whole model. processes: that are counted, 1 of a GPU. parts: into which pp and tp cut the model; across:
+    processes that hold the same part. zero: of the plan. states: tensors of a parameter's size that the optimizer keeps.
+    compares: whether the loss of step 1 is compared with that of a whole model on one process.
+    """
+
+    parameters: int
+    processes: int
+    parts: int
+    across: int
+    zero: int
+    states: int
+    compares: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes at once: in an update, or while a whole model is compared.
+
+        The mean over the processes is taken, without activations and without copies of what is not cut, such as norms.
+        """
+        parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
+        here = self.processes / self.parts
+        updated = here * (parameters + gradients + self.states * states)
+        compared = here * parameters + 1 if self.compares else 0.0
+        return math.floor(BYTES * self.parameters * max(updated, compared))
+
+
+def check_room(run: Run, *, gpus: int) -> list[str]:
+    """A line for a run that comes near the memory that there is; none for another run.
+
+    gpus: of this machine; each of them has a process. Raises ValueError, with what would fit, for a run that cannot be held.
+    """
+    memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
+    if memory is None:
+        return []
+    holding = holding_of(run, on_gpus=bool(gpus))
+    needs = f"needs at least {_gib(holding.nbytes)} on {where}, without activations"
+    if holding.nbytes > memory.total:
+        axes = " x ".join(f"{axis}={size}" for axis, size in run.axes.items())
+        fitting = ", or ".join(_fitting(run, holding, memory, on_gpus=bool(gpus)))
+        raise ValueError(
+            f"{run.title} on {axes} {needs}, and there are {_gib(memory.total)}; "
+            + (f"would fit: {fitting}" if fitting else "give a smaller model")
+        )
+    if holding.nbytes > USED * memory.available:
+        return [f"memory may not suffice: the run {needs}, and {_gib(memory.available)} are free"]
+    return []
+
+
+def holding_of(run: Run, *, on_gpus: bool) -> Holding:
+    """What the run holds on one of its GPUs, or on all of its processes of this machine."""
+    config = run.config
+    return Holding(
+        parameters=parameters_of(config.model, config.model_class)[0],
+        processes=1 if on_gpus else _local_processes(run),
+        parts=run.pp * run.tp,
+        across=run.dp * run.cp,
+        zero=config.plan.zero,
+        states=states_kept(config.optimizer),
+        compares=config.check and run.resume is None,
+    )
+
+
+def states_kept(config: OptimizerConfig) -> int:
+    """Tensors of a parameter's size that the optimizer keeps; 0 where that is not known."""
+    return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
+
+
+def _local_processes(run: Run) -> int:
+    """Of this machine; of a launcher that does not say how many, this one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
+
+
+def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
+    """What would fit: other options, or other processes; and the largest recipe."""
+
+    def fits(other: Holding) -> bool:
+        return other.nbytes <= USED * memory.available
+
+    options = next(
+        (
+            [f"--plan.zero {zero}"] * (zero > holding.zero) + ["--no-check"] * (compares < holding.compares)
+            for compares in sorted({holding.compares, False}, reverse=True)
+            for zero in range(holding.zero, 4)
+            if fits(replace(holding, zero=zero, compares=compares))
+        ),
+        [],
+    )
+    alone = replace(holding, processes=1, parts=1, across=1)
+    if options:
+        yield " ".join(options)
+    elif on_gpus:
+        count = math.ceil(replace(alone, compares=False).nbytes / (USED * memory.available))
+        yield f"{count:,} such GPUs by --mesh.dp {count} --mesh.tp 1 --plan.zero 3 --no-check"
+    elif "RANK" not in os.environ and fits(alone):
+        yield "--mesh.dp 1 --mesh.tp 1"
+    sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _is_cut(config.model, run.tp)}
+    smaller = {name: size for name, size in sizes.items() if fits(replace(holding, parameters=size))}
+    if smaller and run.config.from_ is None and run.config.model_class is None:
+        yield f"the recipe {max(smaller, key=smaller.__getitem__)}"
+
+
+def _is_cut(model: ModelConfig, tp: int) -> bool:
+    """Whether tensor parallelism of that degree can cut the model."""
+    try:
+        check_tensor_parallel(model, tp)
+    except ValueError:
+        return False
+    return True
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"
