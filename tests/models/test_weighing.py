@@ -16,7 +16,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import PipelinePlan, forward_backward, parallelize
 from weft.reshard import distribute
 
-from tests.models.cases import SMALL, gradients_off, gradients_of, make, some_tokens, whole
+from tests.models.cases import SMALL, gradients_of, gradients_off, make, some_tokens, whole
 from tests.support.pool import Pool
 
 V = SMALL.vocab_size
@@ -64,7 +64,10 @@ TOLD: dict[str, tuple[Criterion, Criterion]] = {
     "squares": (lambda o, t: (o - 1).square().mean(),) * 2,
 }
 OF_ROWS: dict[str, tuple[Criterion, Criterion]] = {
-    "means-of-rows": (lambda o, t: torch.stack([torchs(a[None], b[None].clamp(min=0)) for a, b in zip(o, t)]).mean(),) * 2
+    "means-of-rows": (
+        lambda o, t: torch.stack([torchs(a[None], b[None].clamp(min=0)) for a, b in zip(o, t, strict=True)]).mean(),
+    )
+    * 2
 }
 REFUSED: dict[str, Criterion] = {
     "two-denominators": lambda o, t: weight_and_z_loss(o, t),
@@ -139,7 +142,7 @@ def test_a_mesh_has_the_loss_and_gradients_of_one_process(
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_criterion_that_cannot_be_weighed_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="2 microbatches.*parameter `denominator`"):
+    with pytest.raises(ValueError, match=r"2 microbatches.*parameter `denominator`"):
         forward_backward(make(SMALL), REFUSED[name], *a_batch(), microbatches=2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from weft.mesh import Layout, ProcessMesh, derive_key
 from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.dtensor import wrap
 
-from .parallel.batch import OrderedPositions, lay_out_batch
+from .parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
 from .parallel.parallelize import laid_out_by, pipeline_of
 from .parallel.pipeline.run import Microbatch
 from .parallel.styles import PIPELINE_AXIS
+from .rope import mark_parts
 from .train.step import find_gradients
 from .weighing import Asked, weighing
 
@@ -97,7 +98,16 @@ def divide(
             mine, target = batch.tokens, batch.targets
             own |= {name: value for name in given if (value := getattr(batch, name)) is not None}
         parts.append(Microbatch(args=(mine,), kwargs=own, targets=target))
+    join(parts)
     return parts
+
+
+def join(parts: Sequence[Microbatch]) -> None:
+    """Lets rotary angles that grow with the longest row of a batch be alike in all its microbatches."""
+    given = [each.kwargs.get("positions") for each in parts]
+    positions = [each.values if isinstance(each, OrderedPositions) else each for each in given]
+    if len(parts) > 1 and all(isinstance(each, Tensor) for each in positions):
+        mark_parts(positions)
 
 
 def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
@@ -119,7 +129,8 @@ def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
     if not isinstance(value, DTensor):
         return value.chunk(count)[number]
     local = value.to_local()
-    return wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
+    part = wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
+    return in_order(part, order_of(value))
 
 
 def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
@@ -133,4 +144,5 @@ def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
         return value
     if mesh.size == 1:
         return value.to_local()
-    return wrap(value.to_local(), Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names}), value.shape)
+    placed = Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names})
+    return in_order(wrap(value.to_local(), placed, value.shape), order_of(value))
