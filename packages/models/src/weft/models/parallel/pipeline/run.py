@@ -30,6 +30,7 @@ from .channels import Channel, Handover
 from .stages import Stages
 
 Within = Callable[[], AbstractContextManager[Any]]
+_WORDS = 32  # bytes that the name of a dtype takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,24 +146,33 @@ class Pipeline:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
 
         read: gives the parameter, or a copy to take in its place, on the ranks of a stage that has it.
-        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; a broadcast over "pp".
+        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; two broadcasts over "pp",
+        of its dtype and of its numbers.
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
+        whole, device = None, next(model.parameters()).device
         if first == self._at[PIPELINE_AXIS]:
             parameter = read(model, name).detach()
             whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
-        else:
-            own = next(model.parameters())  # dtypes are those that the model has now
-            whole = torch.empty(self.parameters[name].shape, dtype=own.dtype, device=own.device)
         group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
-        dist.broadcast(whole, self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first}), group=group)
+        source = self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first})
+        words = ("" if whole is None else str(whole.dtype)).ljust(_WORDS).encode()  # other stages may have other dtypes
+        told = torch.tensor(list(words), dtype=torch.uint8, device=device)
+        dist.broadcast(told, source, group=group)
+        if whole is None:
+            dtype: torch.dtype = getattr(torch, bytes(told.tolist()).decode().strip().removeprefix("torch."))
+            whole = torch.empty(self.parameters[name].shape, dtype=dtype, device=device)
+        dist.broadcast(whole, source, group=group)
         return whole
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
-        """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
-        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
-        wait_for(dist.all_reduce(number, group=group, async_op=True))
-        return number
+        """The sum over "pp", on every rank, of numbers of any dtypes: each rank gets it in that of its own.
+
+        Communication: an all-reduce of a number of float64, as no stage knows the dtype of a loss that another one computes.
+        """
+        group, total = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))), number.double()
+        wait_for(dist.all_reduce(total, group=group, async_op=True))
+        return total.to(number.dtype)
 
     def finish_sends(self) -> None:
         """Waits until all that was sent to other stages has been received."""
