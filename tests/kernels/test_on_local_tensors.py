@@ -233,6 +233,41 @@ def test_a_plain_tensor_is_not_told_to_give_what_it_gave(pool) -> None:
             )
 
 
+def evenly(x: Tensor) -> Tensor:
+    """Right on a rank that has two rows."""
+    return x[:2]
+
+
+def no_meta(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy()[:2])
+
+
+def wrong_on_some(function: Any) -> list[str]:
+    """What each call says where rank 0 has three rows, rank 1 two: of the first call, and of one for rows that fit."""
+    layout = {"dp": "S(0)"}
+    called = on_local_tensors(in_layouts={"x": layout}, out_layouts=layout, out_shapes=lambda x: x)(function)
+    said = []
+    for rows in (5, 4):
+        x = distribute(torch.ones(rows, 3), Layout(ProcessMesh.grid(dp=2), "dp: S(0)"))
+        try:
+            with Collectives() as seen:
+                y = called(x)
+            said.append(f"{tuple(y.shape)} after {len(seen.kinds)} collectives")
+        except LayoutError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("function", "count", "elsewhere"), [(evenly, 0, "on rank 0"), (no_meta, 1, "of another rank")]
+)
+def test_an_output_that_is_wrong_on_one_rank_is_refused_by_all(function: Any, count: int, elsewhere: str, pool) -> None:
+    (first, right), (second, too) = pool.run(wrong_on_some, function, ranks=2)
+    assert re.search(r"returned \(2, 3\) as output 0 on this rank.*it has \(3, 3\)", first)
+    assert elsewhere in second
+    assert right == too == f"(4, 3) after {count} collectives"
+
+
 def test_on_plain_tensors_it_is_the_function_itself() -> None:
     x, scale, _ = tensors()
     assert torch.equal(gate(x, scale, power=3), Gate.apply(x, scale) ** 3)

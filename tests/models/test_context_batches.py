@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
-from weft.models import ParallelPlan, lay_out_batch, parallelize
+from weft.models import GPT, GPTConfig, ParallelPlan, forward_backward, initialize, lay_out_batch, parallelize
 from weft.models.layers import DotProductAttention, Embedding
-from weft.reshard import layout_of, to_global
+from weft.reshard import distribute, layout_of, to_global
 
-from tests.models.test_context import KINDS, batch, make
+from tests.models.test_context import CONFIG, KINDS, batch, make
 
 
 def logits_as_read(kind: str) -> tuple[Tensor, str]:
@@ -85,3 +86,85 @@ def test_a_batch_that_does_not_fit_is_named(pool: Any) -> None:
         assert messages[1] == "lay_out_batch: targets are (2, 8), but the tokens are (3, 8)"
         assert messages[2] == "lay_out_batch takes tokens [B, T], got (8,)"
         assert "beside the documents, which Bare.forward does not take; add documents=None" in messages[3]
+
+
+def without_positions(kind: str, family: str, packed: bool, compiled: bool = False) -> list[Tensor]:
+    """Logits as the tokens are read, of a batch whose positions the model is not given; then those of tokens as they are read."""
+    grid = ProcessMesh.grid(cp=2)
+    model = make() if family == "llama" else small_gpt()
+    plan = replace(model.parallel_plan(), context=kind)
+    parallelize(model, grid, plan)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    given = batch(11, packed)
+    given.pop("positions", None)
+    laid = lay_out_batch(grid, plan, **given)
+    found = [laid.as_read(to_global(called(laid.tokens, documents=laid.documents)))]
+    natural = distribute(given["tokens"], Layout(grid, {"cp": Shard(1)}))
+    documents = distribute(given["documents"], Layout(grid)) if packed else None
+    found.append(to_global(called(natural, documents=documents)))
+    return [each.detach() for each in found]
+
+
+def small_gpt() -> GPT:
+    model = GPT(GPTConfig(vocab_size=CONFIG.vocab_size, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=16))
+    initialize(model, seed=0)
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_carry_their_order_into_a_model_without_positions(
+    kind: str, family: str, packed: bool, pool: Any
+) -> None:
+    given = batch(11, packed)
+    expected = (make() if family == "llama" else small_gpt())(given["tokens"], documents=given.get("documents"))
+    for found in pool.run(without_positions, kind, family, packed, ranks=2):
+        for logits in found:
+            torch.testing.assert_close(logits, expected.detach(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.exhaustive  # a model is compiled twice
+def test_a_compiled_model_tells_the_orders_of_tokens_apart(pool: Any) -> None:
+    expected = make()(batch(11)["tokens"]).detach()
+    for found in pool.run(without_positions, "all_gather", "llama", False, True, ranks=2):
+        for logits in found:
+            torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
+
+
+def losses_of_a_batch() -> list[float]:
+    found = []
+    for microbatches in (1, 3):
+        model, grid = make(), ProcessMesh.grid(cp=2)
+        plan = replace(model.parallel_plan(), context="all_gather")
+        parallelize(model, grid, plan)
+        given = batch(11)
+        laid = lay_out_batch(grid, plan, given["tokens"], given["targets"])
+        assert laid.targets is not None, "they were given"
+        loss = forward_backward(model, cross_entropy, laid.tokens, laid.targets, microbatches=microbatches)
+        found.append(loss.item())
+    return found
+
+
+def test_the_rows_of_a_microbatch_carry_their_order(pool: Any) -> None:
+    given = batch(11)
+    expected = cross_entropy(make()(given["tokens"]), given["targets"]).item()
+    for found in pool.run(losses_of_a_batch, ranks=2):
+        assert found == pytest.approx([expected, expected], rel=1e-6)
+
+
+def other_positions() -> str:
+    model, grid = make(), ProcessMesh.grid(cp=2)
+    plan = replace(model.parallel_plan(), context="all_gather")
+    parallelize(model, grid, plan)
+    tokens = batch(11)["tokens"]
+    laid = lay_out_batch(grid, plan, tokens)
+    positions = distribute(torch.arange(11).expand(tokens.shape), Layout(grid, {"cp": Shard(1)}))
+    with pytest.raises(ValueError) as caught:
+        model(laid.tokens, positions=positions)
+    return str(caught.value)
+
+
+def test_positions_that_do_not_say_the_order_of_the_tokens_are_refused(pool: Any) -> None:
+    for error in pool.run(other_positions, ranks=2):
+        assert "give those to lay_out_batch, and the model positions=batch.positions" in error

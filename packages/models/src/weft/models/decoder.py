@@ -139,6 +139,11 @@ class Decoder(CausalModel[AnyRotaryConfig]):
         self._tie()
 
     @property
+    def reads_other_rows(self) -> bool:
+        """Whether what a row gives depends on other rows: where the rotary angles follow from the longest row."""
+        return self.config.rotary.depends_on_length
+
+    @property
     def embedding(self) -> Embedding:
         """The tokens' table, which the head may share."""
         return self.embed_tokens

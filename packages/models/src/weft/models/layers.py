@@ -18,10 +18,15 @@ def rowwise(kind: Kind) -> Kind:
     """A decorator of a class of modules that compute each row of a batch [B, T, ...] by itself, and communicate nothing.
 
     On a mesh that divides nothing but rows a block of such modules computes on local tensors. It is said of a class, not of those
-    that are derived from it.
+    that are derived from it. Where a config lets a module read other rows, the module's `reads_other_rows` is True.
     """
     ROWWISE.add(kind)
     return kind
+
+
+def is_rowwise(module: nn.Module) -> bool:
+    """Whether a module computes each row of a batch by itself, whatever the other rows are."""
+    return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
 
 
 @rowwise

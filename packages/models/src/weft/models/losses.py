@@ -35,12 +35,14 @@ def without_graph(loss: Tensor) -> Tensor:
 class LossSum:
     """The sum of the losses of a rank's microbatches, on its way over all ranks.
 
-    losses: scalars that lie alike; none on a stage that is not the last. local: the sum of this rank's parts.
+    losses: scalars that lie alike; none on a stage that is not the last, whose sum is 0, of a model of that dtype. local: the sum
+    of this rank's parts.
     Communication: a reshard of a number, over the axes that shard the tokens.
     """
 
-    def __init__(self, losses: Sequence[Tensor], device: torch.device) -> None:
-        parts = [local_value(loss) for loss in losses] or [torch.zeros((), device=device)]
+    def __init__(self, losses: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        parts = [local_value(loss) for loss in losses] or [torch.zeros((), dtype=wide, device=device)]
         self.local = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         self._pending: Pending | None = None
         if losses and isinstance(losses[0], DTensor):

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, Partial, ProcessMesh, Shard, derive_key
-from weft.reshard import GradientSync, layout_of, reshard
+from weft.mesh import Layout, ProcessMesh, derive_key
+from weft.reshard import GradientSync, layout_of
 from weft.reshard.running.dtensor import wrap
 
-from .parallel.batch import OrderedPositions, lay_out_batch
+from .parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
 from .parallel.parallelize import laid_out_by, pipeline_of
 from .parallel.pipeline.run import Microbatch
 from .parallel.styles import PIPELINE_AXIS
+from .rope import mark_parts
 from .train.step import find_gradients
+from .weighing import Asked, weighing
 
 _SYNC = "_gradient_sync"  # of a model that forward_backward was called with
-IGNORED = -100  # torch's ignore_index
-
-_known: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
 def forward_backward(
@@ -40,9 +36,15 @@ def forward_backward(
 ) -> Tensor:
     """Forward, backward and gradient sync under whatever plan the model has; the mean loss, a number on every rank.
 
-    criterion: of the model's output and targets, as `weft.kernels.cross_entropy`, or that with options by functools.partial: a
-        mean over the tokens whose target is not its ignore_index (-100 where it has none); each microbatch weighs as its tokens
-        do in the whole batch. With reduction="sum", or a denominator of its own, losses are added up as they are.
+    criterion: of the model's output and targets. The losses of microbatches add up to its loss of the whole batch.
+        `weft.kernels.cross_entropy`, or that with options by functools.partial: a mean over the tokens whose target is not its
+        ignore_index, by its weights where it has some. With reduction="sum", or a denominator, losses are added up as they are.
+        One of your own with a parameter `denominator` gets what its sum is divided by: the number of tokens of the whole batch
+        whose target is not its `ignore_index` (-100 without one), or the sum of its `weight` at their targets.
+        Another one of your own is a sum, or a mean by one denominator that depends on targets alone. Which one is found out:
+        where a batch is in microbatches or its tokens on several ranks, the criterion is also called on random numbers, three
+        times as large as each microbatch, and the host waits for the device. On the mesh it is called with plain tensors, of the
+        tokens of each rank, unless classes are sharded.
     tokens, targets: [B, T], plain: the whole batch, the same on every rank, in stages too; or DTensors of rows that each rank
         has, as `lay_out_batch` lays them out, of which each rank's rows are divided.
     microbatches: parts of the batch, one after another; 1 leaves it to the plan's pipeline. They divide the rows.
@@ -50,7 +52,8 @@ def forward_backward(
     inputs: what else the model is called with: tensors [B, T] are divided as the tokens are, and a `dropout_key` gives each
         microbatch a key of its own, so that masks do not depend on the mesh. The rest goes to all.
     Gradients add up to those that are there. Communication: that of the plan; the gradients' buckets once; activations and their
-    gradients from stage to stage; the loss. Raises ValueError for microbatches that do not divide the rows.
+    gradients from stage to stage; the loss; for a criterion of your own without `denominator` the sum of a few numbers. Raises
+    ValueError for microbatches that do not divide the rows, and for such a criterion that is no sum and no such mean.
     """
     pipeline = pipeline_of(model)
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -60,7 +63,11 @@ def forward_backward(
         if sync is None:
             sync = GradientSync(model)
             object.__setattr__(model, _SYNC, sync)
-    return find_gradients(model, weighing(criterion, parts, targets), parts, sync).loss
+    weighed = weighing(criterion, parts, targets, pipeline)
+    loss = find_gradients(model, weighed, parts, sync).loss
+    if isinstance(weighed, Asked):
+        weighed.finish()
+    return loss
 
 
 def divide(
@@ -91,7 +98,16 @@ def divide(
             mine, target = batch.tokens, batch.targets
             own |= {name: value for name in given if (value := getattr(batch, name)) is not None}
         parts.append(Microbatch(args=(mine,), kwargs=own, targets=target))
+    join(parts)
     return parts
+
+
+def join(parts: Sequence[Microbatch]) -> None:
+    """Lets rotary angles that grow with the longest row of a batch be alike in all its microbatches."""
+    given = [each.kwargs.get("positions") for each in parts]
+    positions = [each.values if isinstance(each, OrderedPositions) else each for each in given]
+    if len(parts) > 1 and all(isinstance(each, Tensor) for each in positions):
+        mark_parts(positions)
 
 
 def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
@@ -104,51 +120,6 @@ def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
     return derive_key(key, "microbatch", number)
 
 
-def weighing(criterion: Callable[..., Tensor], parts: list[Microbatch], targets: Tensor) -> Callable[..., Tensor]:
-    """The criterion, each microbatch's mean weighing as its tokens do among all of `targets`.
-
-    Where each rank has all targets, it counts them itself: asked for in the criterion, their number would keep each rank from its
-    backward until all are forward.
-    Communication: of targets that are sharded, in several microbatches, the sum of a number.
-    """
-    known = _parameters(criterion)
-    options = {name: each.default for name, each in known.items()} | getattr(criterion, "keywords", {})
-    has_all = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
-    if len(parts) == 1 and not (has_all and "denominator" in known and options.get("weight") is None):
-        return criterion
-    if options.get("reduction") == "sum" or options.get("denominator") not in (None, inspect.Parameter.empty):
-        return criterion
-    index = options.get("ignore_index", IGNORED)
-    total = _count(targets, index, options.get("weight"))
-    if "denominator" in known:
-        return lambda output, target: criterion(output, target, denominator=total)
-    return lambda output, target: criterion(output, target) * (_count(target, index, None) / total)
-
-
-def _parameters(criterion: Callable[..., Tensor]) -> Mapping[str, inspect.Parameter]:
-    """To read those of a function takes the host longer than to count the tokens."""
-    if not isinstance(criterion, FunctionType):
-        return inspect.signature(criterion).parameters
-    if criterion not in _known:
-        _known[criterion] = inspect.signature(criterion).parameters
-    return _known[criterion]
-
-
-def _count(targets: Tensor, ignored: int, weight: Any) -> Tensor:
-    """The tokens that count, or the sum of their classes' weights: a plain scalar."""
-    local = targets.to_local() if isinstance(targets, DTensor) else targets
-    counts = local != ignored
-    if isinstance(weight, Tensor):
-        number = weight[local.clamp(min=0)][counts].sum()
-    else:
-        number = counts.sum().to(torch.float32)
-    if not isinstance(targets, DTensor):
-        return number
-    layout = layout_of(targets)
-    summed = {axis: Partial() for axis in layout.mesh.axis_names if isinstance(layout[axis], Shard)}
-    return reshard(wrap(number, Layout(layout.mesh, summed), ())).to_local()
-
-
 def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
     """The rows of a microbatch, of what is as large as the tokens; of a DTensor those of each rank."""
     if isinstance(value, OrderedPositions):
@@ -158,7 +129,8 @@ def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
     if not isinstance(value, DTensor):
         return value.chunk(count)[number]
     local = value.to_local()
-    return wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
+    part = wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
+    return in_order(part, order_of(value))
 
 
 def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
@@ -172,4 +144,5 @@ def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
         return value
     if mesh.size == 1:
         return value.to_local()
-    return wrap(value.to_local(), Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names}), value.shape)
+    placed = Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names})
+    return in_order(wrap(value.to_local(), placed, value.shape), order_of(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dtensor import kind_of, of_kind, wrap
 
 from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Rotary, YarnRopeScaling
 
@@ -48,18 +49,31 @@ def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int
     return 1.0 / rotary.theta**exponent
 
 
+_PARTS = "_positions_of_all_parts"  # an attribute of positions that are of a part of a batch
+
+
+def mark_parts(parts: Sequence[Tensor]) -> None:
+    """Lets the positions of each part of a batch be as long as the batch: see `length_of`."""
+    # Other tensors of the same memory: each with itself among its attributes would wait for the garbage collector.
+    alike = tuple([of_kind(x.to_local(), kind_of(x)) if isinstance(x, DTensor) else x.detach() for x in parts])
+    for each in parts:
+        setattr(each, _PARTS, alike)
+
+
 def length_of(positions: Tensor) -> Tensor:
-    """One more than the highest position: a scalar on the device, of int64.
+    """One more than the highest position of the whole batch: a scalar on the device, of int64.
 
     Communication: where the positions are sharded, one all-reduce of a number over those axes.
     """
-    local = positions.to_local() if isinstance(positions, DTensor) else positions
-    highest = local.max() if local.numel() else torch.full((), -1, dtype=positions.dtype, device=positions.device)
+    parts: tuple[Tensor, ...] = getattr(positions, _PARTS, (positions,))
+    locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in parts]
+    nothing = torch.full((), -1, dtype=positions.dtype, device=positions.device)
+    highest = torch.stack([each.max() if each.numel() else nothing for each in locals_]).max()
     if isinstance(positions, DTensor):
         layout = layout_of(positions)
         sharded = [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Shard)]
-        parts = wrap(highest, layout.replace(**dict.fromkeys(sharded, "P(max)")), ())
-        highest = reshard(parts, placements=layout.replace(**dict.fromkeys(sharded, "R"))).to_local()
+        own = wrap(highest, layout.replace(**dict.fromkeys(sharded, "P(max)")), ())
+        highest = reshard(own, placements=layout.replace(**dict.fromkeys(sharded, "R"))).to_local()
     return highest + 1
 
 

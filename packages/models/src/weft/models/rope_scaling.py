@@ -26,7 +26,8 @@ class DynamicRopeScaling:
     """Beyond max_seq_len the base grows with the length of the sequence that is read; up to it nothing changes.
 
     The base is rope_theta * (factor * length / max_seq_len - (factor - 1)) ** (D / (D - 2)): "NTK-aware" scaling, as in
-    section 3.3 of Peng et al. 2023. The length is that of one call: what a cache holds keeps the base of its own.
+    section 3.3 of Peng et al. 2023. The length is that of one call, the longest row's, and in microbatches that of the whole batch. What
+    a cache holds keeps the base of its own.
     """
 
     factor: float

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dynamo import guard_shapes
 from weft.reshard.running.groups import group_named, this_rank
 from weft.reshard.running.waits import wait_for
 
@@ -37,6 +38,7 @@ class Placed:
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
         """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
+        guard_shapes()
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
         call = Call.of(op, tensors, mesh, options)
         if call.options is None:

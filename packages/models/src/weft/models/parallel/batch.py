@@ -30,11 +30,28 @@ class OrderedPositions:
     order: Runs
 
 
+_ORDER = "_order_of_tokens"  # an attribute of tokens that lie in another order than they are read in
+
+
+def order_of(tokens: Tensor) -> Runs | None:
+    """The order that tokens of `lay_out_batch` carry; None where they lie as they are read."""
+    order: Runs | None = getattr(tokens, _ORDER, None)
+    return order
+
+
+def in_order(tokens: DTensor, order: Runs | None) -> DTensor:
+    """The tokens, which carry the order in which they lie."""
+    if order is not None:
+        setattr(tokens, _ORDER, order)
+    return tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """What a model and its loss are given, as the plan wants it: `model(batch.tokens, positions=batch.positions, ...)`.
 
     tokens, targets: [B, T], plain on a mesh of one process. positions, documents: None where the model needs none.
+    The tokens carry their order, so that a model without `positions=` counts them as they are read. A copy of the tokens does not.
     order: the runs of tokens, [start, stop) of the sequence, in the order in which they lie; None where they lie as they are read.
     """
 
@@ -64,7 +81,7 @@ def lay_out_batch(
     tokens, targets, positions, documents: [B, T] of ints, plain, the same on every rank. rows: B, where the tensors are not
     all of it but this rank's own rows alone, as `Layout(mesh, {"dp": Shard(0)})` cuts them where "dp" is the axis of data.
     With context="all_gather" the tokens lie in `balanced_order`, so that causal attention is as much work on every rank, and
-    the batch's positions say so to the model. The loss does not ask for an order: it takes logits and batch.targets as they are.
+    the batch's positions, or its tokens where the model is given no positions, say so to the model. The loss does not ask for an order: it takes logits and batch.targets as they are.
     T need not be divisible: shards are cut as `torch.chunk` cuts, so the last ranks have fewer tokens, or none.
     Communication: none, but for the mesh's process groups where they are new.
     Raises ValueError for tensors of several shapes, and for others than this rank's rows.
@@ -108,7 +125,7 @@ def lay_out_batch(
     placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
     assert own_tokens is not None, "they are given"
     return Batch(
-        tokens=own_tokens,
+        tokens=in_order(own_tokens, order),
         targets=laid(targets, by_tokens),
         positions=OrderedPositions(values=placed, order=order) if placed is not None and order is not None else placed,
         documents=laid(documents, by_rows),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.order import Runs
+from weft.kernels.order import Runs, as_laid
 from weft.kernels.packing import pack, unpack
 from weft.kernels.sharded import cast_for
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
@@ -21,7 +21,7 @@ from weft.reshard.running.groups import this_rank
 
 from ..degrees import check_head_degrees
 from ..layers import DotProductAttention, Dropout, KeysAndValues
-from .batch import OrderedPositions
+from .batch import OrderedPositions, order_of
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS, TOKENS_DIM
 
@@ -113,16 +113,24 @@ class _Tokens:
                 f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the tokens of "
                 f'the others; give the plan context="all_gather" or "ulysses", or replicate the tokens over {CONTEXT_AXIS!r}'
             )
-        positions, documents = given.get("positions"), given.get("documents")
+        positions, documents, order = given.get("positions"), given.get("documents"), order_of(tokens)
         if isinstance(documents, DTensor):
             given["documents"] = _whole_tokens(documents)
+        if order is not None and not isinstance(positions, OrderedPositions):
+            if positions is not None:
+                raise ValueError(
+                    f"the tokens lie in the order {order} of lay_out_batch, and the positions that were given do not say so; give "
+                    f"those to lay_out_batch, and the model positions=batch.positions"
+                )
+            positions = OrderedPositions(values=_own_positions(tokens, order), order=order)
         if isinstance(positions, OrderedPositions):
             if not self._takes_documents:
                 raise ValueError(
                     f"the order of the tokens reaches attention beside the documents, which {type(module).__name__}.forward does "
                     f"not take; add documents=None and hand it on, or lay the tokens out as they are read, by distribute()"
                 )
-            given["positions"] = positions.values
+            if self._takes_positions:
+                given["positions"] = positions.values
             given["documents"] = Ordered(positions.order, given.get("documents"))
             if given.get("dropout_key") is not None:
                 given["dropout_key"] = Ordered(positions.order, given["dropout_key"])
@@ -143,11 +151,12 @@ def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
 
 
 @in_graph
-def _own_positions(tokens: DTensor) -> DTensor:
+def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
     """Each token's place in its row, as `tokens` lie."""
     layout, local = layout_of(tokens), tokens.to_local()
     here = layout.local_slices(tokens.shape, this_rank())[TOKENS_DIM]
-    places = torch.arange(here.start, here.stop, device=local.device)
+    places = torch.arange(tokens.shape[TOKENS_DIM], device=local.device)
+    places = (places if order is None else as_laid(places, order, 0))[here]
     return wrap(places.expand(local.shape).contiguous() if local.ndim > 1 else local.clone(), layout, tokens.shape)
 
 

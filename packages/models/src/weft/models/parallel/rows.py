@@ -27,7 +27,7 @@ from weft.reshard.running.dtensor import kind_of, layout_on, memory_of, of_kind,
 from weft.reshard.running.gradients import BUCKET_BYTES, takes_addends
 from weft.reshard.running.groups import of_this_world, this_rank
 
-from ..layers import ROWWISE, Dropout, hooks_of
+from ..layers import Dropout, hooks_of, is_rowwise
 from .axes import is_of_data
 
 
@@ -36,19 +36,19 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
 
     by_block: its blocks, the `rowwise` modules of a ModuleList, and not all of it at once. So it is in any case where the gradients
     are more than a bucket: those of a module come together, and the blocks' are to travel while backward goes on.
-    A module computes as before where it is compiled, where it drops elements, where one within it has a hook, another forward or a
-    class that is not `rowwise`, and where what it is given lies otherwise. Communication: none.
+    A module computes as before where it is compiled, where it drops elements, where it reads other rows, where one within it has a
+    hook, another forward or a class that is not `rowwise`, and where what it is given lies otherwise. Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
     if this_rank() not in mesh or not all(map(is_of_data, axes)):
         return
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    if type(model) in ROWWISE and not by_block and nbytes <= BUCKET_BYTES:
+    if is_rowwise(model) and not by_block and nbytes <= BUCKET_BYTES:
         model.forward = partial(_forward, _Unit(model, model.forward))
         return
     for blocks in model.modules():
         for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
-            if type(block) in ROWWISE:
+            if is_rowwise(block):
                 block.forward = partial(_forward, _Unit(block, block.forward))
 
 
@@ -87,7 +87,7 @@ class _Within:
         self.locals = [*map(memory_of, self.users)]
         plain = [each for each in self._held[1] if each is not None and not isinstance(each, DTensor)]
         alike = all(_lies(parameter, mesh, whole) for parameter in self.users)
-        known = all(kind is nn.ModuleList or kind in ROWWISE for kind in self._classes)
+        known = all(type(module) is nn.ModuleList or is_rowwise(module) for module in self._modules)
         self.is_whole = known and alike and not plain and self._is_bare()
 
     def _is_bare(self) -> bool:

@@ -58,7 +58,7 @@ def find_gradients(
         losses.append(without_graph(loss))
         return loss
 
-    pipeline, device = pipeline_of(model), next(model.parameters()).device
+    pipeline, like = pipeline_of(model), next(model.parameters())
     total: LossSum | None = None
     if pipeline is not None:
         pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, ended)
@@ -70,14 +70,14 @@ def find_gradients(
                     output = model(*microbatch.args, **microbatch.kwargs)
                 loss = loss_of(output, microbatch)
             if is_last:  # waited for at once, no rank would go back before all are forward
-                total = LossSum(losses, device)
+                total = LossSum(losses, like.device, like.dtype)
             ended("forward")
             with traced("backward"):
                 loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
         ended("backward")
     ended("backward")
     with traced("sync"):
-        total = total or LossSum(losses, device)
+        total = total or LossSum(losses, like.device, like.dtype)
         sync.wait()
         whole = total.wait()
         if pipeline is not None:
@@ -98,12 +98,12 @@ def find_loss(
 
     Communication: the model's forward, the sum of the losses once, and what goes from stage to stage.
     """
-    pipeline = pipeline_of(model)
+    pipeline, like = pipeline_of(model), next(model.parameters())
     with torch.no_grad(), computing():
         if pipeline is None:
             outputs = [model(*each.args, **each.kwargs) for each in microbatches]
         else:
             outputs = pipeline.forward(model, microbatches)
         losses = [criterion(output, each.targets) for output, each in zip(outputs, microbatches, strict=bool(outputs))]
-        total = LossSum(losses, next(model.parameters()).device).wait()
+        total = LossSum(losses, like.device, like.dtype).wait()
         return total if pipeline is None else pipeline.sum_over_stages(total)

@@ -26,7 +26,7 @@ from ..data.batches import Batches, Rows
 from ..data.prefetch import Prefetch
 from ..generation import generate
 from ..losses import local_value
-from ..microbatches import divide
+from ..microbatches import divide, join
 from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
@@ -286,6 +286,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             key = self._outline.dropout_key(step, number)
             parts.append(self._microbatch(batch, (rows // self._outline.microbatches, T), dropout_key=key))
+        join(parts)
         return parts
 
     def _read_rows(self, step: int) -> list[Rows]:

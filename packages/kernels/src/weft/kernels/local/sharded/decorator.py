@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, LayoutError, infer
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, infer
 from weft.reshard import layout_of, reshard
-from weft.reshard.running.groups import of_this_world, process_mesh
+from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
 from ...op import Op
 from ...sharded import Shapes, Sharding, apply, apply_many
@@ -45,9 +47,11 @@ def on_local_tensors(
     out_shapes: called as the function is, with a torch.Size of the whole tensor for each tensor, it returns the whole shape of the output,
         or a tuple of them. Without it the function is called once for each kind of inputs on tensors of the meta device.
     reshard_inputs: bring inputs that lie otherwise to what is declared.
-    Communication: none, but for that of `reshard_inputs` and of the function itself.
+    Communication: none, but for that of `reshard_inputs` and of the function itself; where it cannot be called on tensors of the meta
+    device, the sum of a number over the mesh each time.
     Raises ValueError for a declaration that does not fit the function; when called LayoutError for an input that lies otherwise,
-    naming the reshard, and for outputs whose local shapes are not those declared.
+    naming the reshard, and on every rank for outputs whose local shapes on one are not those declared. Each rank finds out for all
+    ranks, on tensors of the meta device, once for each kind of inputs.
 
         @on_local_tensors(in_layouts={"x": {"dp": "S(0)", "tp": "S(-1)"}}, out_layouts={"dp": "S(0)", "tp": "S(-1)"})
         def softcap(x):
@@ -69,8 +73,9 @@ def on_local_tensors(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             tensors = _inputs(declared, bound.arguments, reshard_inputs)
-            shapes, dtype = _outputs(function, declared, bound, tensors, out_shapes)
-            options: dict[str, Any] = {"names": tuple(tensors), "shapes": shapes, "dtype": dtype, "call": bound}
+            shapes, dtype, is_checked = _outputs(function, declared, bound, tensors, out_shapes)
+            call = _Calling(bound, is_checked)
+            options: dict[str, Any] = {"names": tuple(tensors), "shapes": shapes, "dtype": dtype, "call": call}
             run: Any = apply_many if declared.many else apply
             result: Result = run(op, *tensors.values(), **options)
             return result
@@ -113,23 +118,35 @@ def _check_replicated(declared: Declaration, name: str, wanted: Layout) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Calling:
+    """How the function was called, and whether the shapes of its outputs are known to be as declared on all ranks."""
+
+    bound: inspect.BoundArguments
+    is_checked: bool
+
+
 def _outputs(
     function: Callable[..., Any],
     declared: Declaration,
     bound: inspect.BoundArguments,
     tensors: Mapping[str, Tensor],
     out_shapes: Callable[..., Any] | None,
-) -> tuple[Sizes, torch.dtype]:
-    """The whole shapes of the outputs, and their dtype, found once for inputs of one kind."""
-    key: Any = (function, *((name, _kind(each)) for name, each in bound.arguments.items()))
+) -> tuple[Sizes, torch.dtype, bool]:
+    """The whole shapes of the outputs, their dtype, and whether all ranks' parts were checked; found once for inputs of one kind."""
+    mesh = next(process_mesh(each.device_mesh) for each in bound.arguments.values() if isinstance(each, DTensor))
+    key: Any = (function, mesh, *((name, _kind(each)) for name, each in bound.arguments.items()))
     kept = of_this_world()
     try:
         if key in kept:
-            found: tuple[Sizes, torch.dtype] = kept[key]
+            found: tuple[Sizes, torch.dtype, bool] = kept[key]
             return found
     except TypeError:  # an argument that cannot be hashed
-        return _asked(function, declared, bound, tensors, out_shapes)
-    kept[key] = answer = _asked(function, declared, bound, tensors, out_shapes)
+        key = None
+    shapes, dtype = _asked(function, declared, bound, tensors, out_shapes)
+    answer = shapes, dtype, _check_parts(function, declared, bound, tensors, shapes, mesh)
+    if key is not None:
+        kept[key] = answer
     return answer
 
 
@@ -150,11 +167,8 @@ def _asked(
         shapes = tuple(tuple(shape) for shape in (answer if declared.many else [answer]))
         floating = (each.dtype for each in tensors.values() if each.is_floating_point())
         return shapes, next(floating, torch.get_default_dtype())
-    given = (item for item in bound.arguments.items() if isinstance(item[1], Tensor))
-    empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in given}
     try:
-        with torch.no_grad():
-            outputs = _as_tuple(declared, _called(function, bound, empty))
+        outputs = _on_meta(function, declared, bound, {})
     except LayoutError:
         raise
     except Exception as error:
@@ -163,6 +177,64 @@ def _asked(
             f"({type(error).__name__}: {error}); give on_local_tensors out_shapes="
         ) from error
     return tuple(tuple(each.shape) for each in outputs), outputs[0].dtype
+
+
+def _on_meta(
+    function: Callable[..., Any],
+    declared: Declaration,
+    bound: inspect.BoundArguments,
+    sizes: Mapping[str, Sequence[int]],
+) -> tuple[Tensor, ...]:
+    """The outputs on tensors without data. sizes: by parameter, where they are others than the whole tensor's."""
+    given = (item for item in bound.arguments.items() if isinstance(item[1], Tensor))
+    empty = {name: torch.empty(sizes.get(name, x.shape), dtype=x.dtype, device="meta") for name, x in given}
+    with torch.no_grad():
+        return _as_tuple(declared, _called(function, bound, empty))
+
+
+def _check_parts(
+    function: Callable[..., Any],
+    declared: Declaration,
+    bound: inspect.BoundArguments,
+    tensors: Mapping[str, Tensor],
+    shapes: Sizes,
+    mesh: ProcessMesh,
+) -> bool:
+    """Whether the function's outputs could be looked at on every rank. No rank learns of another's by communication.
+
+    Raises LayoutError, on all ranks, where those of one are not as declared.
+    """
+    inputs = {name: (declared.input(name, mesh, each.shape), tuple(each.shape)) for name, each in tensors.items()}
+    outputs = [(declared.output(number, mesh, shape), shape) for number, shape in enumerate(shapes)]
+    alike: dict[Any, int] = {}
+    for rank in (*([this_rank()] if this_rank() in mesh else []), *mesh.ranks):
+        sizes = tuple((name, layout.local_shape(shape, rank)) for name, (layout, shape) in inputs.items())
+        alike.setdefault((sizes, tuple(layout.local_shape(shape, rank) for layout, shape in outputs)), rank)
+    for (sizes, parts), rank in alike.items():
+        try:
+            found = _on_meta(function, declared, bound, dict(sizes))
+        except LayoutError:
+            raise
+        except Exception:  # out_shapes was given
+            return False
+        where = "this rank" if rank == this_rank() else f"rank {rank}"
+        wrong = _wrong_part(declared, found, parts, shapes, where)
+        if wrong is not None:
+            raise LayoutError(wrong)
+    return True
+
+
+def _wrong_part(
+    declared: Declaration, outputs: tuple[Tensor, ...], parts: Sizes, shapes: Sizes, where: str
+) -> str | None:
+    """What is wrong with the shapes of a rank's outputs; None where they are as declared."""
+    for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
+        if tuple(output.shape) != part:
+            return (
+                f"{declared.name} returned {tuple(output.shape)} as output {number} on {where}; declared as "
+                f"{_told(declared.outputs[number])}, of {shapes[number]} in all, it has {part}"
+            )
+    return None
 
 
 def _called(function: Callable[..., Any], bound: inspect.BoundArguments, instead: Mapping[str, Any]) -> Any:
@@ -190,17 +262,20 @@ def _forward(
     names: tuple[str, ...],
     shapes: Sizes,
     dtype: torch.dtype,
-    call: inspect.BoundArguments,
+    call: _Calling,
     parts: Sizes,
+    mesh: ProcessMesh,
 ) -> Any:
     """parts: the shapes of this rank's outputs."""
-    outputs = _as_tuple(declared, _called(function, call, dict(zip(names, locals_, strict=True))))
-    for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
-        if tuple(output.shape) != part:
-            raise LayoutError(
-                f"{declared.name} returned {tuple(output.shape)} as output {number} on this rank; declared as "
-                f"{_told(declared.outputs[number])}, of {shapes[number]} in all, it has {part}"
-            )
+    outputs = _as_tuple(declared, _called(function, call.bound, dict(zip(names, locals_, strict=True))))
+    wrong = _wrong_part(declared, outputs, parts, shapes, "this rank")
+    if not call.is_checked:
+        failed = torch.tensor(float(wrong is not None), device=outputs[0].device)
+        layout = Layout(mesh, dict.fromkeys(mesh.axis_names, Partial()))
+        if reshard(wrap(failed, layout, ())).to_local() and wrong is None:
+            raise LayoutError(f"{declared.name} returned another shape than is declared; see the error of another rank")
+    if wrong is not None:
+        raise LayoutError(wrong)
     return outputs if declared.many else outputs[0]
 
 
@@ -241,7 +316,7 @@ def _rule(
         return tuple(found)
 
     def local(rank: int, _: Any) -> dict[str, Any]:
-        return {"parts": tuple(layout.local_shape(shape, rank) for layout, shape in lying)}
+        return {"parts": tuple(layout.local_shape(shape, rank) for layout, shape in lying), "mesh": mesh}
 
     return Sharding(*lying[0], gradients, local, lying[1:] if declared.many else None)
 

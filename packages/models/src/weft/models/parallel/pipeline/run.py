@@ -30,7 +30,7 @@ from .channels import Channel, Handover
 from .stages import Stages
 
 Within = Callable[[], AbstractContextManager[Any]]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by number, of parameters that stages send
+_WORDS = 32  # bytes that the name of a dtype takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,31 +146,34 @@ class Pipeline:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
 
         read: gives the parameter, or a copy to take in its place, on the ranks of a stage that has it.
-        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; two broadcasts over "pp", of
-        the dtype's number and of the values.
+        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; two broadcasts over "pp",
+        of its dtype and of its numbers.
         """
-        own = next(model.parameters())
-        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
         whole: Tensor | None = None
+        device = next(model.parameters()).device
         if first == self._at[PIPELINE_AXIS]:
             parameter = read(model, name).detach()
             whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
+        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
         source = self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first})
-        dtype = torch.full(
-            (), -1 if whole is None else _DTYPES.index(whole.dtype), dtype=torch.int64, device=own.device
-        )
-        dist.broadcast(dtype, source, group=group)  # the model may have been cast since it was cut
+        words = ("" if whole is None else str(whole.dtype)).ljust(_WORDS).encode()  # other stages may have other dtypes
+        told = torch.tensor(list(words), dtype=torch.uint8, device=device)
+        dist.broadcast(told, source, group=group)
         if whole is None:
-            whole = torch.empty(self.parameters[name].shape, dtype=_DTYPES[int(dtype)], device=own.device)
+            dtype = getattr(torch, bytes(told.tolist()).decode().strip().removeprefix("torch."))
+            whole = torch.empty(self.parameters[name].shape, dtype=dtype, device=device)
         dist.broadcast(whole, source, group=group)
         return whole
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
-        """The sum over "pp", on every rank. Communication: an all-reduce of a number."""
-        group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
-        wait_for(dist.all_reduce(number, group=group, async_op=True))
-        return number
+        """The sum over "pp", on every rank, of numbers of any dtypes: each rank gets it in that of its own.
+
+        Communication: an all-reduce of a number of float64, as no stage knows the dtype of a loss that another one computes.
+        """
+        group, total = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))), number.double()
+        wait_for(dist.all_reduce(total, group=group, async_op=True))
+        return total.to(number.dtype)
 
     def finish_sends(self) -> None:
         """Waits until all that was sent to other stages has been received."""
