@@ -30,6 +30,7 @@ from weft.models import (
     save_pretrained,
 )
 from weft.models.checkpoint.configs import config_of
+from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import MANIFEST, Manifest
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
@@ -207,6 +208,18 @@ def test_a_folder_of_several_dtypes_is_read_as_it_is(kind: str, save: Callable[.
         assert fused or read[name].dtype == parameter.dtype, name
     for name, wide in from_pretrained(tmp_path / "saved", dtype=torch.float64).named_parameters():
         assert wide.dtype == torch.float64 and torch.equal(wide.float(), read[name].float()), name
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_several_dtypes_are_converted_there_and_back_without_rounding(kind: str, tmp_path: Path) -> None:
+    model = mixed(kind)
+    save_checkpoint(model, tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "folder")
+    convert(tmp_path / "folder", tmp_path / "back")
+    for folder in ("folder", "back"):
+        read = from_pretrained(tmp_path / folder)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(read.get_parameter(name).float(), parameter.float()), (folder, name)
 
 
 def test_config_json_says_the_dtype_to_which_nothing_is_rounded(tmp_path: Path) -> None:
