@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +16,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..planning.layouts import sharded_over
 from . import fused  # noqa: F401  optimizers' steps on the parameters, once it is there
-from .api import reshard
-from .buckets import Bucket, Route
-from .dtensor import kind_of, layout_of, memory_of, of_kind
-from .leaves import Leaf, as_dtensor, grad_of, in_dtype, sum_of
+from .attendance import Attendance
+from .buckets import Route
+from .dtensor import kind_of, layout_of, of_kind
+from .groups import this_rank
+from .leaves import Form, Forms, Leaf, as_dtensor, grad_of, in_dtype, sum_of
+from .order import named_ranks
+from .sending import Sending
 from .units import units_of
 from .waiting import Waiting
+from .weakly import weakly
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -47,9 +50,14 @@ class GradientSync:
     dtype: in which they are added up over ranks, where it is not their own; what arrives has the parameter's.
     Where `module` has its parameters on shards that it gathers (ParallelPlan's zero), a gradient goes from the whole parameter to
     the shard's `.grad`: with zero=1 as any other, with 2 and 3 in every backward pass, those that only accumulate too.
+    Ranks may have gradients of different parameters, as where each uses another expert, or one skips a batch: every rank ends with
+    the sum over the ranks that have a gradient, and a parameter of which no rank has any keeps its `.grad`. Every rank of the
+    parameters' meshes calls `wait()` as often.
     Communication: in the reverse of the order in which `module` has its parameters, so that ranks whose hooks run in other orders,
     as where one rank compiles a block and another does not, send the same. A gradient that comes early waits for those before it,
-    but for parameters that had none in the step before.
+    but for parameters that no rank had a gradient of in the step before. In `wait()` each rank tells the store of the process group
+    which gradients it has, and waits for no answer; a rank that lacks one, or sends one twice, reads what the others told, which
+    takes it a fraction of a millisecond for each. Freeze parameters that are never used (`requires_grad_(False)`).
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
 
@@ -70,7 +78,6 @@ class GradientSync:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; gradients are added up in a floating-point one")
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
         axes = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
         named: dict[str, DTensor] = {
             n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad
@@ -96,6 +103,8 @@ class GradientSync:
                     parameter=home if whole is None else as_dtensor(whole.leaf),
                     home=home,
                     name=name,
+                    mesh=layout_of(home).mesh,
+                    is_here=this_rank() in layout_of(home).mesh,
                     target=sharded_over(layout_of(home), home.shape, axes),
                     at_once=whole is not None and not whole.sums,
                 )
@@ -103,14 +112,21 @@ class GradientSync:
         self._leaves = tuple(reversed(leaves))  # about the order of backward, and the same on every rank
         # By the identity of the parameter, those whose addends need not come by `.grad`.
         self._of = {id(leaf.parameter): leaf for leaf in self._leaves if leaf.parameter is leaf.home}
-        self._expected = self._leaves  # those whose gradients others wait for: those that came in the last step
+        self._expected = (
+            self._leaves
+        )  # those that had a gradient on any rank in the last step, which are sent in this order
         self._next = 0  # of the expected, the one that is sent next
-        self._filling: dict[Hashable, Bucket[Leaf]] = {}
-        self._sent: deque[Bucket[Leaf]] = deque()
+        self._repeats = any(
+            leaf.at_once for leaf in self._leaves
+        )  # whether backward sends a parameter's gradients more than once
+        self._attendance = Attendance(self._leaves)
+        told = weakly(self._tell_before_waiting)
+        self._sending = Sending(bucket_bytes, dtype, told)
+        self._waits = False  # whether `wait()` runs
         self._paused = False
         self._unsynchronized = False  # whether any leaf waits
         _alive.add(self)
-        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self._before_step))]
+        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weakly(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
         own = weakref.ref(self)
         for number, leaf in enumerate(self._leaves):
@@ -136,18 +152,22 @@ class GradientSync:
         Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
         neither an all-reduce nor a reduce-scatter.
         """
-        for leaf in self._leaves:
-            if leaf.addend is not None or leaf.aside or leaf.grad is not None:
-                self._add(leaf)
-        if any(leaf.came for leaf in self._leaves):
-            self._expected = tuple(leaf for leaf in self._leaves if leaf.came)
+        self._waits = True
+        try:
+            there_is = self._complete()
+            self._sending.finish()
+        finally:
+            self._waits = False
+        if any(there_is):
+            self._expected = tuple(leaf for leaf, forms in zip(self._leaves, there_is, strict=True) if forms)
         self._next = 0
-        for bucket in self._filling.values():
-            self._send(bucket)
-        while self._sent:
-            self._finish(self._sent.popleft())
-        for leaf in self._leaves:
-            leaf.waits, leaf.came, leaf.arrived = False, False, 0
+        self._attendance.leave()
+        for leaf, forms in zip(self._leaves, there_is, strict=True):
+            leaf.end()
+            if forms:
+                leaf.known = forms
+            else:
+                leaf.held = None  # zeros, where no rank has a gradient
             if leaf.held is None:
                 continue
             home = leaf.home
@@ -157,7 +177,6 @@ class GradientSync:
             held, leaf.held = leaf.held, None
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
             home.grad = held if dtype in (None, held.dtype) else in_dtype(held, dtype)
-        self._filling.clear()
         self._unsynchronized = False
         for unit in self._units:
             unit.rest()
@@ -222,10 +241,12 @@ class GradientSync:
         leaf = self._of.get(id(parameter))
         if leaf is None or leaf.addend is not None or leaf.aside or self._paused:
             return False
-        if parameter.grad is not None or self._dtype not in (None, part.dtype) or not leaf.is_seen_by_us_alone:
+        if parameter.grad is not None or self._sending.dtype not in (None, part.dtype) or not leaf.is_seen_by_us_alone:
             return False
         if leaf.travels is None or leaf.travels[0] is not kind:
             leaf.travels = kind, Route.of(of_kind(part, kind), leaf.target)
+        if leaf.taken[0] is not kind:
+            leaf.taken = kind, (Form(layout_of(of_kind(part, kind)), part.dtype),)
         route = leaf.travels[1]
         if route is None or not any(route.way.axes):  # one that has its layout is there at once
             return False
@@ -236,67 +257,117 @@ class GradientSync:
         return True
 
     def _arrived(self, leaf: Leaf) -> None:
-        leaf.came = True
         leaf.arrived += 1
-        while (expected := self._expected[self._next]).arrived:
-            self._add(expected)
+        while self._next < len(self._expected) and (expected := self._expected[self._next]).arrived:
+            self._sending.add(expected)
             expected.arrived -= 1
-            self._next = (self._next + 1) % len(self._expected)
+            self._next += 1
+            if self._next == len(self._expected) and self._repeats:
+                self._next = 0
 
-    def _add(self, leaf: Leaf) -> None:
-        """Sends the leaf's gradients on their way, but for one that has its layout."""
-        if leaf.addend is not None:
-            assert leaf.travels is not None and leaf.travels[1] is not None, "it was found when the addend was taken"
-            self._put(leaf, leaf.addend, leaf.travels[1])
-            leaf.addend = None
-        for layout, older in leaf.aside.items():
-            self._bring(leaf, older, layout == leaf.target)
-        leaf.aside.clear()
-        grad = leaf.grad
-        if grad is not None:
-            if leaf.lies is None or leaf.lies[0] is not kind_of(grad):
-                layout = layout_of(grad)
-                leaf.lies = kind_of(grad), layout, layout == leaf.target
-            if not leaf.lies[2]:
-                leaf.parameter.grad = None
-                self._bring(leaf, grad, False)
-        if leaf.home.grad is None:
-            leaf.stand()
+    def _tell_before_waiting(self) -> None:
+        """Tells, in backward, what this rank has sent: a rank that has no gradient at all learns that it is waited for."""
+        if not self._waits:
+            anew = not any(
+                leaf.known for leaf in self._leaves
+            )  # nothing is known of the forms before the first `wait()`
+            self._attendance.begin(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
 
-    def _bring(self, leaf: Leaf, grad: DTensor, is_there: bool) -> None:
-        """is_there: whether the gradient has its layout."""
-        if self._dtype is not None and grad.dtype != self._dtype:
-            grad = in_dtype(grad, self._dtype)
-        if is_there:
-            leaf.hold(grad)
-            return
-        if leaf.travels is None or leaf.travels[0] is not kind_of(grad):
-            leaf.travels = kind_of(grad), Route.of(grad, leaf.target)
-        route = leaf.travels[1]
-        if route is None:
-            leaf.hold(reshard(grad, placements=leaf.target))
-            return
-        self._put(leaf, memory_of(grad), route)
+    def _complete(self) -> list[Forms]:
+        """Adds what was not sent to buckets, in one order on all ranks; the forms of each parameter's gradients, () where no rank has any."""
+        leaves = self._leaves
+        for leaf in leaves:
+            if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
+                self._sending.add(leaf)  # to what waits there already
+        pending = [leaf.pending() for leaf in leaves]
+        has = [
+            forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
+            for leaf, forms in zip(leaves, pending, strict=True)
+        ]
+        rest = self._expected[self._next :]
+        expected = set(rest)
+        again = [i for i, forms in enumerate(pending) if forms and leaves[i] not in expected]
+        twice = [i for i in again if leaves[i].sent]
+        regular = not twice and all(
+            len(forms) == 1 for leaf, forms in zip(leaves, has, strict=True) if leaf.learns or forms
+        )
+        self._attendance.come(tuple(has), frozenset(again), reads=not regular)
+        if regular or not self._attendance.has_peers:
+            for leaf in (*rest, *leaves):
+                if leaf.pending():
+                    self._sending.add(leaf)
+            return has
+        return self._complete_with_others(has, twice)
 
-    def _put(self, leaf: Leaf, part: Tensor, route: Route) -> None:
-        """Into a bucket, which is sent when it is full."""
-        bucket = self._filling.get(route.key)
-        if bucket is None:
-            bucket = self._filling[route.key] = Bucket(leaf.home.device_mesh)
-        bucket.add(leaf, part, route)
-        if bucket.nbytes >= self._bucket_bytes:
-            self._send(self._filling.pop(route.key))
+    def _complete_with_others(self, has: list[Forms], twice: list[int]) -> list[Forms]:
+        """As `_complete`, where this rank lacks a gradient, or sends one more than once.
 
-    def _send(self, bucket: Bucket[Leaf]) -> None:
-        """Starts it; of those that were sent before, one stays on its way, and what others brought gives its memory back."""
-        while len(self._sent) > 1:
-            self._finish(self._sent.popleft())
-        bucket.start()
-        self._sent.append(bucket)
+        What every rank expects comes first, of which the forms are known: others may wait for these buckets in backward, and have
+        told nothing yet.
+        """
+        number = {leaf: i for i, leaf in enumerate(self._leaves)}
+        attendance, lacks_all = self._attendance, not any(has)
+        sent: dict[int, Forms] = {}
+        for leaf in self._expected[self._next :]:
+            if leaf.pending():
+                self._sending.add(leaf)
+            elif leaf.learns and not (lacks_all and not attendance.someone_has_any(leaf.mesh)):
+                sent[number[leaf]] = forms = leaf.known or attendance.forms_of(number[leaf])
+                self._add_zeros(leaf, forms)
+        found = list(has)
+        for i, leaf in enumerate(self._leaves):
+            if not leaf.is_here:
+                if leaf.pending():
+                    self._sending.add(leaf)
+                continue
+            told = attendance.others(leaf)
+            theirs = {rank: each.has[i] for rank, each in told.items() if each.has[i]}
+            self._check_alike(leaf, has[i] or sent.get(i, ()), theirs)
+            if not has[i]:
+                found[i] = next(iter(theirs.values()), ())
+            alone = [rank for rank, each in told.items() if not each.reads and i not in each.again]
+            if i in twice and alone:
+                raise RuntimeError(
+                    f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on {named_ranks(alone)}, "
+                    f"after it was sent; make as many on every rank, or all but the last within sync.paused()"
+                )
+            if leaf.pending():
+                self._sending.add(leaf)
+            elif any(i in each.again for each in told.values()):
+                self._add_zeros(leaf, found[i])
+            if not has[i] and leaf.target in [form.layout for form in found[i]]:
+                self._stand_in_for(leaf, found[i], sorted(theirs))
+        return found
 
-    def _finish(self, bucket: Bucket[Leaf]) -> None:
-        for leaf, grad in bucket.finish():
-            leaf.hold(grad)
+    def _add_zeros(self, leaf: Leaf, forms: Forms) -> None:
+        for form in forms:
+            if form.layout != leaf.target:
+                self._sending.add_zeros(leaf, form)
+
+    def _check_alike(self, leaf: Leaf, mine: Forms, theirs: dict[int, Forms]) -> None:
+        """Raises RuntimeError where another rank's gradients lie otherwise."""
+        for rank, forms in theirs.items():
+            if mine and set(mine) != set(forms):
+                raise RuntimeError(
+                    f"the gradient of {leaf.name} is ({', '.join(map(str, mine))}) on rank {this_rank()}, and "
+                    f"({', '.join(map(str, forms))}) on rank {rank}: such addends have no sum; give the ranks batches that lie alike"
+                )
+
+    def _stand_in_for(self, leaf: Leaf, forms: Forms, ranks: list[int]) -> None:
+        """Zeros where ranks with other shards have a gradient that has its layout.
+
+        Raises RuntimeError where a rank with this rank's shard has one: it is whole there, and no sum.
+        """
+        shape, target = leaf.home.shape, leaf.target
+        mine = target.local_slices(shape, this_rank())
+        same = [rank for rank in ranks if target.local_slices(shape, rank) == mine]
+        if same:
+            raise RuntimeError(
+                f"rank {this_rank()} has no gradient of {leaf.name}, which {named_ranks(same)} ha{'s' if len(same) == 1 else 've'} "
+                f"whole ({target}), so that nothing is to be added up; compute with it on all of these ranks, or on rows that an "
+                f"axis shards"
+            )
+        self._sending.add_zeros(leaf, next(form for form in forms if form.layout == target))
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
@@ -317,20 +388,8 @@ def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any],
     return None if alive is None else alive._take
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` as long as its object lives: the garbage collector does not see what torch's gradient hooks hold."""
-    found = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = found()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
-
-
 def _before_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor | None], None]:
-    """What a leaf does with its older gradient before the next is added. It holds no tensor; see `_weakly`."""
+    """What a leaf does with its older gradient before the next is added. It holds no tensor; see `weakly`."""
 
     def before(incoming: Tensor | None) -> None:  # None: a function gave this parameter no gradient
         alive = sync()
@@ -343,7 +402,7 @@ def _before_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor
 
 
 def _ready_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor], None]:
-    """What a leaf does once its gradient is added. It holds no tensor; see `_weakly`."""
+    """What a leaf does once its gradient is added. It holds no tensor; see `weakly`."""
 
     def ready(_: Tensor) -> None:
         alive = sync()

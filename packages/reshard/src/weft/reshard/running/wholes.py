@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from weft.mesh import Layout
 
 from .dtensor import layout_of, memory_of, wrap
 from .groups import this_rank
+from .weakly import weakly
 
 
 class Gathering(Protocol):
@@ -124,8 +125,8 @@ class Wholes:
         self._order: list[Gathering] = []  # in which the last forward opened them first
         self._opened: list[Gathering] = []  # in which this one does
         for hook in (
-            register_optimizer_step_pre_hook(_weakly(self._before_step)),
-            register_optimizer_step_post_hook(_weakly(self._after_step)),
+            register_optimizer_step_pre_hook(weakly(self._before_step)),
+            register_optimizer_step_post_hook(weakly(self._after_step)),
         ):
             weakref.finalize(self, hook.remove)
 
@@ -195,15 +196,3 @@ class Wholes:
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` as long as its object lives."""
-    found = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = found()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
