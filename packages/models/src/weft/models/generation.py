@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels import uniform
 from weft.mesh import Shard, derive_key
-from weft.reshard import layout_of, to_global
+from weft.reshard import fixed_parameters, layout_of, to_global
 from weft.reshard.running.dtensor import wrap
 
 from .decoder import CausalModel
@@ -62,7 +62,8 @@ def generate(
     that is cut into stages.
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "use_cache": use_cache}
-    drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, **options))
+    with fixed_parameters(model):
+        drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, **options))
     new = torch.stack(drawn, 1) if drawn else None  # [B, max_new_tokens]
     if isinstance(prompts, Tensor):
         return prompts.clone() if new is None else torch.cat((prompts, new), 1)

@@ -18,10 +18,10 @@ from ..planning.layouts import sharded_over
 from . import fused  # noqa: F401  optimizers' steps on the parameters, once it is there
 from .attendance import Attendance
 from .buckets import Route
+from .completing import complete
 from .dtensor import kind_of, layout_of, of_kind
 from .groups import this_rank
-from .leaves import Form, Forms, Leaf, as_dtensor, grad_of, in_dtype, sum_of
-from .order import named_ranks
+from .leaves import Form, Leaf, as_dtensor, grad_of, in_dtype, sum_of
 from .sending import Sending
 from .units import units_of
 from .waiting import Waiting
@@ -137,14 +137,20 @@ class GradientSync:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside, or `wait()`, synchronizes the sum."""
+        """Backward passes inside only accumulate; the next one outside, or `wait()`, synchronizes the sum.
+
+        Parameters that lie on shards (ParallelPlan's zero=1 and 2) are gathered once for the forward passes inside and for those that
+        follow until `wait()`: between these passes parameters do not change, as their gradients have one sum.
+        """
         before, self._paused = self._paused, True
+        for unit in self._units:
+            unit.gathered_by.fix(self)
         try:
             yield
         finally:
             self._paused = before
-        if any(leaf.at_once for leaf in self._leaves):
-            self.wait()
+        if self._repeats:
+            self._synchronize()
 
     def wait(self) -> None:
         """Returns when every gradient has its layout.
@@ -152,9 +158,15 @@ class GradientSync:
         Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
         neither an all-reduce nor a reduce-scatter.
         """
+        self._synchronize()
+        for unit in self._units:
+            unit.gathered_by.fixed_by.discard(self)
+
+    def _synchronize(self) -> None:
+        """As `wait()`, where more passes may follow."""
         self._waits = True
         try:
-            there_is = self._complete()
+            there_is = complete(self._leaves, self._expected[self._next :], self._sending, self._attendance)
             self._sending.finish()
         finally:
             self._waits = False
@@ -189,6 +201,8 @@ class GradientSync:
             _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
             if isinstance(leaf.home.grad, Waiting):
                 leaf.home.grad = None
+        for unit in self._units:
+            unit.gathered_by.fixed_by.discard(self)
         self._hooks.clear()
         self._leaves = self._expected = ()
         self._of.clear()
@@ -272,102 +286,6 @@ class GradientSync:
                 leaf.known for leaf in self._leaves
             )  # nothing is known of the forms before the first `wait()`
             self._attendance.begin(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
-
-    def _complete(self) -> list[Forms]:
-        """Adds what was not sent to buckets, in one order on all ranks; the forms of each parameter's gradients, () where no rank has any."""
-        leaves = self._leaves
-        for leaf in leaves:
-            if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
-                self._sending.add(leaf)  # to what waits there already
-        pending = [leaf.pending() for leaf in leaves]
-        has = [
-            forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
-            for leaf, forms in zip(leaves, pending, strict=True)
-        ]
-        rest = self._expected[self._next :]
-        expected = set(rest)
-        again = [i for i, forms in enumerate(pending) if forms and leaves[i] not in expected]
-        twice = [i for i in again if leaves[i].sent]
-        regular = not twice and all(
-            len(forms) == 1 for leaf, forms in zip(leaves, has, strict=True) if leaf.learns or forms
-        )
-        self._attendance.come(tuple(has), frozenset(again), reads=not regular)
-        if regular or not self._attendance.has_peers:
-            for leaf in (*rest, *leaves):
-                if leaf.pending():
-                    self._sending.add(leaf)
-            return has
-        return self._complete_with_others(has, twice)
-
-    def _complete_with_others(self, has: list[Forms], twice: list[int]) -> list[Forms]:
-        """As `_complete`, where this rank lacks a gradient, or sends one more than once.
-
-        What every rank expects comes first, of which the forms are known: others may wait for these buckets in backward, and have
-        told nothing yet.
-        """
-        number = {leaf: i for i, leaf in enumerate(self._leaves)}
-        attendance, lacks_all = self._attendance, not any(has)
-        sent: dict[int, Forms] = {}
-        for leaf in self._expected[self._next :]:
-            if leaf.pending():
-                self._sending.add(leaf)
-            elif leaf.learns and not (lacks_all and not attendance.someone_has_any(leaf.mesh)):
-                sent[number[leaf]] = forms = leaf.known or attendance.forms_of(number[leaf])
-                self._add_zeros(leaf, forms)
-        found = list(has)
-        for i, leaf in enumerate(self._leaves):
-            if not leaf.is_here:
-                if leaf.pending():
-                    self._sending.add(leaf)
-                continue
-            told = attendance.others(leaf)
-            theirs = {rank: each.has[i] for rank, each in told.items() if each.has[i]}
-            self._check_alike(leaf, has[i] or sent.get(i, ()), theirs)
-            if not has[i]:
-                found[i] = next(iter(theirs.values()), ())
-            alone = [rank for rank, each in told.items() if not each.reads and i not in each.again]
-            if i in twice and alone:
-                raise RuntimeError(
-                    f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on {named_ranks(alone)}, "
-                    f"after it was sent; make as many on every rank, or all but the last within sync.paused()"
-                )
-            if leaf.pending():
-                self._sending.add(leaf)
-            elif any(i in each.again for each in told.values()):
-                self._add_zeros(leaf, found[i])
-            if not has[i] and leaf.target in [form.layout for form in found[i]]:
-                self._stand_in_for(leaf, found[i], sorted(theirs))
-        return found
-
-    def _add_zeros(self, leaf: Leaf, forms: Forms) -> None:
-        for form in forms:
-            if form.layout != leaf.target:
-                self._sending.add_zeros(leaf, form)
-
-    def _check_alike(self, leaf: Leaf, mine: Forms, theirs: dict[int, Forms]) -> None:
-        """Raises RuntimeError where another rank's gradients lie otherwise."""
-        for rank, forms in theirs.items():
-            if mine and set(mine) != set(forms):
-                raise RuntimeError(
-                    f"the gradient of {leaf.name} is ({', '.join(map(str, mine))}) on rank {this_rank()}, and "
-                    f"({', '.join(map(str, forms))}) on rank {rank}: such addends have no sum; give the ranks batches that lie alike"
-                )
-
-    def _stand_in_for(self, leaf: Leaf, forms: Forms, ranks: list[int]) -> None:
-        """Zeros where ranks with other shards have a gradient that has its layout.
-
-        Raises RuntimeError where a rank with this rank's shard has one: it is whole there, and no sum.
-        """
-        shape, target = leaf.home.shape, leaf.target
-        mine = target.local_slices(shape, this_rank())
-        same = [rank for rank in ranks if target.local_slices(shape, rank) == mine]
-        if same:
-            raise RuntimeError(
-                f"rank {this_rank()} has no gradient of {leaf.name}, which {named_ranks(same)} ha{'s' if len(same) == 1 else 've'} "
-                f"whole ({target}), so that nothing is to be added up; compute with it on all of these ranks, or on rows that an "
-                f"axis shards"
-            )
-        self._sending.add_zeros(leaf, next(form for form in forms if form.layout == target))
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:

@@ -22,6 +22,11 @@ from .groups import this_rank
 from .weakly import weakly
 
 
+def in_backward() -> bool:
+    """Whether autograd's backward runs in this thread; torch.utils.checkpoint asks so too."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Gathering(Protocol):
     """What gathers some parameters together: see `Unit`, in units.py."""
 
@@ -44,20 +49,23 @@ def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) ->
 
 
 class Whole:
-    """A sharded parameter as its module computes with it: a leaf of autograd whose memory comes and goes.
+    """The full-size copy of a sharded parameter that its module computes with: an autograd leaf over a buffer that is freed and refilled.
 
-    What autograd keeps of it for backward shares its memory, which is given back and filled again under it.
-    stays: it keeps its memory, and is filled again when its shard has changed. sums: its gradient may add up whole.
-    While it keeps its memory, for that reason or for another, the shard is a stretch of it where it can be one: it is held once.
+    What autograd keeps for backward shares the buffer. stays: keep the buffer between calls. sums: let its gradient accumulate.
+    While the buffer is kept, for that reason or for another, a contiguous shard is a view into it: the parameter is held once.
+    filled: the state of the shard that the buffer was filled with; None without a buffer. time: of the model's `Wholes`, when it was.
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
         part = layout.local_shape(shard.shape, this_rank())
-        made = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
-        self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
-        assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
-        self._shard, self._local = memory_of(shard), memory_of(self.leaf)
-        self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
+        with torch.inference_mode(False):  # a tensor that is born in it could not be trained with after
+            made = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
+            self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
+            assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
+            self._shard, self._local = memory_of(shard), memory_of(self.leaf)
+            self.memory = (
+                self._local.data
+            )  # what is filled: by .data, as autograd is told of no change where there is none
         self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
         self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
         self._storage = self._local.untyped_storage()
@@ -65,7 +73,8 @@ class Whole:
         self._storage.resize_(0)
         self.layout, self.stays, self.sums = layout, stays, sums
         self.users = 0
-        self.filled: object = None  # the state of the shard that it was filled with; None where it has no memory
+        self.filled: object = None
+        self.time = 0
         self._last: object = None  # that it was last filled with
         self.steps = 0  # of optimizers, some of which change a tensor and not its version
         self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
@@ -80,7 +89,7 @@ class Whole:
             self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """What changes when the values of the shard do."""
+        """What changes when the shard does by an optimizer or in place; by `.data`, say, it changes unseen."""
         return self.steps, shard._version, self._shard._version
 
     def make_room(self) -> None:
@@ -88,8 +97,9 @@ class Whole:
         if self._storage.nbytes() != self._nbytes:  # torch moves the values, whatever the size was
             self._storage.resize_(self._nbytes)
 
-    def take(self, shard: DTensor, state: object, *, keeps: bool) -> None:
-        """Its memory was filled with what the shard is. keeps: whether it keeps it, even where it does not stay."""
+    def take(self, shard: DTensor, state: object, time: int, *, keeps: bool) -> None:
+        """Record that the buffer now holds the shard's values. keeps: keep the buffer after this call, whatever `stays` says."""
+        self.time = time
         if self._last is not None and self._last != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
@@ -113,15 +123,21 @@ def _accumulated(whole: Whole | None) -> None:
 
 
 class Wholes:
-    """The sharded parameters of a model, and the order in which its units come.
+    """The sharded parameters of a model, the order in which its units come, and when their values may have changed.
 
-    keeps: above 0 what is gathered is not given back.
+    Between two forward passes a program may change parameters in ways that no tensor tells: by `.data`, by foreach operators, in
+    place of a view. So each pass gathers them anew, on every rank alike, and its backward computes with what forward gathered.
+    keeps: above 0 what is gathered is not given back. fixed_by: who has said that parameters do not change, so that they are gathered
+    once. time: the number of passes that gathered anew.
     """
 
     def __init__(self) -> None:
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
-        self.keeps = 0
+        self.keeps = self.time = 0
+        self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls = 0  # of units, that are running
+        self._in_forward = False  # of the model
         self._order: list[Gathering] = []  # in which the last forward opened them first
         self._opened: list[Gathering] = []  # in which this one does
         for hook in (
@@ -157,6 +173,34 @@ class Wholes:
         """Called before the model's forward."""
         if self._opened:
             self._order, self._opened = self._opened, []
+        if not self._calls:
+            self.renew()
+        self._in_forward = True
+
+    def end(self, *_: object) -> None:
+        """Called after the model's forward."""
+        self._in_forward = False
+
+    def enter(self) -> None:
+        """Called before a unit's forward, which is a pass of its own outside of the model's."""
+        if not self._calls and not self._in_forward:
+            self.renew()
+        self._calls += 1
+
+    def leave(self) -> None:
+        """Called after a unit's forward."""
+        self._calls -= 1
+
+    def renew(self) -> None:
+        """What was gathered before may not be what the parameters are; backward may repeat a forward, with the same values."""
+        if not self.fixed_by and not in_backward():
+            self.time += 1
+
+    def fix(self, by: Any) -> None:
+        """From now on parameters do not change, until `by` is gone from `fixed_by`."""
+        if by not in self.fixed_by:
+            self.renew()
+            self.fixed_by.add(by)
 
     def after(self, unit: Gathering) -> Gathering | None:
         """Notes that forward has come to a unit; the one that comes next, so far as the last forward tells."""
