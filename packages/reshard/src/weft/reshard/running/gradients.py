@@ -79,11 +79,9 @@ class GradientSync:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; gradients are added up in a floating-point one")
         axes = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
-        named: dict[str, DTensor] = {
-            n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad
-        }
+        named: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
         for name, parameter in named.items():
-            if parameter in _synchronized and _synchronized[parameter]() is not None:
+            if parameter.requires_grad and _sync_of(parameter) is not None:
                 raise ValueError(
                     f"parameter {name} has a GradientSync already, which reduces it; close() that one first"
                 )
@@ -94,10 +92,10 @@ class GradientSync:
                     f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
                 )
         self._units = units_of(module)
-        wholes = {shard: whole for unit in self._units for shard, whole in unit.wholes().items()}
+        self._wholes = {shard: whole for unit in self._units for shard, whole in unit.wholes().items()}
         leaves = []
         for name, home in named.items():
-            whole = wholes.get(home)
+            whole = self._wholes.get(home)
             leaves.append(
                 Leaf(
                     parameter=home if whole is None else as_dtensor(whole.leaf),
@@ -110,14 +108,13 @@ class GradientSync:
                 )
             )
         self._leaves = tuple(reversed(leaves))  # about the order of backward, and the same on every rank
-        # By the identity of the parameter, those whose addends need not come by `.grad`.
-        self._of = {id(leaf.parameter): leaf for leaf in self._leaves if leaf.parameter is leaf.home}
-        self._expected = (
-            self._leaves
-        )  # those that had a gradient on any rank in the last step, which are sent in this order
-        self._next = 0  # of the expected, the one that is sent next
+        self._frozen = list(enumerate(self._leaves))  # those that are not ours, by number
+        self._of: dict[int, Leaf] = {}  # by the identity of the parameter, those whose addends need not come by `.grad`
+        # Those that had a gradient on any rank in the last step, which are sent in this order; and which of them is next.
+        self._expected = tuple(leaf for leaf in self._leaves if leaf.home.requires_grad)
+        self._next = 0
         self._repeats = any(
-            leaf.at_once for leaf in self._leaves
+            leaf.at_once for leaf in leaves
         )  # whether backward sends a parameter's gradients more than once
         self._attendance = Attendance(self._leaves)
         told = weakly(self._tell_before_waiting)
@@ -128,12 +125,27 @@ class GradientSync:
         _alive.add(self)
         self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weakly(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Sets the hooks of parameters that learn, and have none yet."""
         own = weakref.ref(self)
-        for number, leaf in enumerate(self._leaves):
-            _synchronized[leaf.home] = own
+        claimed = False
+        for number, leaf in self._frozen:
+            if not leaf.home.requires_grad or _sync_of(leaf.home) is not None:
+                continue
+            claimed = True
+            leaf.is_ours, _synchronized[leaf.home] = True, own
+            if leaf.parameter is leaf.home:
+                self._of[id(leaf.home)] = leaf
+            else:
+                self._wholes[leaf.home].follow(leaf.home)
+                self._wholes[leaf.home].synchronized_by = own
             parameter = leaf.parameter
             self._hooks.append(parameter.register_hook(_before_of(own, number)))  # type: ignore[no-untyped-call]
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_ready_of(own, number)))  # type: ignore[no-untyped-call]
+        if claimed:
+            self._frozen = [(number, leaf) for number, leaf in self._frozen if not leaf.is_ours]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -164,6 +176,7 @@ class GradientSync:
 
     def _synchronize(self) -> None:
         """As `wait()`, where more passes may follow."""
+        self._claim()
         self._waits = True
         try:
             there_is = complete(self._leaves, self._expected[self._next :], self._sending, self._attendance)
@@ -174,6 +187,7 @@ class GradientSync:
             self._expected = tuple(leaf for leaf, forms in zip(self._leaves, there_is, strict=True) if forms)
         self._next = 0
         self._attendance.leave()
+        found = []
         for leaf, forms in zip(self._leaves, there_is, strict=True):
             leaf.end()
             if forms:
@@ -189,16 +203,23 @@ class GradientSync:
             held, leaf.held = leaf.held, None
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
             home.grad = held if dtype in (None, held.dtype) else in_dtype(held, dtype)
+            found.append(leaf)
         self._unsynchronized = False
         for unit in self._units:
             unit.rest()
+        for leaf in found:
+            leaf.call_hooks()
 
     def close(self) -> None:
         """Takes the hooks off the parameters, whose gradients stay as they are. Call `wait()` before."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
+            if not leaf.is_ours:
+                continue
             _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
+            if leaf.home in self._wholes:
+                self._wholes[leaf.home].synchronized_by = None
             if isinstance(leaf.home.grad, Waiting):
                 leaf.home.grad = None
         for unit in self._units:
@@ -206,20 +227,22 @@ class GradientSync:
         self._hooks.clear()
         self._leaves = self._expected = ()
         self._of.clear()
+        self._frozen.clear()
         self._unsynchronized = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._unsynchronized:
-            groups = optimizer.param_groups
-            self._refuse(
-                [p for group in groups for p in group["params"]],
-                f"{type(optimizer).__name__}.step()",
-                "optimizer.step()",
-            )
+        groups = optimizer.param_groups
+        self._refuse(
+            (p for group in groups for p in group["params"]), f"{type(optimizer).__name__}.step()", "optimizer.step()"
+        )
 
     def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
         """Raises RuntimeError where `what` would pass over parameters, or take addends of their gradients."""
-        waiting: dict[Tensor, str] = {leaf.home: leaf.name for leaf in self._leaves if leaf.waits}
+        waiting: dict[Tensor, str] = {leaf.home: leaf.name for _, leaf in self._frozen if _has_addend(leaf)}
+        if self._unsynchronized:
+            waiting |= {leaf.home: leaf.name for leaf in self._leaves if leaf.waits}
+        if not waiting:
+            return
         held = [waiting[parameter] for parameter in parameters if parameter in waiting]
         if held:
             others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
@@ -291,8 +314,18 @@ class GradientSync:
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
     """Raises RuntimeError where the gradients of some of them wait for their `GradientSync.wait()`."""
     for sync in list(_alive):
-        if sync._unsynchronized:
-            sync._refuse(parameters, what, what)
+        sync._refuse(parameters, what, what)
+
+
+def _has_addend(leaf: Leaf) -> bool:
+    """Whether a parameter that was frozen when its GradientSync was made has an addend in `.grad`."""
+    grad = leaf.grad if leaf.home.requires_grad and _sync_of(leaf.home) is None else None
+    return grad is not None and any(placement.is_partial() for placement in grad.placements)
+
+
+def _sync_of(parameter: Tensor) -> GradientSync | None:
+    found: GradientSync | None = _synchronized[parameter]() if parameter in _synchronized else None
+    return found
 
 
 def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
@@ -301,8 +334,7 @@ def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any],
     It is called in a backward pass with a parameter, this rank's part of its gradient, and the `kind_of` that has, once a pass: it takes
     that along, or says False, where the gradient is to go by `.grad`, as autograd brings it.
     """
-    found = parameter is not None and parameter in _synchronized
-    alive: GradientSync | None = _synchronized[parameter]() if found else None
+    alive = None if parameter is None else _sync_of(parameter)
     return None if alive is None else alive._take
 
 

@@ -39,7 +39,7 @@ class Leaf:
     """A parameter that autograd gives gradients to, and what is known of its gradients: to find by a tensor what belongs to it is slow.
 
     home: the parameter that the gradients are for. mesh: of home; is_here: whether this rank is in the mesh. target: the layout that
-    gradients end in. at_once: gradients are whole, and never add up before they are sent.
+    gradients end in. is_ours: whether its hooks are set; a frozen parameter has none. at_once: gradients are whole, and never add up before they are sent.
     aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its forms, and whether its layout is
     the target. travels: of the last gradient that was sent its kind and its route. addend: this rank's part of a gradient that did not
     come by `.grad`; taken: its kind and forms.
@@ -55,6 +55,7 @@ class Leaf:
     is_here: bool
     target: Layout
     at_once: bool
+    is_ours: bool = False
     aside: dict[Layout, DTensor] = field(default_factory=dict)
     lies: tuple[object, Forms, bool] | None = None
     travels: tuple[object, Route | None] | None = None
@@ -76,10 +77,12 @@ class Leaf:
     @property
     def learns(self) -> bool:
         """Whether this rank is to have a gradient."""
-        return self.is_here and self.home.requires_grad
+        return self.is_ours and self.is_here and self.home.requires_grad
 
     def pending(self) -> Forms:
         """The forms of the gradients that backward passes gave and that were not sent; a gradient that is there counts where it is new."""
+        if not self.is_ours:
+            return ()
         if self.aside:
             older = [Form(layout, each.dtype) for layout, each in self.aside.items() if layout != self.target]
             return (*(self.taken[1] if self.addend is not None else ()), *older, *self._in_grad())
@@ -112,6 +115,12 @@ class Leaf:
     def end(self) -> None:
         """The step is over."""
         self.waits, self.arrived, self.sent, self.bucket = False, 0, (), None
+
+    def call_hooks(self) -> None:
+        """Calls the hooks that wait for the gradient to be accumulated, of a parameter that autograd does not see."""
+        hooks = self.home._post_accumulate_grad_hooks if self.parameter is not self.home else None
+        for hook in list(hooks.values()) if hooks else ():
+            hook(self.home)
 
     def stand(self) -> None:
         """Puts into `home.grad` what stands there while its gradient is on its way."""

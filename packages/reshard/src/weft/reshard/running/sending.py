@@ -38,9 +38,10 @@ class Sending:
             self._bring(leaf, older, layout == leaf.target)
         leaf.aside.clear()
         grad = leaf.grad
-        if grad is not None and not leaf.find(grad)[2]:
+        is_there = grad is not None and leaf.find(grad)[2]
+        if grad is not None and not (is_there and leaf.parameter is leaf.home):
             leaf.parameter.grad = None
-            self._bring(leaf, grad, False)
+            self._bring(leaf, grad, is_there)
         if leaf.home.grad is None:
             leaf.stand()
 

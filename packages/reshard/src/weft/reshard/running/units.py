@@ -19,7 +19,8 @@ from .gathering import Gather, Gathers
 from .trees import tensors_of
 from .wholes import Gathering, Whole, Wholes, in_backward
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
 _LAYOUTS = "_gathered_layouts"  # and that in which are the layouts of its parameters when they are whole, by name
@@ -166,7 +167,7 @@ class Unit:
                 self._known[i] = known = parameter, whole
                 self._gathers.clear()
             shard, whole = known
-            whole.follow(shard.requires_grad)
+            whole.follow(shard)
             found.append((place, shard, whole))
         return found
 
@@ -344,7 +345,7 @@ def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> C
     """Calls `function` within `fixed_parameters` of its first argument."""
 
     @wraps(function)
-    def call(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with fixed_parameters(model):
             return function(model, *args, **kwargs)
 

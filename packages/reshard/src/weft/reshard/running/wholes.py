@@ -78,15 +78,18 @@ class Whole:
         self._last: object = None  # that it was last filled with
         self.steps = 0  # of optimizers, some of which change a tensor and not its version
         self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self.synchronized_by: object = None  # a weak reference to the GradientSync that brings gradients to the shard
         self._hooked = False
 
-    def follow(self, requires_grad: bool) -> None:
-        """Learns, or no longer, as its shard."""
+    def follow(self, shard: DTensor) -> None:
+        """Learns, or no longer, as its shard; hooks on the shard's gradient are called with the gradient that autograd finds."""
+        requires_grad = shard.requires_grad
         if self.leaf.requires_grad != requires_grad:
             self.leaf.requires_grad_(requires_grad)
         if requires_grad and not self._hooked:
-            told, self._hooked = weakref.ref(self), True
-            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
+            told, of, self._hooked = weakref.ref(self), weakref.ref(shard), True
+            self.leaf.register_hook(lambda grad: _hooked(of(), grad))  # type: ignore[no-untyped-call]
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told(), of()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
         """What changes when the shard does by an optimizer or in place; by `.data`, say, it changes unseen."""
@@ -116,10 +119,27 @@ class Whole:
         self.filled = None
 
 
-def _accumulated(whole: Whole | None) -> None:
-    if whole is not None:
-        for unit in list(whole.units):
-            unit.accumulated(whole)
+def _hooked(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
+    """The gradient of a whole as the hooks on its shard change it: what `Tensor.register_hook` promises of the parameter."""
+    hooks = None if shard is None else shard._backward_hooks
+    if grad is None or not hooks:
+        return grad
+    for hook in list(hooks.values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def _accumulated(whole: Whole | None, shard: DTensor | None) -> None:
+    if whole is None:
+        return
+    for unit in list(whole.units):
+        unit.accumulated(whole)
+    if whole.synchronized_by is None and shard is not None and shard._post_accumulate_grad_hooks:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(shard.shape)} lies on shards and has a hook of register_post_accumulate_grad_hook(), which "
+            f"is called when the gradient of its shard is there: in the wait() of a GradientSync; keep a GradientSync(model)"
+        )
 
 
 class Wholes:
@@ -162,7 +182,7 @@ class Wholes:
             whole = self._of[shard] = Whole(shard, layout, stays=stays, sums=sums)
             self._leaves[whole.leaf] = True
         whole.units.add(unit)
-        whole.follow(shard.requires_grad)
+        whole.follow(shard)
         return whole
 
     def is_whole(self, parameter: Tensor) -> bool:
