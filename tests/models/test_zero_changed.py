@@ -275,3 +275,64 @@ def test_what_is_known_not_to_change_is_gathered_once(zero: int, pool: Any) -> N
         assert units == CONFIG.num_layers + 3  # the blocks, the embedding, the last norm, the head
         assert found.pop("three passes") == 3 * units
         assert set(found.values()) == {units}, found
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "local": local,
+    "detached": lambda parameter: parameter.detach(),
+    "flat": lambda parameter: local(parameter).detach().view(-1),
+    "numpy": lambda parameter: local(parameter).detach().numpy(),
+}
+
+
+def through_views(zero: int) -> None:
+    """Views that were taken before the first pass, as an optimizer with flat memory keeps them, are views of the parameters still."""
+    for name, hold in HOLDERS.items():
+        model, mesh = made(zero)
+        alone = make()
+        views = [hold(parameter) for parameter in model.parameters()]
+        for _ in range(3):
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    logits_of(model, mesh), logits_of(alone, None), rtol=1e-4, atol=1e-4, msg=name
+                )
+                for view in views:
+                    view *= FACTOR
+                by_foreach(alone)
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_views_from_before_the_first_pass_are_views_still(zero: int, pool: Any) -> None:
+    pool.run(through_views, zero, ranks=2)
+
+
+def after_other_backward_passes(zero: int) -> None:
+    """A backward pass for the gradient of an input alone, and one that fails, leave the shards in their places."""
+    model, mesh = made(zero)
+    shards = list(model.parameters())
+    norm, layer = model.norm, model.layers[0]
+    rows = Layout(mesh, "dp: S(0)")
+    hidden = distribute(torch.randn(4, 9, CONFIG.hidden_size), rows).requires_grad_()
+    (grad,) = torch.autograd.grad(norm(hidden).sum(), hidden)
+    assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
+    assert grad.shape == hidden.shape
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    handle = layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_: fail(hidden))
+    with pytest.raises(ArithmeticError):
+        loss_of(model, mesh, 0).backward()
+    handle.remove()
+    alone = make()
+    with torch.no_grad():
+        logits_of(model, mesh)
+        assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
+        for each_model in (model, alone):
+            by_foreach(each_model)
+        torch.testing.assert_close(logits_of(model, mesh), logits_of(alone, None), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("zero", LEVELS[1:])
+def test_backward_passes_that_end_otherwise(zero: int, pool: Any) -> None:
+    pool.run(after_other_backward_passes, zero, ranks=2)

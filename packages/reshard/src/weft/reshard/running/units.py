@@ -114,7 +114,14 @@ class Unit:
             self._backward.add(call)
         self._make_whole()
         self._awaited.update(whole for whole in self._held if whole.leaf.requires_grad)
+        self._wholes.settle_after_backward(self)
         self._start(self._wholes.before(self))
+
+    def end_pass(self) -> None:
+        """No backward pass runs that came to this unit: no gradient is waited for."""
+        if not self._calls and (self._backward or self._awaited):
+            self._give_up()
+            self._settle()
 
     def end_backward(self, call: _Call) -> None:
         """The gradients of a call's inputs are there."""
@@ -139,12 +146,15 @@ class Unit:
         if self._ahead is not None:
             self._ahead[0].give_up()
             self._ahead = None
+        self._give_up()
+        self._kept.clear()
+        self._settle()
+
+    def _give_up(self) -> None:
         for call in self._backward:
             call.left = 0
         self._backward.clear()
         self._awaited.clear()
-        self._kept.clear()
-        self._settle()
 
     def drop(self) -> None:
         """Gives back what stays whole from step to step too; the next call gathers it."""

@@ -38,6 +38,8 @@ class Gathering(Protocol):
 
     def accumulated(self, whole: Whole) -> None: ...
 
+    def end_pass(self) -> None: ...
+
 
 def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
     """Where a rank's part of a shard lies in its part of the whole; None where that is not one stretch of contiguous memory."""
@@ -52,7 +54,8 @@ class Whole:
     """The full-size copy of a sharded parameter that its module computes with: an autograd leaf over a buffer that is freed and refilled.
 
     What autograd keeps for backward shares the buffer. stays: keep the buffer between calls. sums: let its gradient accumulate.
-    While the buffer is kept, for that reason or for another, a contiguous shard is a view into it: the parameter is held once.
+    While the buffer is kept, for that reason or for another, a contiguous shard is a view into it: the parameter is held once. A shard
+    of which the program has views stays where it is, so that they are views of the parameter still.
     filled: the state of the shard that the buffer was filled with; None without a buffer. time: of the model's `Wholes`, when it was.
     """
 
@@ -106,7 +109,8 @@ class Whole:
         if self._last is not None and self._last != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
-        if (self.stays or keeps) and self._stretch is not None and self._lent is None:
+        is_free = self._lent is None and _uses(self._shard) == _USES_ALONE
+        if (self.stays or keeps) and self._stretch is not None and is_free:
             self._lent = self._shard
             self._lent.data = self.memory[self._stretch]
 
@@ -117,6 +121,14 @@ class Whole:
             self._lent = None
         self._storage.resize_(0)
         self.filled = None
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many objects share a tensor's memory, the one among them that is asked for it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_USES_ALONE = _uses(torch.empty(1))
 
 
 def _hooked(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
@@ -158,6 +170,7 @@ class Wholes:
         self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = 0  # of units, that are running
         self._in_forward = False  # of the model
+        self._ending: dict[int, list[Gathering]] = {}  # by backward pass, the units that it has come to
         self._order: list[Gathering] = []  # in which the last forward opened them first
         self._opened: list[Gathering] = []  # in which this one does
         for hook in (
@@ -213,8 +226,25 @@ class Wholes:
 
     def renew(self) -> None:
         """What was gathered before may not be what the parameters are; backward may repeat a forward, with the same values."""
-        if not self.fixed_by and not in_backward():
+        if in_backward():
+            return
+        self._ending.clear()
+        for unit in self.units:  # of a backward pass that failed
+            unit.end_pass()
+        if not self.fixed_by:
             self.time += 1
+
+    def settle_after_backward(self, unit: Gathering) -> None:
+        """Has the unit told when the backward pass that runs is over, which may be for other gradients than those of its parameters."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._ending:
+            self._ending[number] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(number))
+        self._ending[number].append(unit)
+
+    def _end_backward(self, number: int) -> None:
+        for unit in self._ending.pop(number, ()):
+            unit.end_pass()
 
     def fix(self, by: Any) -> None:
         """From now on parameters do not change, until `by` is gone from `fixed_by`."""
