@@ -101,6 +101,47 @@ def test_what_is_not_finite_scales_nothing() -> None:
     assert clip_grad_norm_([], 1.0).item() == 0.0
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("gradient", "max_norm"),
+    [
+        pytest.param([0.0, 0.0], 0.0, id="zeros-to-zero"),
+        pytest.param([0.0, -0.0], 1.0, id="zeros"),
+        pytest.param([0.0, 0.0], math.inf, id="zeros-to-infinity"),
+        pytest.param([3.0, -4.0], 0.0, id="to-zero"),
+        pytest.param([1e-30, -1e-30], 0.0, id="whose-squares-are-zero-to-zero"),
+        pytest.param([1e-30, -1e-30], 1.0, id="whose-squares-are-zero"),
+        pytest.param([1e-40, 0.0], 1.0, id="subnormal"),
+        pytest.param([3.0, -4.0], math.inf, id="to-infinity"),
+    ],
+)
+def test_norms_of_zero_and_bounds_of_zero_are_as_torchs(
+    gradient: list[float], max_norm: float, dtype: torch.dtype, norm_type: float
+) -> None:
+    ours, theirs = (nn.Parameter(torch.zeros(len(gradient), dtype=dtype)) for _ in range(2))
+    for parameter in (ours, theirs):
+        parameter.grad = torch.tensor(gradient, dtype=dtype)
+    norm = clip_grad_norm_([ours], max_norm, norm_type)
+    torch.nn.utils.clip_grad_norm_([theirs], max_norm, norm_type)
+    assert norm.isfinite()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0.0)
+
+
+def zeros_on_ranks(max_norm: float) -> Tensor:
+    """A shard of zeros on each rank."""
+    parameter = nn.Parameter(distribute(torch.ones(5), Layout(ProcessMesh.grid(dp=2), "dp: S(0)")))
+    parameter.grad = distribute(torch.zeros(5), Layout(ProcessMesh.grid(dp=2), "dp: S(0)"))
+    clip_grad_norm_([parameter], max_norm)
+    return parameter.grad.to_local()
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_zeros_on_a_mesh_stay_zeros(max_norm: float, pool: Any) -> None:
+    for found in pool.run(zeros_on_ranks, max_norm, ranks=2):
+        assert torch.equal(found, torch.zeros_like(found))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((-1.0,), "max_norm is -1.0"), ((math.nan,), "max_norm is nan"), ((1.0, 0.0), "norm_type is 0.0")],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels import uniform
 from weft.mesh import Shard, derive_key
-from weft.reshard import layout_of, to_global
+from weft.reshard import fixed_parameters, layout_of, to_global
 from weft.reshard.running.dtensor import wrap
 
 from .checks import MOST_NEW_TOKENS
@@ -81,7 +81,8 @@ def generate(
     that is cut into stages; LogitsNotFinite where a row's largest logit is NaN or infinite.
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options))
+    with fixed_parameters(model):
+        drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options))
     new = torch.stack(drawn, 1) if drawn else None  # [B, max_new_tokens], or fewer where all rows are complete
     if isinstance(prompts, Tensor):
         return prompts.clone() if new is None else torch.cat((prompts, new), 1)

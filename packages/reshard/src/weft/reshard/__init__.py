@@ -26,7 +26,7 @@ from .running.gradients import GradientSync
 from .running.norm import clip_grad_norm_
 from .running.order import OrderError, check_order
 from .running.topology import Topology
-from .running.units import drop_gathered
+from .running.units import drop_gathered, fixed_parameters
 
 __all__ = [
     "AllGather",
@@ -49,6 +49,7 @@ __all__ = [
     "clip_grad_norm_",
     "distribute",
     "drop_gathered",
+    "fixed_parameters",
     "layout_of",
     "plan",
     "reshard",

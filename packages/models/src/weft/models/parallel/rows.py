@@ -6,6 +6,7 @@ else each of its ops would do so. FSDP2 computes so, too.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -59,6 +60,12 @@ class _Unit:
         self.module, self.forward = module, forward
         self.within: _Within | None = None
         self.last: Callable[[], _Call | None] = lambda: None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
+        """Without what was found within the module, whose parameters may have no memory between calls."""
+        memo[id(self)] = copied = _Unit(copy.deepcopy(self.module, memo), self.forward)
+        copied.forward = copy.deepcopy(self.forward, memo)
+        return copied
 
 
 class _Within:

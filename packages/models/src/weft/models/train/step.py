@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from weft.reshard import GradientSync
+from weft.reshard.running.units import with_fixed_parameters
 
 from ..communication import Phase
 from ..losses import LossSum, first_gradient, without_graph
@@ -31,6 +32,7 @@ class Found:
     grad_norm: Tensor | None
 
 
+@with_fixed_parameters
 def find_gradients(
     model: nn.Module,
     criterion: Criterion,
@@ -91,6 +93,7 @@ def find_gradients(
     return Found(whole, total.local, norm)
 
 
+@with_fixed_parameters
 def find_loss(
     model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], computing: Computing = nullcontext
 ) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
-from weft.reshard import GradientSync
+from weft.reshard import GradientSync, fixed_parameters
 from weft.reshard.running.issued import Collective
 from weft.reshard.running.units import drop_gathered, units_of
 from weft.reshard.running.waits import Waits
@@ -248,7 +248,8 @@ class Trainer:
         (size, T), count = self._shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
         # Without gradients it would be compiled anew.
-        with traced("evaluate"), torch.compiler.set_stance("force_eager"), self._computing():
+        eager = torch.compiler.set_stance("force_eager")
+        with traced("evaluate"), eager, self._computing(), fixed_parameters(self.model):
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]

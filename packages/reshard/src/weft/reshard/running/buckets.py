@@ -109,11 +109,11 @@ class Route:
 class Bucket(Generic[Owner]):
     """Gradients on one mesh that are summed over the same axes, each of an owner, which is found by its identity.
 
-    nbytes: of the gradients on the first rank of the mesh, so that it is the same on every rank.
+    nbytes: of the gradients on the first rank of the mesh, so that it is the same on every rank. is_open: until it starts.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self.nbytes = mesh, 0
+        self._mesh, self.nbytes, self.is_open = mesh, 0, True
         self._routes: dict[Owner, Route] = {}
         self._grads: dict[Owner, Tensor] = {}  # this rank's parts, until the collective has them
 
@@ -127,6 +127,7 @@ class Bucket(Generic[Owner]):
 
     def start(self) -> None:
         """Starts the first collective."""
+        self.is_open = False
         mesh = process_mesh(self._mesh)
         if this_rank() in mesh:
             announce(Words(self._words), meshes=(mesh,))

@@ -50,7 +50,7 @@ class Gathers:
             else:
                 group, _ = group_along(each.shard.device_mesh, axes_of(step))
                 bundles.setdefault((group.group_name, each.shard.dtype), []).append((each, step))
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(False):  # buffers that are born in it could be filled in it alone
             self._bundles = [_Bundle(items) for items in bundles.values()]
         self._pending: list[tuple[Gather, Pending]] = []
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +16,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..planning.layouts import sharded_over
 from . import fused  # noqa: F401  optimizers' steps on the parameters, once it is there
-from .api import reshard
-from .buckets import Bucket, Route
-from .dtensor import kind_of, layout_of, memory_of, of_kind
-from .leaves import Leaf, as_dtensor, grad_of, in_dtype, sum_of
+from .attendance import Attendance
+from .buckets import Route
+from .completing import complete
+from .dtensor import kind_of, layout_of, of_kind
+from .groups import this_rank
+from .leaves import Form, Leaf, as_dtensor, grad_of, in_dtype, sum_of
+from .sending import Sending
 from .units import units_of
 from .waiting import Waiting
+from .weakly import weakly
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -47,9 +50,14 @@ class GradientSync:
     dtype: in which they are added up over ranks, where it is not their own; what arrives has the parameter's.
     Where `module` has its parameters on shards that it gathers (ParallelPlan's zero), a gradient goes from the whole parameter to
     the shard's `.grad`: with zero=1 as any other, with 2 and 3 in every backward pass, those that only accumulate too.
+    Ranks may have gradients of different parameters, as where each uses another expert, or one skips a batch: every rank ends with
+    the sum over the ranks that have a gradient, and a parameter of which no rank has any keeps its `.grad`. Every rank of the
+    parameters' meshes calls `wait()` as often.
     Communication: in the reverse of the order in which `module` has its parameters, so that ranks whose hooks run in other orders,
     as where one rank compiles a block and another does not, send the same. A gradient that comes early waits for those before it,
-    but for parameters that had none in the step before.
+    but for parameters that no rank had a gradient of in the step before. In `wait()` each rank tells the store of the process group
+    which gradients it has, and waits for no answer; a rank that lacks one, or sends one twice, reads what the others told, which
+    takes it a fraction of a millisecond for each. Freeze parameters that are never used (`requires_grad_(False)`).
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
 
@@ -70,13 +78,10 @@ class GradientSync:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; gradients are added up in a floating-point one")
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
         axes = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
-        named: dict[str, DTensor] = {
-            n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad
-        }
+        named: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
         for name, parameter in named.items():
-            if parameter in _synchronized and _synchronized[parameter]() is not None:
+            if parameter.requires_grad and _sync_of(parameter) is not None:
                 raise ValueError(
                     f"parameter {name} has a GradientSync already, which reduces it; close() that one first"
                 )
@@ -87,48 +92,77 @@ class GradientSync:
                     f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
                 )
         self._units = units_of(module)
-        wholes = {shard: whole for unit in self._units for shard, whole in unit.wholes().items()}
+        self._wholes = {shard: whole for unit in self._units for shard, whole in unit.wholes().items()}
         leaves = []
         for name, home in named.items():
-            whole = wholes.get(home)
+            whole = self._wholes.get(home)
             leaves.append(
                 Leaf(
                     parameter=home if whole is None else as_dtensor(whole.leaf),
                     home=home,
                     name=name,
+                    mesh=layout_of(home).mesh,
+                    is_here=this_rank() in layout_of(home).mesh,
                     target=sharded_over(layout_of(home), home.shape, axes),
                     at_once=whole is not None and not whole.sums,
                 )
             )
         self._leaves = tuple(reversed(leaves))  # about the order of backward, and the same on every rank
-        # By the identity of the parameter, those whose addends need not come by `.grad`.
-        self._of = {id(leaf.parameter): leaf for leaf in self._leaves if leaf.parameter is leaf.home}
-        self._expected = self._leaves  # those whose gradients others wait for: those that came in the last step
-        self._next = 0  # of the expected, the one that is sent next
-        self._filling: dict[Hashable, Bucket[Leaf]] = {}
-        self._sent: deque[Bucket[Leaf]] = deque()
+        self._frozen = list(enumerate(self._leaves))  # those that are not ours, by number
+        self._of: dict[int, Leaf] = {}  # by the identity of the parameter, those whose addends need not come by `.grad`
+        # Those that had a gradient on any rank in the last step, which are sent in this order; and which of them is next.
+        self._expected = tuple(leaf for leaf in self._leaves if leaf.home.requires_grad)
+        self._next = 0
+        self._repeats = any(
+            leaf.at_once for leaf in leaves
+        )  # whether backward sends a parameter's gradients more than once
+        self._attendance = Attendance(self._leaves)
+        told = weakly(self._tell_before_waiting)
+        self._sending = Sending(bucket_bytes, dtype, told)
+        self._waits = False  # whether `wait()` runs
         self._paused = False
         self._unsynchronized = False  # whether any leaf waits
         _alive.add(self)
-        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self._before_step))]
+        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weakly(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Sets the hooks of parameters that learn, and have none yet."""
         own = weakref.ref(self)
-        for number, leaf in enumerate(self._leaves):
-            _synchronized[leaf.home] = own
+        claimed = False
+        for number, leaf in self._frozen:
+            if not leaf.home.requires_grad or _sync_of(leaf.home) is not None:
+                continue
+            claimed = True
+            leaf.is_ours, _synchronized[leaf.home] = True, own
+            if leaf.parameter is leaf.home:
+                self._of[id(leaf.home)] = leaf
+            else:
+                self._wholes[leaf.home].follow(leaf.home)
+                self._wholes[leaf.home].synchronized_by = own
             parameter = leaf.parameter
             self._hooks.append(parameter.register_hook(_before_of(own, number)))  # type: ignore[no-untyped-call]
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_ready_of(own, number)))  # type: ignore[no-untyped-call]
+        if claimed:
+            self._frozen = [(number, leaf) for number, leaf in self._frozen if not leaf.is_ours]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside, or `wait()`, synchronizes the sum."""
+        """Backward passes inside only accumulate; the next one outside, or `wait()`, synchronizes the sum.
+
+        Parameters that lie on shards (ParallelPlan's zero=1 and 2) are gathered once for the forward passes inside and for those that
+        follow until `wait()`: between these passes parameters do not change, as their gradients have one sum.
+        """
         before, self._paused = self._paused, True
+        for unit in self._units:
+            unit.gathered_by.fix(self)
         try:
             yield
         finally:
             self._paused = before
-        if any(leaf.at_once for leaf in self._leaves):
-            self.wait()
+        if self._repeats:
+            self._synchronize()
 
     def wait(self) -> None:
         """Returns when every gradient has its layout.
@@ -136,18 +170,30 @@ class GradientSync:
         Communication: the collectives not yet started, one for each bucket; a reshard for each gradient whose way is
         neither an all-reduce nor a reduce-scatter.
         """
-        for leaf in self._leaves:
-            if leaf.addend is not None or leaf.aside or leaf.grad is not None:
-                self._add(leaf)
-        if any(leaf.came for leaf in self._leaves):
-            self._expected = tuple(leaf for leaf in self._leaves if leaf.came)
+        self._synchronize()
+        for unit in self._units:
+            unit.gathered_by.fixed_by.discard(self)
+
+    def _synchronize(self) -> None:
+        """As `wait()`, where more passes may follow."""
+        self._claim()
+        self._waits = True
+        try:
+            there_is = complete(self._leaves, self._expected[self._next :], self._sending, self._attendance)
+            self._sending.finish()
+        finally:
+            self._waits = False
+        if any(there_is):
+            self._expected = tuple(leaf for leaf, forms in zip(self._leaves, there_is, strict=True) if forms)
         self._next = 0
-        for bucket in self._filling.values():
-            self._send(bucket)
-        while self._sent:
-            self._finish(self._sent.popleft())
-        for leaf in self._leaves:
-            leaf.waits, leaf.came, leaf.arrived = False, False, 0
+        self._attendance.leave()
+        found = []
+        for leaf, forms in zip(self._leaves, there_is, strict=True):
+            leaf.end()
+            if forms:
+                leaf.known = forms
+            else:
+                leaf.held = None  # zeros, where no rank has a gradient
             if leaf.held is None:
                 continue
             home = leaf.home
@@ -157,36 +203,46 @@ class GradientSync:
             held, leaf.held = leaf.held, None
             dtype = getattr(home, "grad_dtype", home.dtype)  # None: any will do
             home.grad = held if dtype in (None, held.dtype) else in_dtype(held, dtype)
-        self._filling.clear()
+            found.append(leaf)
         self._unsynchronized = False
         for unit in self._units:
             unit.rest()
+        for leaf in found:
+            leaf.call_hooks()
 
     def close(self) -> None:
         """Takes the hooks off the parameters, whose gradients stay as they are. Call `wait()` before."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
+            if not leaf.is_ours:
+                continue
             _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
+            if leaf.home in self._wholes:
+                self._wholes[leaf.home].synchronized_by = None
             if isinstance(leaf.home.grad, Waiting):
                 leaf.home.grad = None
+        for unit in self._units:
+            unit.gathered_by.fixed_by.discard(self)
         self._hooks.clear()
         self._leaves = self._expected = ()
         self._of.clear()
+        self._frozen.clear()
         self._unsynchronized = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._unsynchronized:
-            groups = optimizer.param_groups
-            self._refuse(
-                [p for group in groups for p in group["params"]],
-                f"{type(optimizer).__name__}.step()",
-                "optimizer.step()",
-            )
+        groups = optimizer.param_groups
+        self._refuse(
+            (p for group in groups for p in group["params"]), f"{type(optimizer).__name__}.step()", "optimizer.step()"
+        )
 
     def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
         """Raises RuntimeError where `what` would pass over parameters, or take addends of their gradients."""
-        waiting: dict[Tensor, str] = {leaf.home: leaf.name for leaf in self._leaves if leaf.waits}
+        waiting: dict[Tensor, str] = {leaf.home: leaf.name for _, leaf in self._frozen if _has_addend(leaf)}
+        if self._unsynchronized:
+            waiting |= {leaf.home: leaf.name for leaf in self._leaves if leaf.waits}
+        if not waiting:
+            return
         held = [waiting[parameter] for parameter in parameters if parameter in waiting]
         if held:
             others = f" and {len(held) - 1} other{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
@@ -222,10 +278,12 @@ class GradientSync:
         leaf = self._of.get(id(parameter))
         if leaf is None or leaf.addend is not None or leaf.aside or self._paused:
             return False
-        if parameter.grad is not None or self._dtype not in (None, part.dtype) or not leaf.is_seen_by_us_alone:
+        if parameter.grad is not None or self._sending.dtype not in (None, part.dtype) or not leaf.is_seen_by_us_alone:
             return False
         if leaf.travels is None or leaf.travels[0] is not kind:
             leaf.travels = kind, Route.of(of_kind(part, kind), leaf.target)
+        if leaf.taken[0] is not kind:
+            leaf.taken = kind, (Form(layout_of(of_kind(part, kind)), part.dtype),)
         route = leaf.travels[1]
         if route is None or not any(route.way.axes):  # one that has its layout is there at once
             return False
@@ -236,74 +294,38 @@ class GradientSync:
         return True
 
     def _arrived(self, leaf: Leaf) -> None:
-        leaf.came = True
         leaf.arrived += 1
-        while (expected := self._expected[self._next]).arrived:
-            self._add(expected)
+        while self._next < len(self._expected) and (expected := self._expected[self._next]).arrived:
+            self._sending.add(expected)
             expected.arrived -= 1
-            self._next = (self._next + 1) % len(self._expected)
+            self._next += 1
+            if self._next == len(self._expected) and self._repeats:
+                self._next = 0
 
-    def _add(self, leaf: Leaf) -> None:
-        """Sends the leaf's gradients on their way, but for one that has its layout."""
-        if leaf.addend is not None:
-            assert leaf.travels is not None and leaf.travels[1] is not None, "it was found when the addend was taken"
-            self._put(leaf, leaf.addend, leaf.travels[1])
-            leaf.addend = None
-        for layout, older in leaf.aside.items():
-            self._bring(leaf, older, layout == leaf.target)
-        leaf.aside.clear()
-        grad = leaf.grad
-        if grad is not None:
-            if leaf.lies is None or leaf.lies[0] is not kind_of(grad):
-                layout = layout_of(grad)
-                leaf.lies = kind_of(grad), layout, layout == leaf.target
-            if not leaf.lies[2]:
-                leaf.parameter.grad = None
-                self._bring(leaf, grad, False)
-        if leaf.home.grad is None:
-            leaf.stand()
-
-    def _bring(self, leaf: Leaf, grad: DTensor, is_there: bool) -> None:
-        """is_there: whether the gradient has its layout."""
-        if self._dtype is not None and grad.dtype != self._dtype:
-            grad = in_dtype(grad, self._dtype)
-        if is_there:
-            leaf.hold(grad)
-            return
-        if leaf.travels is None or leaf.travels[0] is not kind_of(grad):
-            leaf.travels = kind_of(grad), Route.of(grad, leaf.target)
-        route = leaf.travels[1]
-        if route is None:
-            leaf.hold(reshard(grad, placements=leaf.target))
-            return
-        self._put(leaf, memory_of(grad), route)
-
-    def _put(self, leaf: Leaf, part: Tensor, route: Route) -> None:
-        """Into a bucket, which is sent when it is full."""
-        bucket = self._filling.get(route.key)
-        if bucket is None:
-            bucket = self._filling[route.key] = Bucket(leaf.home.device_mesh)
-        bucket.add(leaf, part, route)
-        if bucket.nbytes >= self._bucket_bytes:
-            self._send(self._filling.pop(route.key))
-
-    def _send(self, bucket: Bucket[Leaf]) -> None:
-        """Starts it; of those that were sent before, one stays on its way, and what others brought gives its memory back."""
-        while len(self._sent) > 1:
-            self._finish(self._sent.popleft())
-        bucket.start()
-        self._sent.append(bucket)
-
-    def _finish(self, bucket: Bucket[Leaf]) -> None:
-        for leaf, grad in bucket.finish():
-            leaf.hold(grad)
+    def _tell_before_waiting(self) -> None:
+        """Tells, in backward, what this rank has sent: a rank that has no gradient at all learns that it is waited for."""
+        if not self._waits:
+            anew = not any(
+                leaf.known for leaf in self._leaves
+            )  # nothing is known of the forms before the first `wait()`
+            self._attendance.begin(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
     """Raises RuntimeError where the gradients of some of them wait for their `GradientSync.wait()`."""
     for sync in list(_alive):
-        if sync._unsynchronized:
-            sync._refuse(parameters, what, what)
+        sync._refuse(parameters, what, what)
+
+
+def _has_addend(leaf: Leaf) -> bool:
+    """Whether a parameter that was frozen when its GradientSync was made has an addend in `.grad`."""
+    grad = leaf.grad if leaf.home.requires_grad and _sync_of(leaf.home) is None else None
+    return grad is not None and any(placement.is_partial() for placement in grad.placements)
+
+
+def _sync_of(parameter: Tensor) -> GradientSync | None:
+    found: GradientSync | None = _synchronized[parameter]() if parameter in _synchronized else None
+    return found
 
 
 def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
@@ -312,25 +334,12 @@ def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any],
     It is called in a backward pass with a parameter, this rank's part of its gradient, and the `kind_of` that has, once a pass: it takes
     that along, or says False, where the gradient is to go by `.grad`, as autograd brings it.
     """
-    found = parameter is not None and parameter in _synchronized
-    alive: GradientSync | None = _synchronized[parameter]() if found else None
+    alive = None if parameter is None else _sync_of(parameter)
     return None if alive is None else alive._take
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` as long as its object lives: the garbage collector does not see what torch's gradient hooks hold."""
-    found = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = found()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
-
-
 def _before_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor | None], None]:
-    """What a leaf does with its older gradient before the next is added. It holds no tensor; see `_weakly`."""
+    """What a leaf does with its older gradient before the next is added. It holds no tensor; see `weakly`."""
 
     def before(incoming: Tensor | None) -> None:  # None: a function gave this parameter no gradient
         alive = sync()
@@ -343,7 +352,7 @@ def _before_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor
 
 
 def _ready_of(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor], None]:
-    """What a leaf does once its gradient is added. It holds no tensor; see `_weakly`."""
+    """What a leaf does once its gradient is added. It holds no tensor; see `weakly`."""
 
     def ready(_: Tensor) -> None:
         alive = sync()

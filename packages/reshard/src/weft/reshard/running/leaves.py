@@ -3,41 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout
+from weft.mesh import Layout, ProcessMesh
 
-from .buckets import Route
-from .dtensor import layout_of, wrap
+from .buckets import Bucket, Route
+from .dtensor import kind_of, layout_of, memory_of, wrap
+from .groups import this_rank
 from .waiting import Waiting
+
+
+class Form(NamedTuple):
+    """How a gradient lies, and its dtype."""
+
+    layout: Layout
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.layout}"
+
+    @classmethod
+    def parse(cls, text: str, mesh: ProcessMesh) -> Form:
+        dtype, _, layout = text.partition(" ")
+        return cls(Layout(mesh, layout), getattr(torch, dtype))
+
+
+Forms = tuple[Form, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A parameter that autograd gives gradients to, and what is known of those: what belongs to a tensor is slow to find by it.
+    """A parameter that autograd gives gradients to, and what is known of its gradients: to find by a tensor what belongs to it is slow.
 
-    home: the parameter that they are for. target: the layout that they end in. at_once: whole gradients, which never add up.
-    aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its layout, and whether that is
-    the target. travels: of one that was sent its kind, and how it travels.
-    addend: one that did not come by `.grad`, this rank's part.
-    waits: whether a backward pass gave a gradient since `wait()`; came: also one that is to be sent; arrived: how often, and was not
-    sent. held: synchronized before, waiting for what is on its way. stand_in: in `home.grad` until then.
+    home: the parameter that the gradients are for. mesh: of home; is_here: whether this rank is in the mesh. target: the layout that
+    gradients end in. is_ours: whether its hooks are set; a frozen parameter has none. at_once: gradients are whole, and never add up before they are sent.
+    aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its forms, and whether its layout is
+    the target. travels: of the last gradient that was sent its kind and its route. addend: this rank's part of a gradient that did not
+    come by `.grad`; taken: its kind and forms.
+    waits: whether a backward pass gave a gradient since `wait()`. arrived: gradients that came to be sent, and were not sent yet.
+    sent: the forms of what was sent since `wait()`; bucket: what took the last of it. known: the forms on all ranks in the last step
+    in which the parameter had a gradient. held: what is synchronized, until `wait()` ends. stand_in: in `home.grad` until then.
     """
 
     parameter: DTensor
     home: DTensor
     name: str
+    mesh: ProcessMesh
+    is_here: bool
     target: Layout
     at_once: bool
+    is_ours: bool = False
     aside: dict[Layout, DTensor] = field(default_factory=dict)
-    lies: tuple[object, Layout, bool] | None = None
+    lies: tuple[object, Forms, bool] | None = None
     travels: tuple[object, Route | None] | None = None
     addend: Tensor | None = None
+    taken: tuple[object, Forms] = (None, ())
     waits: bool = False
-    came: bool = False
     arrived: int = 0
+    sent: Forms = ()
+    bucket: Bucket[Leaf] | None = None
+    known: Forms = ()
     held: DTensor | None = None
     stand_in: Waiting | None = None
 
@@ -45,6 +73,54 @@ class Leaf:
     def grad(self) -> DTensor | None:
         """What backward passes gave it since the last was sent."""
         return grad_of(self.parameter)
+
+    @property
+    def learns(self) -> bool:
+        """Whether this rank is to have a gradient."""
+        return self.is_ours and self.is_here and self.home.requires_grad
+
+    def pending(self) -> Forms:
+        """The forms of the gradients that backward passes gave and that were not sent; a gradient that is there counts where it is new."""
+        if not self.is_ours:
+            return ()
+        if self.aside:
+            older = [Form(layout, each.dtype) for layout, each in self.aside.items() if layout != self.target]
+            return (*(self.taken[1] if self.addend is not None else ()), *older, *self._in_grad())
+        return self._in_grad() if self.addend is None else (*self.taken[1], *self._in_grad())
+
+    def _in_grad(self) -> Forms:
+        grad = self.grad
+        if grad is None:
+            return ()
+        _, forms, is_there = self.find(grad)
+        return forms if self.waits or not is_there else ()
+
+    def find(self, grad: DTensor) -> tuple[object, Forms, bool]:
+        """`lies` of a gradient."""
+        kind = kind_of(grad)
+        if self.lies is None or self.lies[0] is not kind:
+            layout = layout_of(grad)
+            self.lies = kind, (Form(layout, grad.dtype),), layout == self.target
+        return self.lies
+
+    def zeros(self, form: Form) -> DTensor:
+        """A gradient of zeros, of the given form: this rank's addend where other ranks alone have a gradient."""
+        local = torch.zeros(
+            form.layout.local_shape(self.home.shape, this_rank()),
+            dtype=form.dtype,
+            device=memory_of(self.parameter).device,
+        )
+        return wrap(local, form.layout, self.home.shape)
+
+    def end(self) -> None:
+        """The step is over."""
+        self.waits, self.arrived, self.sent, self.bucket = False, 0, (), None
+
+    def call_hooks(self) -> None:
+        """Calls the hooks that wait for the gradient to be accumulated, of a parameter that autograd does not see."""
+        hooks = self.home._post_accumulate_grad_hooks if self.parameter is not self.home else None
+        for hook in list(hooks.values()) if hooks else ():
+            hook(self.home)
 
     def stand(self) -> None:
         """Puts into `home.grad` what stands there while its gradient is on its way."""

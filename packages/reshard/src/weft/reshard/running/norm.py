@@ -67,7 +67,8 @@ def clip_grad_norm_(
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         wait_for(dist.all_reduce(total, op, group=group, async_op=True))
     norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
-    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1), 1)
+    quotient = (max_norm / norm).nan_to_num(0.0)  # of 0 and 0, where torch adds 1e-6 to the norm
+    scale = torch.where(norm.isfinite(), quotient.clamp(max=1), 1)
     if gradients:
         torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm

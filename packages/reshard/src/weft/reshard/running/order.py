@@ -70,7 +70,7 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     if check is not None:
         taking_part = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
         digests = tuple(mesh.digest for mesh in meshes)
-        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or _named(taking_part)
+        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or named_ranks(taking_part)
         check.announce(_Said(f"{plan} on {on}", tuple(taking_part), digests))
 
 
@@ -184,7 +184,7 @@ class _Check:
         by_plan: dict[_Said, list[int]] = defaultdict(list)
         for rank, said in sorted(heard.items()):
             by_plan[said].append(rank)
-        lines = [what, *(f"  {_named(ranks)}: {said.text}" for said, ranks in by_plan.items())]
+        lines = [what, *(f"  {named_ranks(ranks)}: {said.text}" for said, ranks in by_plan.items())]
         for rank in missing:
             latest, left = f"latest/{rank}", f"left/{rank}"
             said_last = _Said.decode(self._store.get(latest)).text if self._has(latest) else "none yet"
@@ -231,7 +231,7 @@ def _host() -> str:
     return host
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 1, 4-7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

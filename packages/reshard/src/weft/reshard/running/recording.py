@@ -55,6 +55,7 @@ class Recorded:
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
         self.rank, self.size, self.device_type, self.by_exchange = rank, mesh.size, "cpu", False
+        self.others_run = False
         self.made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.known: dict[DeviceMesh, ProcessMesh] = {}
         self.kept: dict[Any, Any] = {}
@@ -111,6 +112,9 @@ class Recorded:
 
     def hear(self, what: str) -> bytes:
         raise RuntimeError(f"a rank that is recorded was to be told {what} by another, which does not run")
+
+    def told(self, names: Sequence[str]) -> list[bytes | None]:
+        return [None for _ in names]
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         return range(part.size)  # another order is a view of what has no data

@@ -68,8 +68,25 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
 
 
 def tell(what: str, value: bytes) -> None:
-    """Has a few bytes known to all ranks under a name that is told once. Communication: with the world's store."""
+    """Has a few bytes known to all ranks under a name. Communication: with the world's store, of which TCPStore gives no answer."""
     PrefixStore("weft", _get_default_store()).set(f"told/{what}", value.hex())
+
+
+def told(names: Sequence[str]) -> list[bytes | None]:
+    """What is told under each of these names now; None where nothing is. Communication: with the world's store, twice."""
+    store = PrefixStore("weft", _get_default_store())
+    keys = [f"told/{name}" for name in names]
+    if not store.check(keys):
+        return [bytes.fromhex(store.get(key).decode()) if store.check([key]) else None for key in keys]
+    several = store.has_extended_api()  # type: ignore[attr-defined]  # a FileStore has not
+    values = store.multi_get(keys) if several else [store.get(key) for key in keys]
+    return [bytes.fromhex(value.decode()) for value in values]
+
+
+def patience() -> float:
+    """How long a rank waits for what another tells, in seconds: the timeout of the world's store."""
+    seconds: float = _get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
+    return seconds
 
 
 def hear(what: str) -> bytes:

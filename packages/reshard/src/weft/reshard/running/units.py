@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from weft.mesh import Layout
 from .dtensor import layout_of
 from .gathering import Gather, Gathers
 from .trees import tensors_of
-from .wholes import Gathering, Whole, Wholes
+from .wholes import Gathering, Whole, Wholes, in_backward
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
 _LAYOUTS = "_gathered_layouts"  # and that in which are the layouts of its parameters when they are whole, by name
@@ -45,6 +49,7 @@ class Place:
 
 _Found = tuple[Place, DTensor, Whole]
 _Missing = tuple[DTensor, Whole, object]  # a shard, and its state when its gather was started
+_Ahead = tuple[Gathers, list[_Missing], int]  # and the time of that
 
 
 class Unit:
@@ -60,7 +65,7 @@ class Unit:
         self._held: list[Whole] = []
         self._known: list[tuple[DTensor, Whole] | None] = []  # of each place, what it had when it was last looked at
         self._gathers: dict[tuple[Whole, ...], Gathers] = {}  # by what they make whole
-        self._ahead: tuple[Gathers, list[_Missing]] | None = None
+        self._ahead: _Ahead | None = None
         self._kept: set[_Call] = set()  # whose backward is waited for
         self._backward: set[_Call] = set()  # calls whose backward runs
         self._awaited: set[Whole] = set()  # those to whose gradients it still adds
@@ -87,6 +92,7 @@ class Unit:
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `forward` returns, which is called with the parameters whole. Communication: their gather, where they are not."""
+        self._wholes.enter()
         self._calls += 1
         try:
             self._make_whole()
@@ -96,6 +102,7 @@ class Unit:
                 self._watch((args, kwargs), output)
         finally:
             self._calls -= 1
+            self._wholes.leave()
             self._settle()
         return output
 
@@ -107,7 +114,14 @@ class Unit:
             self._backward.add(call)
         self._make_whole()
         self._awaited.update(whole for whole in self._held if whole.leaf.requires_grad)
+        self._wholes.settle_after_backward(self)
         self._start(self._wholes.before(self))
+
+    def end_pass(self) -> None:
+        """No backward pass runs that came to this unit: no gradient is waited for."""
+        if not self._calls and (self._backward or self._awaited):
+            self._give_up()
+            self._settle()
 
     def end_backward(self, call: _Call) -> None:
         """The gradients of a call's inputs are there."""
@@ -132,12 +146,15 @@ class Unit:
         if self._ahead is not None:
             self._ahead[0].give_up()
             self._ahead = None
+        self._give_up()
+        self._kept.clear()
+        self._settle()
+
+    def _give_up(self) -> None:
         for call in self._backward:
             call.left = 0
         self._backward.clear()
         self._awaited.clear()
-        self._kept.clear()
-        self._settle()
 
     def drop(self) -> None:
         """Gives back what stays whole from step to step too; the next call gathers it."""
@@ -160,7 +177,7 @@ class Unit:
                 self._known[i] = known = parameter, whole
                 self._gathers.clear()
             shard, whole = known
-            whole.follow(shard.requires_grad)
+            whole.follow(shard)
             found.append((place, shard, whole))
         return found
 
@@ -170,7 +187,13 @@ class Unit:
 
     def _gather(self, found: Sequence[_Found]) -> None:
         states = {whole: (shard, whole.state_of(shard)) for _, shard, whole in found}
-        missing = [(shard, whole, state) for whole, (shard, state) in states.items() if whole.filled != state]
+        time = self._wholes.time
+        again = not in_backward()  # backward computes with what forward gathered
+        missing = [
+            (shard, whole, state)
+            for whole, (shard, state) in states.items()
+            if whole.filled != state or (again and whole.time != time)
+        ]
         if not missing:
             return
         key = tuple(whole for _, whole, _ in missing)
@@ -182,7 +205,7 @@ class Unit:
                 if whole.filled is None:
                     whole.drop()
         self._gathers[key].start()
-        self._ahead = self._gathers[key], missing
+        self._ahead = self._gathers[key], missing, time
 
     def _make_whole(self) -> None:
         if self._swapped:
@@ -203,16 +226,16 @@ class Unit:
         """Waits for what was gathered ahead, and takes it where the shards are still what they were."""
         if self._ahead is None:
             return
-        gathers, missing = self._ahead
+        gathers, missing, time = self._ahead
         self._ahead = None
-        if any(whole.state_of(shard) != state for shard, whole, state in missing):
+        if time != self._wholes.time or any(whole.state_of(shard) != state for shard, whole, state in missing):
             gathers.give_up()
             return
         for _, whole, _ in missing:
             whole.make_room()
         gathers.finish()
         for shard, whole, state in missing:
-            whole.take(shard, state, keeps=self._wholes.keeps > 0)
+            whole.take(shard, state, time, keeps=self._wholes.keeps > 0)
 
     def _settle(self) -> None:
         """Puts the shards back where nothing computes with the wholes, and drops these where backward does not wait for them."""
@@ -296,11 +319,47 @@ def gather_when_called(
         kind = type(module)
         module.__class__ = kinds.setdefault(kind, kinds.get(kind) or _gathered(kind))
     model.register_forward_pre_hook(wholes.begin)
+    model.register_forward_hook(wholes.end, always_call=True)
 
 
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of those within it."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
+
+
+@contextmanager
+def fixed_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of `model` do not change, so that several forward passes compute with what is gathered once.
+
+    Outside of it every forward pass gathers the parameters that lie on shards (ParallelPlan's zero), since a program may have changed
+    them. With zero=3 each pass gathers inside too, as what is gathered is not kept. Every rank enters it alike. Communication: none.
+
+        with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
+    """
+    gathered = {unit.gathered_by for unit in units_of(model)}
+    while_inside = _Inside()
+    for each in gathered:
+        each.fix(while_inside)
+    try:
+        yield
+    finally:
+        for each in gathered:
+            each.fixed_by.discard(while_inside)
+
+
+class _Inside:
+    """Says that parameters are fixed, as long as it lives."""
+
+
+def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+    """Calls `function` within `fixed_parameters` of its first argument."""
+
+    @wraps(function)
+    def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with fixed_parameters(model):
+            return function(model, *args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -314,7 +373,8 @@ def keeping_gathered(model: nn.Module) -> Iterator[None]:
     for each in wholes:
         each.keeps += 1
     try:
-        yield
+        with fixed_parameters(model):
+            yield
     finally:
         for each in wholes:
             each.keeps -= 1
@@ -331,7 +391,7 @@ def layout_in_call(module: nn.Module, name: str) -> Layout:
 def drop_gathered(module: nn.Module) -> None:
     """Gives back the memory of whole parameters, between calls of the module: only the shards are left, until it is called again.
 
-    With zero=1 and 2 they stay whole from step to step, and after generating text, say, they may not be needed.
+    With zero=1 and 2 their memory is kept from step to step, and after generating text, say, it may not be needed.
     """
     for unit in units_of(module):
         unit.drop()

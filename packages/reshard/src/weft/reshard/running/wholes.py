@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,12 @@ from weft.mesh import Layout
 
 from .dtensor import layout_of, memory_of, wrap
 from .groups import this_rank
+from .weakly import weakly
+
+
+def in_backward() -> bool:
+    """Whether autograd's backward runs in this thread; torch.utils.checkpoint asks so too."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Gathering(Protocol):
@@ -32,6 +38,8 @@ class Gathering(Protocol):
 
     def accumulated(self, whole: Whole) -> None: ...
 
+    def end_pass(self) -> None: ...
+
 
 def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
     """Where a rank's part of a shard lies in its part of the whole; None where that is not one stretch of contiguous memory."""
@@ -43,20 +51,24 @@ def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) ->
 
 
 class Whole:
-    """A sharded parameter as its module computes with it: a leaf of autograd whose memory comes and goes.
+    """The full-size copy of a sharded parameter that its module computes with: an autograd leaf over a buffer that is freed and refilled.
 
-    What autograd keeps of it for backward shares its memory, which is given back and filled again under it.
-    stays: it keeps its memory, and is filled again when its shard has changed. sums: its gradient may add up whole.
-    While it keeps its memory, for that reason or for another, the shard is a stretch of it where it can be one: it is held once.
+    What autograd keeps for backward shares the buffer. stays: keep the buffer between calls. sums: let its gradient accumulate.
+    While the buffer is kept, for that reason or for another, a contiguous shard is a view into it: the parameter is held once. A shard
+    of which the program has views stays where it is, so that they are views of the parameter still.
+    filled: the state of the shard that the buffer was filled with; None without a buffer. time: of the model's `Wholes`, when it was.
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
         part = layout.local_shape(shard.shape, this_rank())
-        made = torch.empty(part, dtype=shard.dtype, device=shard.to_local().device)
-        self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
-        assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
-        self._shard, self._local = memory_of(shard), memory_of(self.leaf)
-        self.memory = self._local.data  # what is filled: by .data, as autograd is told of no change where there is none
+        with torch.inference_mode(False):  # a tensor that is born in it could not be trained with after
+            made = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
+            self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
+            assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
+            self._shard, self._local = memory_of(shard), memory_of(self.leaf)
+            self.memory = (
+                self._local.data
+            )  # what is filled: by .data, as autograd is told of no change where there is none
         self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
         self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
         self._storage = self._local.untyped_storage()
@@ -64,22 +76,26 @@ class Whole:
         self._storage.resize_(0)
         self.layout, self.stays, self.sums = layout, stays, sums
         self.users = 0
-        self.filled: object = None  # the state of the shard that it was filled with; None where it has no memory
+        self.filled: object = None
+        self.time = 0
         self._last: object = None  # that it was last filled with
         self.steps = 0  # of optimizers, some of which change a tensor and not its version
         self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self.synchronized_by: object = None  # a weak reference to the GradientSync that brings gradients to the shard
         self._hooked = False
 
-    def follow(self, requires_grad: bool) -> None:
-        """Learns, or no longer, as its shard."""
+    def follow(self, shard: DTensor) -> None:
+        """Learns, or no longer, as its shard; hooks on the shard's gradient are called with the gradient that autograd finds."""
+        requires_grad = shard.requires_grad
         if self.leaf.requires_grad != requires_grad:
             self.leaf.requires_grad_(requires_grad)
         if requires_grad and not self._hooked:
-            told, self._hooked = weakref.ref(self), True
-            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told()))  # type: ignore[no-untyped-call]
+            told, of, self._hooked = weakref.ref(self), weakref.ref(shard), True
+            self.leaf.register_hook(lambda grad: _hooked(of(), grad))  # type: ignore[no-untyped-call]
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told(), of()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """What changes when the values of the shard do."""
+        """What changes when the shard does by an optimizer or in place; by `.data`, say, it changes unseen."""
         return self.steps, shard._version, self._shard._version
 
     def make_room(self) -> None:
@@ -87,12 +103,14 @@ class Whole:
         if self._storage.nbytes() != self._nbytes:  # torch moves the values, whatever the size was
             self._storage.resize_(self._nbytes)
 
-    def take(self, shard: DTensor, state: object, *, keeps: bool) -> None:
-        """Its memory was filled with what the shard is. keeps: whether it keeps it, even where it does not stay."""
+    def take(self, shard: DTensor, state: object, time: int, *, keeps: bool) -> None:
+        """Record that the buffer now holds the shard's values. keeps: keep the buffer after this call, whatever `stays` says."""
+        self.time = time
         if self._last is not None and self._last != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last = state
-        if (self.stays or keeps) and self._stretch is not None and self._lent is None:
+        is_free = self._lent is None and _uses(self._shard) == _USES_ALONE
+        if (self.stays or keeps) and self._stretch is not None and is_free:
             self._lent = self._shard
             self._lent.data = self.memory[self._stretch]
 
@@ -105,27 +123,59 @@ class Whole:
         self.filled = None
 
 
-def _accumulated(whole: Whole | None) -> None:
-    if whole is not None:
-        for unit in list(whole.units):
-            unit.accumulated(whole)
+def _uses(tensor: Tensor) -> int:
+    """How many objects share a tensor's memory, the one among them that is asked for it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_USES_ALONE = _uses(torch.empty(1))
+
+
+def _hooked(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
+    """The gradient of a whole as the hooks on its shard change it: what `Tensor.register_hook` promises of the parameter."""
+    hooks = None if shard is None else shard._backward_hooks
+    if grad is None or not hooks:
+        return grad
+    for hook in list(hooks.values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def _accumulated(whole: Whole | None, shard: DTensor | None) -> None:
+    if whole is None:
+        return
+    for unit in list(whole.units):
+        unit.accumulated(whole)
+    if whole.synchronized_by is None and shard is not None and shard._post_accumulate_grad_hooks:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(shard.shape)} lies on shards and has a hook of register_post_accumulate_grad_hook(), which "
+            f"is called when the gradient of its shard is there: in the wait() of a GradientSync; keep a GradientSync(model)"
+        )
 
 
 class Wholes:
-    """The sharded parameters of a model, and the order in which its units come.
+    """The sharded parameters of a model, the order in which its units come, and when their values may have changed.
 
-    keeps: above 0 what is gathered is not given back.
+    Between two forward passes a program may change parameters in ways that no tensor tells: by `.data`, by foreach operators, in
+    place of a view. So each pass gathers them anew, on every rank alike, and its backward computes with what forward gathered.
+    keeps: above 0 what is gathered is not given back. fixed_by: who has said that parameters do not change, so that they are gathered
+    once. time: the number of passes that gathered anew.
     """
 
     def __init__(self) -> None:
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
-        self.keeps = 0
+        self.keeps = self.time = 0
+        self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls = 0  # of units, that are running
+        self._in_forward = False  # of the model
+        self._ending: dict[int, list[Gathering]] = {}  # by backward pass, the units that it has come to
         self._order: list[Gathering] = []  # in which the last forward opened them first
         self._opened: list[Gathering] = []  # in which this one does
         for hook in (
-            register_optimizer_step_pre_hook(_weakly(self._before_step)),
-            register_optimizer_step_post_hook(_weakly(self._after_step)),
+            register_optimizer_step_pre_hook(weakly(self._before_step)),
+            register_optimizer_step_post_hook(weakly(self._after_step)),
         ):
             weakref.finalize(self, hook.remove)
 
@@ -145,7 +195,7 @@ class Wholes:
             whole = self._of[shard] = Whole(shard, layout, stays=stays, sums=sums)
             self._leaves[whole.leaf] = True
         whole.units.add(unit)
-        whole.follow(shard.requires_grad)
+        whole.follow(shard)
         return whole
 
     def is_whole(self, parameter: Tensor) -> bool:
@@ -156,6 +206,51 @@ class Wholes:
         """Called before the model's forward."""
         if self._opened:
             self._order, self._opened = self._opened, []
+        if not self._calls:
+            self.renew()
+        self._in_forward = True
+
+    def end(self, *_: object) -> None:
+        """Called after the model's forward."""
+        self._in_forward = False
+
+    def enter(self) -> None:
+        """Called before a unit's forward, which is a pass of its own outside of the model's."""
+        if not self._calls and not self._in_forward:
+            self.renew()
+        self._calls += 1
+
+    def leave(self) -> None:
+        """Called after a unit's forward."""
+        self._calls -= 1
+
+    def renew(self) -> None:
+        """What was gathered before may not be what the parameters are; backward may repeat a forward, with the same values."""
+        if in_backward():
+            return
+        self._ending.clear()
+        for unit in self.units:  # of a backward pass that failed
+            unit.end_pass()
+        if not self.fixed_by:
+            self.time += 1
+
+    def settle_after_backward(self, unit: Gathering) -> None:
+        """Has the unit told when the backward pass that runs is over, which may be for other gradients than those of its parameters."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._ending:
+            self._ending[number] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(number))
+        self._ending[number].append(unit)
+
+    def _end_backward(self, number: int) -> None:
+        for unit in self._ending.pop(number, ()):
+            unit.end_pass()
+
+    def fix(self, by: Any) -> None:
+        """From now on parameters do not change, until `by` is gone from `fixed_by`."""
+        if by not in self.fixed_by:
+            self.renew()
+            self.fixed_by.add(by)
 
     def after(self, unit: Gathering) -> Gathering | None:
         """Notes that forward has come to a unit; the one that comes next, so far as the last forward tells."""
@@ -195,15 +290,3 @@ class Wholes:
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` as long as its object lives."""
-    found = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = found()
-        if alive is not None:
-            alive(*arguments)
-
-    return call

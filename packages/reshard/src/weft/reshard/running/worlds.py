@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .rendezvous import hear, make_group, tell
+from .rendezvous import hear, make_group, tell, told
 
 Positions = Sequence[
     int
@@ -27,7 +27,7 @@ class World(Protocol):
     """Ranks that communicate, seen by one of them.
 
     device_type: where its tensors live, also those without data. by_exchange: whether an all-gather and a reduce-scatter are
-    faster as all-to-alls. made, known, kept: meshes by content, and what must not
+    faster as all-to-alls. others_run: whether the other ranks are processes. made, known, kept: meshes by content, and what must not
     outlive the groups that it refers to. axes: of a group, by its name, the axes of the mesh that it was first asked for.
     """
 
@@ -35,6 +35,7 @@ class World(Protocol):
     size: int
     device_type: str
     by_exchange: bool
+    others_run: bool
     made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
     known: dict[DeviceMesh, ProcessMesh]
     kept: dict[Any, Any]
@@ -58,6 +59,9 @@ class World(Protocol):
     def hear(self, what: str) -> bytes:
         """What another rank has told under that name; waits for it."""
 
+    def told(self, names: Sequence[str]) -> list[bytes | None]:
+        """What is told under each of these names now; None where nothing is."""
+
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """Where in `part` each member of its group lies."""
 
@@ -69,6 +73,7 @@ class Processes:
         self.group, self.rank, self.size = group, dist.get_rank(), dist.get_world_size()
         self.device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.by_exchange = dist.get_backend() == "gloo"
+        self.others_run = True
         self.made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.known: dict[DeviceMesh, ProcessMesh] = {}
         self.kept: dict[Any, Any] = {}
@@ -110,6 +115,9 @@ class Processes:
 
     def hear(self, what: str) -> bytes:
         return hear(what)
+
+    def told(self, names: Sequence[str]) -> list[bytes | None]:
+        return told(names)
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         position = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
@@ -51,5 +52,6 @@ def _room(key: Tensor, capacity: int) -> Tensor:
     sizes = (
         (*local.shape[:-2], capacity, local.shape[-1]) if local.ndim == key.ndim else local.shape
     )  # outside the mesh
-    room = local.new_empty(sizes)
+    with torch.inference_mode(False):  # memory that is born in it could be written in it alone
+        room = local.new_empty(sizes)
     return wrap(room, layout_of(key), (*key.shape[:-2], capacity, key.shape[-1])) if isinstance(key, DTensor) else room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from weft.reshard import to_global
 from weft.reshard.running.groups import group_for, this_rank
 from weft.reshard.running.trees import tensors_of
 from weft.reshard.running.units import keeping_gathered
+from weft.reshard.running.waiting import Waiting
 from weft.reshard.running.waits import wait_for
 
 from ...communication import Phase
@@ -73,6 +74,7 @@ class Pipeline:
         self.ran: list[Action] = []
         self.in_flight = 0
         self._channels: dict[tuple[str, int], Channel | Handover] = {}
+        self._earlier: dict[str, Tensor] = {}  # gradients of shared parameters, of steps before this one
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
@@ -106,6 +108,7 @@ class Pipeline:
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
+        self._set_aside(model)
         run = _Run(self, model, microbatches, loss_of, computing)
         with keeping_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
@@ -127,20 +130,39 @@ class Pipeline:
         return run.outputs
 
     def add_shared(self, model: nn.Module) -> None:
-        """Adds up the gradients of parameters that several stages have: equal to the bit on all of them.
+        """Adds up this step's gradients of parameters that several stages have: equal to the bit on all of them.
 
-        Communication: for each such parameter an all-reduce between the ranks, one of each of these stages, that have this shard.
+        They are added to what was there before the step. Communication: for each such parameter an all-reduce between the ranks, one
+        of each of these stages, that have this shard.
         """
-        for name, coordinates in self.shared.items():
-            if self._at[PIPELINE_AXIS] not in coordinates:
-                continue
-            parameter = model.get_parameter(name)
-            if not parameter.requires_grad:
-                continue
+        for name, parameter in self._shared_here(model):
+            coordinates = self.shared[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            local = _local(parameter.grad)
             wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
+            earlier = self._earlier.pop(name, None)
+            if earlier is not None:
+                local.add_(_local(earlier))
+
+    def _set_aside(self, model: nn.Module) -> None:
+        """Takes gradients of earlier steps off shared parameters: they are sums over the stages already, and no addends."""
+        self._earlier.clear()
+        for name, parameter in self._shared_here(model):
+            grad = parameter.grad
+            if grad is None or isinstance(grad, Waiting):
+                continue
+            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+                continue  # an addend, of a pass that no wait() has followed
+            self._earlier[name], parameter.grad = grad, None
+
+    def _shared_here(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that stages of other ranks have too, and that learn."""
+        for name, coordinates in self.shared.items():
+            if self._at[PIPELINE_AXIS] in coordinates:
+                parameter = model.get_parameter(name)
+                if parameter.requires_grad:
+                    yield name, parameter
 
     def whole_parameter(self, model: nn.Module, name: str, read: Callable[[nn.Module, str], Tensor]) -> Tensor:
         """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
@@ -306,6 +328,10 @@ def go_back(given: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor |
 def differentiable(tree: Any) -> list[Tensor]:
     """The tensors of a tree that autograd follows."""
     return [x for x in tensors_of(tree) if x.requires_grad]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:

@@ -159,7 +159,7 @@ def _device_of(given: Any) -> torch.device:
 
 def _fake(x: Tensor, device: torch.device) -> Tensor:
     """The shape of a tensor on a device, without data; of all of it where it is sharded."""
-    with _shapes():
+    with torch.inference_mode(False), _shapes():  # it may be kept, for training too
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
@@ -188,7 +188,7 @@ class _Absent:
         device = _device_of((args, kwargs))
         if device not in self._on:
             self._on[device] = _replaced(self._module, lambda x: _fake(x, device))
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             given = tree_map(lambda x: _fake(x, device) if isinstance(x, DTensor) else x, (args, kwargs))
             return self._on[device](*given[0], **given[1])
 
