@@ -159,7 +159,7 @@ def test_only_the_logits_themselves_are_saved(device):
     _, saved = function.forward(logits, target, options=Options(label_smoothing=0.1, z_loss=0.1))
     assert saved[0] is logits
     assert saved[1] is target
-    assert [tuple(tensor.shape) for tensor in saved[2:] if tensor is not None] == [(), (1, 6, 4)]
+    assert [tuple(tensor.shape) for tensor in saved[2:] if tensor is not None] == [(), (1, 6, 5)]
 
 
 def test_merge_is_exact_about_minus_infinity():

@@ -70,10 +70,10 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     out, rivals = _for_statistics(N, shard, logits.device)
     if N == 0:
         return _joined(out, rivals)
-    launch, options = config(V, x.itemsize), shard.options
+    launch, options, part = config(V, x.itemsize), shard.options, _part(weight, shard, V)
     with device_of(logits):
         kernel.statistics[(N,)](
-            x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), out, rivals,
+            x, target.reshape(N).contiguous(), _float32(part), _weight_sum(part, shard), out, rivals,
             V, T, *x.stride(),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
             SUM=shard.sums, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
@@ -246,7 +246,7 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def _weight_sum(weight: Tensor | None, shard: Shard) -> Tensor | None:
-    """Of all classes, a number in float64."""
+    """The sum of these weights, a number in float64, where label smoothing asks for it."""
     return None if weight is None or not shard.sums else weight.sum(dtype=torch.float64)
 
 
@@ -279,6 +279,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
         ("label_smoothing", "fp32", "sum" in asked),
         ("z_loss", "fp32", "z_loss" in asked),
         ("shard_weight_ptr", "*fp32:16", "weighted" in asked),
+        ("shard_weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
         ("weight_ptr", "*fp32" if of is kernel.gradient else "*fp32:16", "weighted" in asked),
         ("weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
         ("grad_ptr", "*fp32", "no_grad" not in asked),
