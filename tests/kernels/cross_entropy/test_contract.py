@@ -189,13 +189,14 @@ def test_six_bytes_a_bf16_logit(interpreted, options):
     N, V, ignored = 5, 5000, 2
     logits, target, upstream = make(N, V, "cpu", torch.bfloat16)
     target[:ignored] = -100
-    asked, smoothed = Options(**options), 4 * bool(options.get("label_smoothing"))  # one float32 more of each row
+    asked, is_smoothed = Options(**options), bool(options.get("label_smoothing"))
+    smoothed, first = 8 * is_smoothed, 2 * is_smoothed  # two float32 more of each row; its first logit once more
     rivals = 4 * asked.return_token_accuracy
 
     with counted_traffic() as forward:
         _, saved = function.forward(logits, target, options=asked)
     assert forward == Traffic(
-        loaded=(N - ignored) * (V * 2 + 2) + N * (8 + 20 + smoothed), stored=N * (20 + smoothed + rivals)
+        loaded=(N - ignored) * (V * 2 + 2 + first) + N * (8 + 20 + smoothed), stored=N * (20 + smoothed + rivals)
     )
     with counted_traffic() as backward:
         function.backward(saved, (upstream,), (True, False, False, False), options=asked)

@@ -258,7 +258,8 @@ def _or_none(factor: float) -> float | None:
 def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     """A kernel for long rows of `dtype`, contiguous and 16-byte aligned.
 
-    asked: "strided" or "ragged" for other rows; options; "rival" for the accuracy; "no_grad" and "grad_lse" for what arrives.
+    asked: "strided" or "ragged" for other rows; options; "rival" for the accuracy; "no_grad" and "grad_lse" for what arrives;
+        "to_bf16" for a gradient in another dtype than the logits.
     """
     name = "-".join(
         (dtype, "strided" if "strided" in asked else "contiguous", *(each for each in asked if each != "strided"))
@@ -269,7 +270,8 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     kinds |= dict.fromkeys(("vocab_start", "vocab_size", "ignore_index"), "i32")
     kinds |= dict.fromkeys(("V", "stride_xb", "stride_xt", "stride_dn"), size)
     kinds |= {"stride_xv": "i64" if "strided" in asked else "1", "scale": "fp32"}
-    kinds |= {"x_ptr": f"*{dtype}:16", "dx_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
+    kinds |= {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
+    kinds["dx_ptr"] = "*bf16:16" if "to_bf16" in asked else f"*{dtype}:16"
     kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "history_ptr"), "*fp32")
     if of is kernel.statistics:
         kinds["statistics_ptr"] = "*fp32:16"
@@ -341,12 +343,14 @@ _FUSED: tuple[tuple[str, ...], ...] = (
     ("fp32",),
     ("fp32", "z_loss"),
     ("fp32", "sum", "weighted", "z_loss"),
+    ("fp32", "to_bf16"),
 )
 VARIANTS = (
     *(_variant(kernel.statistics, *row) for row in _ROWS),
     _variant(kernel.statistics, "bf16", "rival"),
     *(_variant(kernel.gradient, *row) for row in _ROWS),
     _variant(kernel.gradient, "bf16", "no_grad", "grad_lse"),
+    _variant(kernel.gradient, "fp32", "to_bf16"),
     _variant(kernel.gradient_unless_guessed, "bf16"),
     *(_variant(kernel.statistics_and_gradient, *row) for row in _FUSED),
     _losses(),
