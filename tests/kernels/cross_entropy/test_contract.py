@@ -159,7 +159,7 @@ def test_only_the_logits_themselves_are_saved(device):
     _, saved = function.forward(logits, target, options=Options(label_smoothing=0.1, z_loss=0.1))
     assert saved[0] is logits
     assert saved[1] is target
-    assert [tuple(tensor.shape) for tensor in saved[2:] if tensor is not None] == [(), (1, 6, 4)]
+    assert [tuple(tensor.shape) for tensor in saved[2:] if tensor is not None] == [(), (1, 6, 5)]
 
 
 def test_merge_is_exact_about_minus_infinity():
@@ -189,13 +189,14 @@ def test_six_bytes_a_bf16_logit(interpreted, options):
     N, V, ignored = 5, 5000, 2
     logits, target, upstream = make(N, V, "cpu", torch.bfloat16)
     target[:ignored] = -100
-    asked, smoothed = Options(**options), 4 * bool(options.get("label_smoothing"))  # one float32 more of each row
+    asked, is_smoothed = Options(**options), bool(options.get("label_smoothing"))
+    smoothed, first = 8 * is_smoothed, 2 * is_smoothed  # two float32 more of each row; its first logit once more
     rivals = 4 * asked.return_token_accuracy
 
     with counted_traffic() as forward:
         _, saved = function.forward(logits, target, options=asked)
     assert forward == Traffic(
-        loaded=(N - ignored) * (V * 2 + 2) + N * (8 + 20 + smoothed), stored=N * (20 + smoothed + rivals)
+        loaded=(N - ignored) * (V * 2 + 2 + first) + N * (8 + 20 + smoothed), stored=N * (20 + smoothed + rivals)
     )
     with counted_traffic() as backward:
         function.backward(saved, (upstream,), (True, False, False, False), options=asked)

@@ -98,6 +98,31 @@ def test_no_gap_of_200_is_lost_to_smoothing(device, options):
     assert_as_good_as_eager(logits, target, upstream, reduction="none", **given(options, 31, device))
 
 
+@pytest.mark.parametrize("offset", [1e4, 1e5, -1e5, 3e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("V", [2, 31, 257, BLOCK + 9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 1.0, "z_loss": 1e-3},
+        {"weight": True, "label_smoothing": 0.1},
+        {"label_smoothing": 0.1, "logit_scale": -0.5},
+    ],
+    ids=str,
+)
+def test_no_digits_of_a_smoothed_loss_are_lost_to_an_offset(device, options, V, dtype, offset):
+    """The sum of the logits grows with the offset, and so does V times their logsumexp: the loss has the difference of the two."""
+    logits, target, upstream = make(4, V, device, reduction="none")
+    logits = (logits + offset).to(dtype)
+    target[2] = -100
+    options = given(options, V, device) | {"reduction": "none"}
+    assert_as_good_as_eager(logits, target, upstream, **options)
+    results = shard_by_shard(logits, target, upstream, [1, 0, V - 1], **options)
+    found = results[0][0], torch.cat([part for _, part in results], -1)
+    check_against(found, logits, target, upstream, **options)
+
+
 @pytest.mark.parametrize("options", ASKED)
 def test_minus_infinity_is_as_in_torch(device, options):
     logits, target, upstream = make(3, 31, device, reduction="none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.linear_cross_entropy.chunks import HELD_BYTES_ON_CPU, chunks_of
+from weft.kernels.linear_cross_entropy.chunks import HELD_BYTES_ON_CPU, chunks_of, part_tokens, parts_of
 from weft.kernels.linear_cross_entropy.sharded.agreement import check_sizes, sizes_of
 
 from tests.kernels.cross_entropy.cases import max_error
@@ -38,8 +38,26 @@ def test_chunks_are_whole_tiles_and_cover_all_tokens():
             )
             assert sum(rows.stop - rows.start for rows in chunks) == tokens
             sizes = {rows.stop - rows.start for rows in chunks[:-1]}
-            assert all(size * classes * 2 <= HELD_BYTES_ON_CPU or size == 1 for size in sizes)
-            assert all(size % 128 == 0 for size in sizes if classes < 1 << 17)
+            part = part_tokens(classes, 1, like)
+            assert all(nbytes_of(size, part, classes) <= HELD_BYTES_ON_CPU or size == 1 for size in sizes)
+            assert all(size % 128 == 0 or size < 128 for size in sizes)
+
+
+def nbytes_of(tokens: int, part: int, classes: int) -> int:
+    """What a chunk holds: the gradient of its logits in 16 bits, and the logits of one part in float32."""
+    return classes * (2 * tokens + 4 * min(tokens, part))
+
+
+@pytest.mark.parametrize(("tokens", "part"), [(0, 128), (1, 128), (128, 128), (1000, 128), (1000, 384), (7, None)])
+def test_parts_cover_their_chunk(tokens, part):
+    parts = parts_of(slice(50, 50 + tokens), part)
+    assert [row for rows in parts for row in range(rows.start, rows.stop)] == list(range(50, 50 + tokens))
+    assert all(rows.stop - rows.start == (part or tokens) for rows in parts[:-1])
+
+
+def test_wide_factors_have_their_logits_at_once():
+    """The gradient takes the place of the logits."""
+    assert [part_tokens(128256, 1, torch.empty(0, dtype=dtype)) for dtype in (torch.float32, torch.float64)] == [None] * 2
 
 
 class OnGpu:
@@ -48,24 +66,27 @@ class OnGpu:
     device, itemsize = torch.device("cuda"), 2
 
 
-def test_on_a_gpu_4096_tokens_of_128256_classes_are_one_chunk_of_less_than_1_1_gb():
-    (chunk,) = chunks_of(4096, None, 128256, 1, OnGpu(), 0)
-    assert (chunk.stop - chunk.start) * 128256 * 2 <= 1.1e9
-    assert [rows.stop for rows in chunks_of(16384, None, 128256, 1, OnGpu(), 0)] == [4096, 8192, 12288, 16384]
+def test_on_a_gpu_128256_classes_and_what_sums_them_take_less_than_1_1_gb():
+    sum_bytes, part = 128256 * 4096, part_tokens(128256, 1, OnGpu())
+    assert part == 256
+    for tokens, expected in ((3584, 3584), (4096, 1408), (16384, 1536)):
+        sizes = [rows.stop - rows.start for rows in chunks_of(tokens, None, 128256, 1, OnGpu(), sum_bytes)]
+        assert max(sizes) == expected and sum(sizes) == tokens
+        assert nbytes_of(expected, part, 128256) + (sum_bytes if len(sizes) > 1 else 0) <= 1.1e9
 
 
 def test_on_a_gpu_a_sum_in_24_bits_leaves_chunks_half_the_memory_at_least():
-    for H, expected in ((1024, 3584), (4096, 2048), (16384, 2048)):
+    for H, expected in ((1024, 3072), (4096, 1536), (16384, 1536)):
         sizes = {rows.stop - rows.start for rows in chunks_of(10 * expected, None, 128256, 1, OnGpu(), 128256 * H)}
         assert sizes == {expected}
-    assert len(chunks_of(4096, None, 128256, 1, OnGpu(), 128256 * 4096)) == 1  # no sum over chunks
+    assert len(chunks_of(3584, None, 128256, 1, OnGpu(), 128256 * 4096)) == 1  # no sum over chunks
 
 
 def test_ranks_that_would_take_other_chunks_for_a_gradient_of_float32_are_told():
     input, target = (torch.empty(16384, *dims, dtype=dtype, device="meta") for dims, dtype in SHAPES)
     sizes = [sizes_of(input, target, torch.bfloat16, (dtype,) * 3, None, 128256, 1, Options()) for dtype in GRADIENTS]
-    assert [each.chunk for each in sizes] == [1024, 1024, 2048]
+    assert [each.chunk for each in sizes] == [1536, 1536, 3328]
     with pytest.raises(
-        ValueError, match=r"at a time: 1024 on rank 1, 2048 on rank 2; .* gradients have the same dtype"
+        ValueError, match=r"at a time: 1536 on rank 1, 3328 on rank 2; .* gradients have the same dtype"
     ):
         check_sizes([0, 1, 2], [list(map(float, each)) for each in sizes])

@@ -239,7 +239,7 @@ def a_dtensor(rank: int) -> dict[str, Any]:
         ),
         pytest.param(
             other_smoothing,
-            ["bytes for a token: 12 on rank 3, 16 on rank 1; give every rank of the group the same label_smooth"] * 4,
+            ["bytes for a token: 12 on rank 3, 20 on rank 1; give every rank of the group the same label_smooth"] * 4,
             id="smoothing",
         ),
         pytest.param(

@@ -187,11 +187,11 @@ def test_gradients_are_computed_for_what_requires_them_alone(device, frozen, red
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_all_logits_never_exist(device, reduction):
-    N, V, H, chunk = 12, 600, 2, 4
+    N, V, H, chunk = 24, 600, 2, 4
     case = make((N,), V, device, torch.bfloat16, reduction, H=H)
     with Work() as work:
         run(case, reduction=reduction, chunk_tokens=chunk)
-    assert chunk * V <= work.largest <= 2 * chunk * V < N * V  # the interpreter's copies are of bytes
+    assert chunk * V <= work.largest <= 4 * chunk * V < N * V  # the interpreter's copies are of bytes
 
 
 def test_without_gradients_forward_makes_none():

@@ -26,6 +26,9 @@ else:
         return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
+is_jit_tracing = torch._C._is_tracing  # what torch.jit.is_tracing() asks, in a third of the time
+
+
 def use_triton(tensor: Tensor) -> bool:
     """Whether an op on this tensor launches Triton kernels; otherwise it takes its plain torch path.
 
@@ -58,7 +61,18 @@ def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
     for each in others:
         if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
             return False
-    return _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1" and not is_compiling()
+    return _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1" and not is_compiling() and not is_jit_tracing()
+
+
+def refuse_jit_trace(name: str) -> None:
+    """Raises RuntimeError where `torch.jit.trace` records. Its graph keeps what the host decides by the values and shapes of one call,
+    and checks none of that when the graph runs on other tensors.
+    """
+    if not is_compiling() and is_jit_tracing():  # Dynamo takes no such question
+        raise RuntimeError(
+            f"{name} is recorded by torch.jit.trace, which keeps what the host decided for the traced tensors and gives wrong "
+            "numbers for others; use torch.compile, or torch.export.export"
+        )
 
 
 def chip_of(device: torch.device) -> tuple[str, int]:

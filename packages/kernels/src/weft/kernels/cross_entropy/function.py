@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..backend import is_recorded, on_cpu, use_triton
 from ..op import Tensors
-from . import odds, reference
+from . import reference
 from .accuracy import correct
-from .guess import Once, guess, was_right
+from .guess import Once, guess
 from .merged import Merged, Shard, Upstream, of_target
 from .options import Options, check, check_contiguous, form_of
 
-# Starts the all-gather of this shard's statistics [N, 3 to 5]. What it returns waits for it: [shards, N, 3 to 5].
+# Starts the all-gather of this shard's statistics [N, 3 to 6]. What it returns waits for it: [shards, N, 3 to 6].
 Gather = Callable[[Tensor], Callable[[], Tensor]]
 Count = Callable[[Tensor], Tensor]  # the all-reduce, perhaps in place, of a sum over this rank's tokens
 
@@ -54,47 +54,22 @@ def forward(
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
         denominator = mean_denominator(weight, target, options, wide, count, all_count)
-    if gather is None and odds.takes(logits, weight, shard):
-        found = _by_odds(logits, target, denominator, options, once)
-        if found is not None:
-            return found
     class_weight, divided = weight, denominator  # as they are saved
     weight, denominator = per_token(weight, denominator)
     guessed = dlogits = merged = None
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
-        statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 5]
+        statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 6]
         if once is not None and gather is None and logits.is_meta:
             dlogits = _like(logits)  # a meta tensor takes what a real one would keep: whoever counts memory finds it
     else:
         guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)
         statistics, merged = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
-    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 to 5]
+    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 to 6]
     loss, lse = passes.losses(gathered, target, weight, shard, merged)
     is_correct = correct(gathered, target, options.ignore_index) if options.return_token_accuracy else None
     saved = (logits, target, class_weight, divided, gathered, guessed, dlogits)
     return outputs_of(loss, lse, is_correct, denominator, options), saved
-
-
-def _by_odds(
-    logits: Tensor, target: Tensor, denominator: Tensor | None, options: Options, once: Once | None
-) -> tuple[tuple[Tensor, ...], Tensors] | None:
-    """What `forward` returns, by `odds`; without statistics among what is saved. None where that cannot tell the loss."""
-    guessed, dlogits = (None, None) if once is None else (guess(logits.device), _like(logits))
-    known = guessed is not None and not math.isnan(guessed.item())
-    upstream = _divided(guessed, denominator) if known else None
-    loss = odds.loss_and_gradient(logits, target, upstream, dlogits)
-    if loss is None:
-        return None
-    saved = (logits, target, None, denominator, None, guessed, dlogits)
-    loss = loss.view(target.shape).to(logits.dtype)
-    return outputs_of(loss, None, None, denominator, options), saved
-
-
-def _divided(grad: Tensor | None, denominator: Tensor | None) -> Tensor | None:
-    """The gradient of each token's loss, in float64."""
-    grad = None if grad is None else grad.double()
-    return grad if grad is None or denominator is None else grad / denominator
 
 
 def outputs_of(
@@ -140,9 +115,7 @@ def backward(
     if not needed[0]:
         return None, None, None, None
     logits, target, weight, denominator, gathered, guessed, from_forward = saved
-    assert logits is not None and target is not None, "forward saves them"
-    if gathered is None:
-        return _gradient_by_odds(saved, grads[0], once), None, None, None
+    assert logits is not None and target is not None and gathered is not None, "forward saves them"
     weight, denominator = per_token(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + logits.shape[-1]
@@ -162,23 +135,6 @@ def backward(
         torch.autograd.graph.increment_version(logits)  # autograd raises where they were saved for another backward
         dlogits = dlogits.detach()
     return dlogits, None, None, None
-
-
-def _gradient_by_odds(saved: Sequence[Tensor | None], grad: Tensor | None, once: Once | None) -> Tensor:
-    """That of the logits, where `_by_odds` found the loss."""
-    logits, target, _, denominator, _, guessed, out = saved
-    assert logits is not None and target is not None and grad is not None, (
-        "forward saves them, and the loss is the only output"
-    )
-    if out is None or guessed is None or once is None or once.given:
-        out = _like(logits)
-    else:
-        once.given, out = True, out.data  # as below
-        if was_right(guessed, grad):
-            return out
-    loss = odds.loss_and_gradient(logits, target, _divided(grad, denominator), out)
-    assert loss is not None, "as in forward"
-    return out
 
 
 def mean_denominator(

@@ -1,5 +1,5 @@
 """The passes over the logits. `statistics` reads them: 2 bytes of memory traffic a bf16 logit. `gradient` reads them again and writes
-their gradient: 4 bytes. `losses` runs between the two, on three or four numbers a row and shard.
+their gradient: 4 bytes. `losses` runs between the two, on three or five numbers a row and shard.
 
 Where one shard has all classes, `statistics_and_gradient` does both passes in one kernel. It needs the upstream gradient, known or
 guessed. `gradient_unless_guessed` is the backward after a guess: it writes only where the guess was wrong. The kernels know no torch
@@ -23,37 +23,44 @@ from .row import aligned, aligned_span, plus, row_offset, row_statistics, split,
 
 
 @triton.jit
-def _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM: tl.constexpr):
-    columns: tl.constexpr = 4 if SUM else 3
+def _store_statistics(
+    statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo, SUM: tl.constexpr
+):  # fmt: skip
+    columns: tl.constexpr = 5 if SUM else 3
     tl.store(statistics_ptr + row * columns, lse_hi)
     tl.store(statistics_ptr + row * columns + 1, lse_lo)
     tl.store(statistics_ptr + row * columns + 2, target_logit)
     if SUM:
         tl.store(statistics_ptr + row * columns + 3, logit_sum)
+        tl.store(statistics_ptr + row * columns + 4, logit_sum_lo)
 
 
 # Arguments that differ between ranks or calls and do not change the code that is generated: one compiled kernel takes them all.
-@triton.jit(do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"])
+@triton.jit(
+    do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"],
+    do_not_specialize_on_alignment=["shard_weight_sum_ptr"],
+)
 def statistics(
-    x_ptr, target_ptr, shard_weight_ptr, statistics_ptr, rival_ptr,
+    x_ptr, target_ptr, shard_weight_ptr, shard_weight_sum_ptr, statistics_ptr, rival_ptr,
     V, T, stride_xb, stride_xt, stride_xv,
     vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: lse_hi and lse_lo, the target's logit, and with SUM the sum of all logits.
+    """Of each row: lse_hi and lse_lo, the target's logit, and with SUM the sum of all logits as two float32.
 
     The logsumexp leaves the target out. The target's logit is 0 where another shard holds it.
-    shard_weight: the weights of this shard's classes; the sum is then of weight * logit.  rival: see `accuracy.rival`.
-    An ignored row is not read: it gives -inf, 0, 0, 0. A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot
+    shard_weight: the weights of this shard's classes, shard_weight_sum their sum; the sum of logits is then of weight * logit.
+    rival: see `accuracy.rival`.
+    An ignored row is not read: it gives -inf, 0, 0, 0, 0. A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot
     raise.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
-    lse_hi, lse_lo, target_logit, logit_sum, rival = row_statistics(
-        x_ptr, row_offset(row, T, stride_xb, stride_xt), target, shard_weight_ptr,
+    lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo, rival = row_statistics(
+        x_ptr, row_offset(row, T, stride_xb, stride_xt), target, shard_weight_ptr, shard_weight_sum_ptr,
         V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap, SUM, rival_ptr is not None, RAGGED, BLOCK_V, 1,
     )  # fmt: skip
-    _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
+    _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo, SUM)
     if rival_ptr is not None:
         tl.store(rival_ptr + row, rival)
 
@@ -94,6 +101,13 @@ def _weight_sum(weight_sum_ptr, vocab_size, wide: tl.constexpr):
 
 
 @triton.jit
+def _logit_sum(statistics_ptr, mask):
+    """The sum of a shard's logits, in float64."""
+    high = tl.load(statistics_ptr + 3, mask=mask, other=0.0).to(tl.float64)
+    return high + tl.load(statistics_ptr + 4, mask=mask, other=0.0).to(tl.float64)
+
+
+@triton.jit
 def _odds(lse_hi, sum_exp, target_logit):
     """largest, log_sum and log_odds; see `merged.merge`, whose base is `largest`."""
     largest = tl.maximum(lse_hi, target_logit)
@@ -113,14 +127,14 @@ def losses(
     N, R, vocab_size, ignore_index, label_smoothing, z_loss,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 4] of R shards. Both are 0 at an ignored row.
+    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 5] of R shards. Both are 0 at an ignored row.
 
     weight: of all classes.  weight_sum: their sum.
     """
     SUM: tl.constexpr = label_smoothing is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < N
-    columns: tl.constexpr = 4 if SUM else 3
+    columns: tl.constexpr = 5 if SUM else 3
     statistics_ptr += rows * columns
     stride_r = N.to(tl.int64) * columns
     largest, log_sum, log_odds = _merged(statistics_ptr, is_row, R, stride_r, tl.float32)
@@ -131,13 +145,14 @@ def losses(
     if weight_ptr is not None:
         loss *= tl.load(weight_ptr + target, mask=is_row & (target >= 0) & (target < vocab_size), other=0.0)
     if SUM:
-        weight_sum = _weight_sum(weight_sum_ptr, vocab_size, tl.float32)
-        logit_sum = tl.load(statistics_ptr + 3, mask=is_row, other=0.0)
+        weight_sum = _weight_sum(weight_sum_ptr, vocab_size, tl.float64)
+        logit_sum = _logit_sum(statistics_ptr, is_row)
         for shard in range(1, R):
-            logit_sum += tl.load(statistics_ptr + shard * stride_r + 3, mask=is_row, other=0.0)
-        # Both terms grow with vocab_size: each is divided by it before they are subtracted.
+            logit_sum += _logit_sum(statistics_ptr + shard * stride_r, is_row)
+        # The two terms of the difference grow with vocab_size and with the logits, and their difference does not: it is in float64.
+        largest_less_mean = ((weight_sum * largest.to(tl.float64) - logit_sum) / vocab_size).to(tl.float32)
         loss = loss * (1.0 - label_smoothing) + label_smoothing * (
-            (weight_sum * largest - logit_sum) / vocab_size + (weight_sum / vocab_size) * log_sum
+            largest_less_mean + (weight_sum / vocab_size).to(tl.float32) * log_sum
         )
     lse = largest + log_sum
     if z_loss is not None:
@@ -167,7 +182,7 @@ def _row_factors(
     if label_smoothing is not None:
         smoothing = grad * label_smoothing / vocab_size
         nll_scale -= nll_scale * label_smoothing
-        lse_scale += smoothing * _weight_sum(weight_sum_ptr, vocab_size, wide)
+        lse_scale += tl.where(ignored, 0.0, smoothing * _weight_sum(weight_sum_ptr, vocab_size, wide))
     if z_loss is not None:
         lse_scale += 2.0 * z_loss * tl.where(ignored, 0.0, largest + log_sum) * grad
     target_grad = (
@@ -253,7 +268,7 @@ def gradient(
     in the last place.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32  # of what a row needs once
-    columns: tl.constexpr = 4 if label_smoothing is not None else 3
+    columns: tl.constexpr = 5 if label_smoothing is not None else 3
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     largest, log_sum, log_odds = _merged(statistics_ptr + row * columns, True, R, stride_r, wide)
@@ -295,7 +310,7 @@ def gradient_unless_guessed(
     as the next guess: there is none.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
-    columns: tl.constexpr = 4 if label_smoothing is not None else 3
+    columns: tl.constexpr = 5 if label_smoothing is not None else 3
     loss_grad = tl.load(grad_ptr)
     if tl.program_id(0) == 0:
         tl.store(history_ptr, tl.where(loss_grad == tl.load(history_ptr + 1), loss_grad, float("nan")))
@@ -345,11 +360,11 @@ def statistics_and_gradient(
     while row < N:
         offset = row_offset(row, T, stride_xb, stride_xt)
         target = tl.load(target_ptr + row).to(tl.int64)
-        lse_hi, lse_lo, target_logit, logit_sum, rival = row_statistics(
-            x_ptr, offset, target, weight_ptr,
+        lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo, rival = row_statistics(
+            x_ptr, offset, target, weight_ptr, weight_sum_ptr,
             V, stride_xv, 0, V, ignore_index, scale, cap, SUM, rival_ptr is not None, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
-        _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, SUM)
+        _store_statistics(statistics_ptr, row, lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo, SUM)
         if rival_ptr is not None:
             tl.store(rival_ptr + row, rival)
         if has_grad:

@@ -70,10 +70,10 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     out, rivals = _for_statistics(N, shard, logits.device)
     if N == 0:
         return _joined(out, rivals)
-    launch, options = config(V, x.itemsize), shard.options
+    launch, options, part = config(V, x.itemsize), shard.options, _part(weight, shard, V)
     with device_of(logits):
         kernel.statistics[(N,)](
-            x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), out, rivals,
+            x, target.reshape(N).contiguous(), _float32(part), _weight_sum(part, shard), out, rivals,
             V, T, *x.stride(),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
             SUM=shard.sums, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
@@ -246,7 +246,7 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def _weight_sum(weight: Tensor | None, shard: Shard) -> Tensor | None:
-    """Of all classes, a number in float64."""
+    """The sum of these weights, a number in float64, where label smoothing asks for it."""
     return None if weight is None or not shard.sums else weight.sum(dtype=torch.float64)
 
 
@@ -258,7 +258,8 @@ def _or_none(factor: float) -> float | None:
 def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     """A kernel for long rows of `dtype`, contiguous and 16-byte aligned.
 
-    asked: "strided" or "ragged" for other rows; options; "rival" for the accuracy; "no_grad" and "grad_lse" for what arrives.
+    asked: "strided" or "ragged" for other rows; options; "rival" for the accuracy; "no_grad" and "grad_lse" for what arrives;
+        "to_bf16" for a gradient in another dtype than the logits.
     """
     name = "-".join(
         (dtype, "strided" if "strided" in asked else "contiguous", *(each for each in asked if each != "strided"))
@@ -269,7 +270,8 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     kinds |= dict.fromkeys(("vocab_start", "vocab_size", "ignore_index"), "i32")
     kinds |= dict.fromkeys(("V", "stride_xb", "stride_xt", "stride_dn"), size)
     kinds |= {"stride_xv": "i64" if "strided" in asked else "1", "scale": "fp32"}
-    kinds |= {"x_ptr": f"*{dtype}:16", "dx_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
+    kinds |= {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
+    kinds["dx_ptr"] = "*bf16:16" if "to_bf16" in asked else f"*{dtype}:16"
     kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "history_ptr"), "*fp32")
     if of is kernel.statistics:
         kinds["statistics_ptr"] = "*fp32:16"
@@ -279,6 +281,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
         ("label_smoothing", "fp32", "sum" in asked),
         ("z_loss", "fp32", "z_loss" in asked),
         ("shard_weight_ptr", "*fp32:16", "weighted" in asked),
+        ("shard_weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
         ("weight_ptr", "*fp32" if of is kernel.gradient else "*fp32:16", "weighted" in asked),
         ("weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
         ("grad_ptr", "*fp32", "no_grad" not in asked),
@@ -340,12 +343,14 @@ _FUSED: tuple[tuple[str, ...], ...] = (
     ("fp32",),
     ("fp32", "z_loss"),
     ("fp32", "sum", "weighted", "z_loss"),
+    ("fp32", "to_bf16"),
 )
 VARIANTS = (
     *(_variant(kernel.statistics, *row) for row in _ROWS),
     _variant(kernel.statistics, "bf16", "rival"),
     *(_variant(kernel.gradient, *row) for row in _ROWS),
     _variant(kernel.gradient, "bf16", "no_grad", "grad_lse"),
+    _variant(kernel.gradient, "fp32", "to_bf16"),
     _variant(kernel.gradient_unless_guessed, "bf16"),
     *(_variant(kernel.statistics_and_gradient, *row) for row in _FUSED),
     _losses(),

@@ -65,7 +65,7 @@ class Merged(NamedTuple):
 
 
 def merge(statistics: Tensor) -> Merged:
-    """Of the first three statistics [shards, N, 3 to 5] of all shards.
+    """Of the first three statistics [shards, N, 3 to 6] of all shards.
 
     base: the largest of the shards' lse_hi and the target's logit. Where every logit is -inf it is 0, and log_sum is -inf.
     log_sum: log of the sum of exp(logit - base) over all classes. The logsumexp is base + log_sum. The two stay apart, because
@@ -96,7 +96,7 @@ def finite(largest: Tensor) -> Tensor:
 def losses(
     statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, merged: Merged | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss and the logsumexp of each row, of the target's shape, from the statistics [shards, N, 3 to 5] of all shards.
+    """The loss and the logsumexp of each row, of the target's shape, from the statistics [shards, N, 3 to 6] of all shards.
 
     weight: [size]. merged: as `merge` gives it, where that is known.
     Both are 0 at an ignored row. The logsumexp is None where no output needs it.
@@ -111,7 +111,8 @@ def losses(
     if shard.sums:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
         # Both terms grow with the number of classes: each is divided by it before they are subtracted.
-        uniform = (weight_sum * base - statistics[..., 3].sum(0)) / shard.size + (weight_sum / shard.size) * log_sum
+        logit_sum = statistics[..., 3:5].double().sum((0, 2))
+        uniform = (weight_sum * base - logit_sum) / shard.size + (weight_sum / shard.size) * log_sum
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * uniform  # the loss of a uniform target
     if options.z_loss:
         assert lse is not None, "it is made above"
@@ -192,5 +193,5 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
     if lse_scale is not None:
         nll_at_target = nll_at_target - lse_scale * torch.sigmoid(-log_odds)
     target_grad = -nll_at_target if target_grad is None else target_grad - nll_at_target
-    softmax_scale = nll_scale if lse_scale is None else nll_scale + lse_scale
+    softmax_scale = nll_scale if lse_scale is None else nll_scale + counted(lse_scale)
     return Rows(base, log_sum, softmax_scale, counted(target_grad), smoothing)

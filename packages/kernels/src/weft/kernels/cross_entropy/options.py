@@ -88,7 +88,7 @@ class Options:
     @property
     def columns(self) -> int:
         """How many statistics a row has."""
-        return 3 + (self.label_smoothing > 0) + self.return_token_accuracy
+        return 3 + 2 * (self.label_smoothing > 0) + self.return_token_accuracy
 
     @property
     def constants(self) -> int:

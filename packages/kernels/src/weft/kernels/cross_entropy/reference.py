@@ -30,15 +30,17 @@ SUMS = {
 
 
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
-    """What each row of this shard contributes to the loss: [N, 3 to 5], float32 (float64 for float64 logits).
+    """What each row of this shard contributes to the loss: [N, 3 to 6], float32 (float64 for float64 logits).
 
     The columns are
     - lse_hi: the logsumexp over the non-target classes; -inf where there is none, or all their logits are -inf;
     - lse_lo: what rounding to float32 takes from it; NaN for a target that is no class;
     - target_logit: 0 if another shard holds it;
-    - logit_sum, where label smoothing asks for it: of all logits, times the weights [size] of the classes where there are any;
+    - logit_sum and logit_sum_lo, where label smoothing asks for them: the sum of all logits, times the weights [size] of the classes
+      where there are any, and what rounding to float32 takes from the sum. The loss subtracts this sum from V times the logsumexp;
+      both grow with V and with the size of the logits;
     - rival, where the accuracy asks for it.
-    An ignored row gives -inf, 0, 0, 0, -inf.
+    An ignored row gives -inf, 0, 0, 0, 0, -inf.
     The logsumexp leaves the target out. The non-target classes have the share 1 - p of the softmax, and for a likely target the loss
     and the gradient are about that. In a float32 sum beside the target's own exponential it would be rounded away.
     """
@@ -61,7 +63,7 @@ class Exponentials:
     base: [n, 1] in float64: 0, or the largest non-target logit, which is -inf where there is none. None where it is 0 in every row
     and every value is finite.
     index: [n, 1], the target's column. is_here: whether this shard holds the target; None where it holds all classes.
-    statistics: [n, 3 to 5].
+    statistics: [n, 3 to 6].
     """
 
     values: Tensor
@@ -80,8 +82,9 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
     logit = z.gather(1, index)
     columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
     if shard.sums:
-        logits_summed = z if weight is None else z * shard.part(weight, V).to(z.dtype)
-        columns.append(logits_summed.sum(-1, keepdim=True))
+        summed = z if weight is None else z.double() * shard.part(weight, V).double()
+        total = summed.sum(-1, keepdim=True, dtype=torch.float64)
+        columns += _split(total, _narrow(x.dtype))
     hidden = -torch.inf if is_here is None else logit.masked_fill(is_here, -torch.inf)
     z.scatter_(1, index, hidden)
     if shard.options.return_token_accuracy:
@@ -100,6 +103,12 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
         lse_hi = (base + log_total).to(_narrow(x.dtype))
         lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0)
     return Exponentials(z, base, index, is_here, torch.cat([lse_hi, lse_lo, *columns], 1).to(lse_hi.dtype))
+
+
+def _split(numbers: Tensor, narrow: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each number rounded to `narrow`, and what the rounding takes from it: 0 where the number is infinite."""
+    rounded = numbers.to(narrow)
+    return rounded, torch.where(rounded == numbers, 0, numbers - rounded)
 
 
 def _all_between(numbers: Tensor, low: float, high: float) -> bool:
@@ -158,7 +167,7 @@ def gradient(
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> tuple[Tensor, Merged | None]:
-    """The statistics [N, 3 to 5] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
+    """The statistics [N, 3 to 6] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
 
     upstream: of the loss alone, one number. Where it is NaN only the statistics are computed.
     Returned beside the statistics: what `merge` gives for them, where all rows were one chunk.
@@ -200,7 +209,7 @@ def _write(
     dlogits.scatter_(1, index, target_grad)
     if slope is not None:
         dlogits.mul_(slope)
-    if base is not None or row.smoothing is not None:  # an exponential need not be finite, and 0 times it not 0
+    if base is not None or slope is not None or row.smoothing is not None:  # 0 times what is not finite is not 0
         is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
         if row.smoothing is not None:
             is_zero &= row.smoothing == 0

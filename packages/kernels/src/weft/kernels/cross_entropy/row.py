@@ -85,15 +85,15 @@ def _scaled(x, scale, cap):
 
 @triton.jit
 def _read(
-    ptr, cols, in_row, target_col, shard_weight_ptr, scale, cap,
+    ptr, cols, in_row, target_col, shard_weight_ptr, shift, scale, cap,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Some logits after scale and cap, -inf at the target and outside of the row; and what they add to the sum of logits."""
+    """Some logits after scale and cap, -inf at the target and outside of the row; and what they add to the sum of logit - shift."""
     x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
     x = _scaled(x, scale, cap)
     logit_sum = tl.zeros_like(x)
     if SUM:
-        logit_sum = tl.where(in_row, x, 0.0)
+        logit_sum = tl.where(in_row, x - shift, 0.0)
         if shard_weight_ptr is not None:
             logit_sum *= tl.load(shard_weight_ptr + cols, mask=in_row, other=0.0)
     return tl.where(in_row & (cols != target_col), x, -float("inf")), logit_sum
@@ -109,12 +109,15 @@ def _next_above(x):
 
 @triton.jit
 def row_statistics(
-    x_ptr, offset, target, shard_weight_ptr,
+    x_ptr, offset, target, shard_weight_ptr, shard_weight_sum_ptr,
     V, stride_xv, vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """lse_hi, lse_lo, target_logit, logit_sum and rival of one row; see `kernel.statistics`."""
+    """lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo and rival of one row; see `kernel.statistics`.
+
+    What is summed is logit - shift, where shift is the row's first logit: a sum of large logits would round at their size.
+    """
     ignored = target == ignore_index
     classes_read = tl.where(ignored, 0, V)
 
@@ -123,15 +126,20 @@ def row_statistics(
     target_logit = tl.load(x_ptr + offset + local * stride_xv, mask=is_here, other=0.0).to(tl.float32)
     target_logit = tl.where(is_here, _scaled(target_logit, scale, cap), 0.0)
     target_col = tl.where(is_here, local, -1).to(tl.int32)
+    shift = 0.0
+    if SUM:
+        first_logit = tl.load(x_ptr + offset, mask=classes_read > 0, other=0.0).to(tl.float32)
+        shift = _scaled(first_logit, scale, cap)
+        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
 
     if x_ptr.dtype.element_ty == tl.float32:
         base, sum_exp, logit_sum, largest, before = _exact_sum(
-            x_ptr + offset, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, scale, cap,
+            x_ptr + offset, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, shift, scale, cap,
             SUM, RIVAL, BLOCK_V, STAGES,
         )  # fmt: skip
     else:
         base, sum_exp, logit_sum, before = _sum(
-            x_ptr, offset, classes_read, V, stride_xv, target_col, local, shard_weight_ptr, scale, cap,
+            x_ptr, offset, classes_read, V, stride_xv, target_col, local, shard_weight_ptr, shift, scale, cap,
             SUM, RIVAL, RAGGED, BLOCK_V, STAGES,
         )  # fmt: skip
         largest = base
@@ -144,16 +152,25 @@ def row_statistics(
     is_class = (target >= 0) & (target < vocab_size)
     tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
     lse_lo = tl.where(ignored | is_class, lse_lo, float("nan"))
-    return lse_hi, lse_lo, target_logit, logit_sum, rival
+    logit_sum_lo = 0.0
+    if SUM:
+        weight_sum = tl.cast(classes_read, tl.float64)
+        if shard_weight_sum_ptr is not None:
+            weight_sum = tl.load(shard_weight_sum_ptr, mask=~ignored, other=0.0)
+        total = weight_sum * shift.to(tl.float64) + logit_sum.to(tl.float64)
+        logit_sum = total.to(tl.float32)
+        rounded = logit_sum.to(tl.float64)
+        logit_sum_lo = tl.where(rounded == total, 0.0, total - rounded).to(tl.float32)
+    return lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo, rival
 
 
 @triton.jit
 def _sum(
-    x_ptr, offset, classes_read, V, stride_xv, target_col, local, shard_weight_ptr, scale, cap,
+    x_ptr, offset, classes_read, V, stride_xv, target_col, local, shard_weight_ptr, shift, scale, cap,
     SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """By one online pass: the row's max, the sum of exp(logit - max), and the sum of the logits. With RIVAL also the max of the columns
+    """By one online pass: the row's max, the sum of exp(logit - max), and the sum of logit - shift. With RIVAL also the max of the columns
     before `local`.
 
     The sum of exponentials is 0 where all logits are -inf. Each lane has a running max and sum of its own. They are reduced
@@ -170,7 +187,7 @@ def _sum(
     for start in tl.range(0, tl.minimum(classes_read, count), BLOCK_V, num_stages=STAGES):
         at = start + lanes
         x, added = _read(
-            aligned_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, shard_weight_ptr, scale, cap,
+            aligned_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, shard_weight_ptr, shift, scale, cap,
             SUM,
         )  # fmt: skip
         logit_sum += added
@@ -188,7 +205,7 @@ def _sum(
     if RAGGED:
         cols, in_row = unaligned_cols(x_ptr, first, count, V)
         x, added = _read(
-            x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, shard_weight_ptr, scale, cap,
+            x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, shard_weight_ptr, shift, scale, cap,
             SUM,
         )  # fmt: skip
         row_largest = tl.maximum(row_largest, tl.max(x, 0))
@@ -203,10 +220,10 @@ def _sum(
 
 @triton.jit
 def _exact_sum(
-    x_ptr, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, scale, cap,
+    x_ptr, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, shift, scale, cap,
     SUM: tl.constexpr, RIVAL: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of float32 logits: a base, the sum of exp(logit - base) in float64, the sum of the logits, and the max. With RIVAL also the max
+    """Of float32 logits: a base, the sum of exp(logit - base) in float64, the sum of logit - shift, and the max. With RIVAL also the max
     of the columns before `local`.
 
     The sum of exponentials is 0 where all logits are -inf. The first base is the target's logit: where the target is likely, that is
@@ -226,7 +243,7 @@ def _exact_sum(
         for start in tl.range(0, classes_read, BLOCK_V, num_stages=STAGES):
             at = start + lanes
             x, added = _read(
-                x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col, shard_weight_ptr, scale, cap,
+                x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col, shard_weight_ptr, shift, scale, cap,
                 SUM,
             )  # fmt: skip
             logit_sum += added

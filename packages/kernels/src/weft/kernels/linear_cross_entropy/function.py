@@ -16,7 +16,7 @@ from ..cross_entropy.function import Count, Gather, mean_denominator, outputs_of
 from ..cross_entropy.merged import Shard, Upstream
 from ..cross_entropy.options import Form, Options, check
 from ..op import Tensors
-from .chunks import Product, chunks_of, sweep
+from .chunks import Product, chunks_of, longest, part_tokens, parts_of, sweep
 from .gradients import Sums, Wanted, may_be_in_24_bits, scaled
 
 
@@ -55,7 +55,8 @@ def forward(
     form = Form((*input.shape[:-1], V), dtype, input.device)
     all_count = check(form, target, weight, denominator, options, vocab_start, vocab_size)
     product = _product(input, linear_weight, linear_bias, target, dtype)
-    chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1 if gather is None else 2)
+    held = 1 if gather is None else 2
+    chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, held)
     shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(product.x)
     if options.reduction == "mean" and denominator is None:
         denominator = mean_denominator(weight, product.classes, options, wide, count, all_count)
@@ -67,29 +68,30 @@ def forward(
             Upstream(torch.ones((), device=input.device), None, denominator),
             Sums(product, wanted, chunks),
         )
-    of_chunks: list[tuple[Tensor, Tensor, Tensor | None]] = []  # the statistics, the loss and the lse
+    of_parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # the statistics, the loss and the lse
     is_correct: list[Tensor] = []
-    for rows, logits, gathered in sweep(product, weight, shard, chunks, upstream, gather):
-        of_chunks.append((gathered, *passes.losses(gathered, product.classes[rows], weight, shard)))
+    for swept in sweep(product, weight, shard, chunks, tokens, upstream, gather):
+        gathered, classes = swept.gathered, product.classes[swept.rows]
+        of_parts.append((gathered, *passes.losses(gathered, classes, weight, shard)))
         if options.return_token_accuracy:
-            is_correct.append(correct(gathered, product.classes[rows], options.ignore_index))
-        if sums is not None:
-            sums.add(rows, logits)
+            is_correct.append(correct(gathered, classes, options.ignore_index))
+        if sums is not None and swept.dlogits is not None:
+            sums.add(swept.chunk, swept.dlogits)
     nothing = torch.zeros(0, dtype=wide, device=input.device)
 
     def of_tokens(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.cat([nothing, *(each for each in parts if each is not None)]).reshape(target.shape)
 
-    loss = of_tokens(each for _, each, _ in of_chunks)
-    lse = of_tokens(each for _, _, each in of_chunks) if options.gives_lse else None
+    loss = of_tokens(each for _, each, _ in of_parts)
+    lse = of_tokens(each for _, _, each in of_parts) if options.gives_lse else None
     accuracy = of_tokens(is_correct) if options.return_token_accuracy else None
     outputs = outputs_of(loss, lse, accuracy, denominator, options)
     if sums is not None:
         dx = None if sums.dx is None else sums.dx.view(input.shape)
         return outputs, (product.x.new_empty(0), dx, sums.dweight, sums.dbias)
     statistics = (
-        torch.cat([gathered for gathered, _, _ in of_chunks], 1)
-        if of_chunks
+        torch.cat([gathered for gathered, _, _ in of_parts], 1)
+        if of_parts
         else nothing.new_empty(1, 0, shard.options.columns)
     )
     return outputs, (input, linear_weight, target, linear_bias, class_weight, divided, statistics)
@@ -140,17 +142,21 @@ def backward(
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
     product = _product(input, linear_weight, linear_bias, target, dtype)
-    chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
+    chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
-    sums, space = Sums(product, asked, chunks), product.space(chunks)
-    for rows in chunks:
-        loss, lse = (_of_rows(grad, rows) for grad in (grads[0], grads[1] if options.return_lse else None))
-        upstream = Upstream(loss, lse, denominator)
-        logits = product.logits(rows, space)
-        dlogits = passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, logits)
-        sums.add(rows, dlogits)
-        del logits, dlogits
-    del space  # before the sums are rounded
+    sums, gradients = Sums(product, asked, chunks), product.gradient_space(chunks)
+    space = product.space(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
+    for chunk in chunks:
+        dlogits = (space if gradients is None else gradients)[: chunk.stop - chunk.start]
+        for rows in parts_of(chunk, tokens):
+            loss, lse = (_of_rows(grad, rows) for grad in (grads[0], grads[1] if options.return_lse else None))
+            upstream = Upstream(loss, lse, denominator)
+            logits = product.logits(rows, space)
+            out = dlogits[rows.start - chunk.start : rows.stop - chunk.start]
+            passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, out)
+        sums.add(chunk, dlogits)
+        del logits, dlogits, out
+    del space, gradients  # before the sums are rounded
     dx = None if sums.dx is None else sums.dx.view(input.shape)
     totals = zip((dx, sums.dweight, sums.dbias), asked, strict=True)
     dx, dweight, dbias = (None if total is None else total.to(of_total) for total, of_total in totals)
@@ -171,11 +177,15 @@ def chunked(
     vocab_size: int,
     shards: int,
     held: int,
-) -> list[slice]:
-    """The chunks of the tokens, the same on every shard; see `chunks_of`. dtype: of the logits."""
+) -> tuple[list[slice], int | None]:
+    """The chunks of the tokens, and how many of a chunk's tokens are one part, the same on every shard; see `chunks_of` and `part_tokens`.
+
+    dtype: of the GEMMs.
+    """
     share = -(-vocab_size // shards)
     sum_bytes = share * input.shape[-1] if may_be_in_24_bits(dtype, wanted) else 0
-    return chunks_of(target.numel(), chunk_tokens, share, held, input.new_empty(0, dtype=dtype), sum_bytes)
+    like = input.new_empty(0, dtype=dtype)
+    return chunks_of(target.numel(), chunk_tokens, share, held, like, sum_bytes), part_tokens(share, held, like)
 
 
 def _product(

@@ -13,7 +13,7 @@ from weft.reshard import layout_of
 from weft.reshard.running.dtensor import wrap
 from weft.reshard.running.groups import this_rank
 
-from ..backend import use_triton
+from ..backend import refuse_jit_trace, use_triton
 from . import philox
 from .part import Part
 
@@ -94,6 +94,7 @@ def _made(
     device: torch.device | str | None,
     fill: Callable[[Tensor, Part, int], None],
 ) -> Tensor:
+    refuse_jit_trace(name)
     _check(name, shape, key, layout, dtype)
     sizes = tuple(shape)
     layout = None if layout is None else layout.resolved(sizes)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.reshard.running.dynamo import in_graph
 
-from ..backend import is_compiling
+from ..backend import is_compiling, refuse_jit_trace
 from ..op import OPS, Op
 from .calls import Call, Flow
 from .functions import FromLocal, Plain, Sharded, ToLocal, computed
@@ -21,8 +21,9 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     DTensor counts as replicated.
 
     options: hashable values.
-    Raises LayoutError where the op's rule does not take the layouts.
+    Raises LayoutError where the op's rule does not take the layouts; RuntimeError under torch.jit.trace.
     """
+    refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
         output: Tensor = op.infer(*tensors, **options)
         return output
@@ -32,6 +33,7 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     """`apply` for an op of several outputs."""
+    refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
         outputs: tuple[Tensor, ...] = op.infer(*tensors, **options)
         return outputs

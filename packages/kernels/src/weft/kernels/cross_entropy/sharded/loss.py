@@ -130,7 +130,7 @@ def cross_entropy(
     Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
     the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
     Communication: where the vocabulary is sharded, one all-gather in forward, and none in backward. It has 12 bytes per token and rank;
-    4 more with label smoothing, and 4 more with the accuracy. For "mean" without a denominator, one all-reduce of one or two numbers over
+    8 more with label smoothing, and 4 more with the accuracy. For "mean" without a denominator, one all-reduce of one or two numbers over
     the axes that shard the tokens. On a mesh that is not the whole world, several axes take one collective each: a group over all of
     them would have to be made by every process of the world. The host waits for no device.
     torch.compile(fullgraph=True) takes it as one node of the graph.
@@ -262,7 +262,7 @@ def vocab_parallel_cross_entropy(
     target, weight: as there, of all classes, and the same on every rank. options: as there. A mean is over these tokens.
     Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
     Communication: one all-gather over `group` in forward, none in backward. It has 12 bytes per token and rank, and as much as two more
-    tokens; 4 bytes a token more with label smoothing, and 4 more with the accuracy. torch.compile(fullgraph=True) takes it as one node of
+    tokens; 8 bytes a token more with label smoothing, and 4 more with the accuracy. torch.compile(fullgraph=True) takes it as one node of
     the graph.
     Raises ValueError as `cross_entropy` does, on every rank of the group: where one rank cannot go on, and where the ranks together do
     not hold each class of the vocabulary once, as with gathered logits. On a GPU that is checked when a group and sizes are first met.
@@ -289,7 +289,7 @@ def vocab_parallel_cross_entropy(
         return asked, scalar
 
     held = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
-    columns = 3 + bool(options.get("label_smoothing")) + bool(options.get("return_token_accuracy"))
+    columns = 3 + 2 * bool(options.get("label_smoothing")) + bool(options.get("return_token_accuracy"))
     (asked, scalar), gather = attempted(attempt, group, held, lambda: agreement.stand_in(target, logits, columns))
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,

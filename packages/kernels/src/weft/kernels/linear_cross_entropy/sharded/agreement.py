@@ -43,8 +43,8 @@ def sizes_of(
     shards: int,
     options: Options,
 ) -> Sizes:
-    """dtype: of the logits."""
-    chunks = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
+    """dtype: of the GEMMs."""
+    chunks, _ = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
     wide = torch.promote_types(dtype, torch.float32)
     return Sizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
 

@@ -303,7 +303,7 @@ def vocab_parallel_linear_cross_entropy(
     rank.
     Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
     Communication: in forward one all-gather of 36 bytes a rank, by which the ranks compare their sizes. Then one a chunk, while the next
-    chunk's GEMM runs: 12 bytes per token and rank; 4 more with label smoothing, and 4 more with the accuracy. In backward one all-reduce
+    chunk's GEMM runs: 12 bytes per token and rank; 8 more with label smoothing, and 4 more with the accuracy. In backward one all-reduce
     of the input's gradient. With sequence_parallel the input is all-gathered before, and a reduce-scatter takes the all-reduce's place.
     torch.compile(fullgraph=True) takes it. A wrong option is then an error of the trace.
     Raises ValueError as `linear_cross_entropy` does, on every rank of the group: where one rank cannot go on, where the ranks together
