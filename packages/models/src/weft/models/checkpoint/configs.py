@@ -21,21 +21,21 @@ def _longer_alike(saved: ModelConfig, given: ModelConfig) -> bool:
     return saved.is_longer_alike and given.is_longer_alike and given.max_seq_len >= saved.max_seq_len
 
 
-# Fields that leave the function of the weights as it is, and when: every other field of a config has to be equal.
+# Fields that do not change the function of the weights, and when they may differ. All fields outside this table must be equal.
 MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "initializer_range": _always,  # for drawing fresh weights; a checkpoint replaces these
     # Dropout acts in training alone: a run may choose its own regularization, as fine-tuning commonly does.
     "attention_dropout": _always,
     "dropout": _always,
     "embedding_dropout": _always,
-    "max_seq_len": _longer_alike,  # no position is computed in another way, and longer sequences are trained on
+    "max_seq_len": _longer_alike,  # every position is computed in the same way
 }
 
 
 def differences(saved: ModelConfig, given: ModelConfig) -> dict[str, tuple[object, object]]:
-    """The fields by which two configs make different functions of the same weights: saved and given value by name.
+    """The fields by which two configs make different functions of the same weights: by name, the saved and the given value.
 
-    Where the configs are of two families, that is the one entry, "family". MAY_DIFFER lists the fields that may differ.
+    Two families give the single entry "family". MAY_DIFFER lists the fields that are left out.
     """
     if type(saved) is not type(given):
         return {"family": (saved.title, given.title)}
@@ -47,27 +47,26 @@ def differences(saved: ModelConfig, given: ModelConfig) -> dict[str, tuple[objec
     }
 
 
-def check_config(saved: ModelConfig, given: ModelConfig, folder: Path) -> None:
-    """Raises ValueError, which names each field and both values, unless the folder's model and the given one are one function.
+def check_config(saved: ModelConfig, given: ModelConfig, folder: Path, *, beside: str = "") -> None:
+    """Raises ValueError, with each differing field and both values, unless two configs make the same function of the weights.
 
-    saved: what the folder says, as `config_of` reads it. given: of the model that is to take the folder's weights.
+    saved: the folder's config, from `config_of`. given: the config of the model that takes the folder's weights.
+    beside: further differences, for the message.
     """
     found = differences(saved, given)
     if found:
-        listed = "; ".join(
-            f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()
-        )
+        listed = [f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()]
         raise ValueError(
-            f"{folder} is of another model: {listed}. Make the model with the folder's config, or read the model by "
-            f"from_pretrained({str(folder)!r})"
+            f"{folder} is of another model: {'; '.join([*listed, *filter(None, [beside])])}. Make the model with the folder's config, "
+            f"or read the model by from_pretrained({str(folder)!r})"
         )
 
 
 def config_of(folder: str | Path) -> ModelConfig | None:
-    """The config that a checkpoint of a run, or a Hugging Face folder, has; None for a checkpoint of a model of no family.
+    """The config of a checkpoint or of a Hugging Face folder; None for a checkpoint of a model of no family.
 
-    Raises ValueError for a folder that is absent or incomplete, or whose config.json is not of a known model; DamagedCheckpoint
-    for a config.json that is not as it was written.
+    Raises ValueError for an absent or incomplete folder and for an unknown model; DamagedCheckpoint for a config.json that was
+    changed after Weft wrote the file.
     """
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
@@ -79,7 +78,7 @@ def config_of(folder: str | Path) -> ModelConfig | None:
 
 
 def saved_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
-    """The config that a checkpoint has, None without one. Raises as `config_of`."""
+    """The config of a checkpoint; None for a model of no family. Raises as `config_of`."""
     return as_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
 
 
@@ -91,13 +90,13 @@ def own_config(model: object) -> ModelConfig | None:
 
 
 def as_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
-    """The config that a config.json says. Raises ValueError for a model that is not known here."""
+    """The config in a config.json. Raises ValueError for an unknown model."""
     read: ModelConfig = weights_of(folder, config).read_config(config)
     return read
 
 
 def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
-    """What is known of the files of the family that a config.json names. Raises ValueError for another."""
+    """The module `weights` of the family in a config.json. Raises ValueError for an unknown family."""
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
@@ -105,7 +104,7 @@ def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What the config.json of a Hugging Face folder says. Raises ValueError where there is none."""
+    """The config.json of a Hugging Face folder. Raises ValueError where the file is missing."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
     return read_json(folder / CONFIG, "give a folder that transformers or Weft saved a model in")
