@@ -82,7 +82,7 @@ class Trainer:
         self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.doing = "before the first step"
-        self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer
+        self._prompt, self._begin, self._tokenizer = run.corpus.prompt, run.corpus.begin, run.corpus.tokenizer
         data = run.config.data
         self._batches = Batches(
             run.corpus,
@@ -253,10 +253,11 @@ class Trainer:
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
-        prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
+        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]  # as a document of the data begins
+        prompt = torch.tensor([given], device=self._device)
         with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
             tokens = generate(self.model, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=self._config.seed)
-        return self._tokenizer.decode(tokens[0].tolist())
+        return self._prompt + "".join(self._tokenizer.decode_each(tokens[0, len(given) :].tolist(), after=given))
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
