@@ -71,6 +71,7 @@ def test_a_document_has_around_it_what_the_options_say(name: str, capsys: pytest
     numbers = tokenizers.Tokenizer.from_file("tokenizer/tokenizer.json").token_to_id
     begin, end = list(map(numbers, before)), list(map(numbers, after))
     assert documents() == [[*begin, *found.encode_document(text), *end] for text in TEXTS]
+    assert find_data(Path("out")).begin == tuple(begin)
     manifest = read_manifest(Path("out"))
     assert (manifest.request["before_each"], manifest.request["after_each"]) == (begin, end)
 

@@ -23,7 +23,7 @@ class Source(Protocol):
     """Documents that a run may be trained on.
 
     sha256: of what they are. is_prepared: from token shards, not from text. skipped: files that are no text. passed: entries of
-    folders that are no files.
+    folders that are no files. begin: the tokens before each document.
     """
 
     @property
@@ -36,6 +36,8 @@ class Source(Protocol):
     def prompt(self) -> str: ...
     @property
     def skipped(self) -> tuple[Path, ...]: ...
+    @property
+    def begin(self) -> tuple[int, ...]: ...
     @property
     def passed(self) -> tuple[str, ...]: ...
     @property
@@ -79,6 +81,11 @@ class Prepared:
     def skipped(self) -> tuple[Path, ...]:
         """None: what was left out was said when it was prepared."""
         return ()
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each document, by the manifest; older manifests are of documents without."""
+        return tuple(self.manifest.request.get("before_each", ()))
 
     @property
     def passed(self) -> tuple[str, ...]:
@@ -131,6 +138,11 @@ class Mixture:
     def skipped(self) -> tuple[Path, ...]:
         """Of all sources."""
         return tuple(path for source, _ in self.parts for path in source.skipped)
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each document of the first source, of which the prompt is."""
+        return self.parts[0][0].begin
 
     @property
     def passed(self) -> tuple[str, ...]:

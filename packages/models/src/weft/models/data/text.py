@@ -45,6 +45,11 @@ class Corpus:
         return byte_tokenizer()
 
     @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each document: none."""
+        return ()
+
+    @property
     def is_prepared(self) -> bool:
         """Whether it is of token shards."""
         return False

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 
+from ..checkpoint.companions import companions_of, keep_companions
 from ..checkpoint.huggingface import from_pretrained
 from ..checkpoint.manifest import MANIFEST, MODEL
 from ..checkpoint.states import check_model, load_checkpoint
@@ -56,7 +57,8 @@ def loaded_alone(model: nn.Module, folder: Path, device: torch.device) -> nn.Mod
 
 
 def _copy(source: nn.Module, target: nn.Module) -> None:
-    """Copies the parameters, which both models have on the same layouts."""
+    """Copies the parameters, which both models have on the same layouts, and what the folder says beside the network."""
     with torch.no_grad():
         for parameter, value in zip(target.parameters(), source.parameters(), strict=True):
             local_value(parameter).copy_(local_value(value))
+    keep_companions(target, companions_of(source))

@@ -88,7 +88,7 @@ class Trainer:
         self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.doing = "before the first step"
-        self._prompt, self._tokenizer = run.corpus.prompt, run.corpus.tokenizer
+        self._prompt, self._begin, self._tokenizer = run.corpus.prompt, run.corpus.begin, run.corpus.tokenizer
         data = run.config.data
         self._batches = Batches(
             run.corpus,
@@ -268,7 +268,8 @@ class Trainer:
     def sample(self) -> str:
         """A prompt and what the model puts after it, without dropout; every rank takes part."""
         self.model.eval()
-        prompt = torch.tensor([self._tokenizer.encode(self._prompt)], device=self._device)
+        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]  # as a document of the data begins
+        prompt = torch.tensor([given], device=self._device)
         with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
             tokens = generate(
                 *(self.model, prompt),
@@ -277,7 +278,7 @@ class Trainer:
                 seed=self._config.seed,
                 use_cache=hasattr(self.model, "make_cache"),
             )
-        return self._tokenizer.decode(tokens[0].tolist())
+        return self._prompt + "".join(self._tokenizer.decode_each(tokens[0, len(given) :].tolist(), after=given))
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
