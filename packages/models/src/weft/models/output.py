@@ -82,7 +82,7 @@ def begin_printing(*, ends: bool = False) -> None:
             _open_nowhere(descriptor)
     # Python has no stream for a descriptor that was closed as it started.
     out, error = (each or open(os.devnull, "w", encoding="utf-8") for each in (sys.stdout, sys.stderr))  # noqa: SIM115
-    sys.stdout, sys.stderr = Printing(out, ends=ends), Printing(error, ends=False)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Printing(out, ends=ends), Printing(error, ends=False)
 
 
 def can_show(text: str) -> bool:

@@ -28,7 +28,7 @@ from .microbatches import divide, weighing
 from .parallel import ParallelPlan, parallelize
 from .parallel.layouts import layouts_of, shapes_of
 from .parallel.parallelize import own_plan, pipeline_of
-from .parallel.pipeline.channels import form_of
+from .parallel.pipeline.forms import form_of
 from .parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
 from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
