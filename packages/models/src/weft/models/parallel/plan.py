@@ -31,8 +31,9 @@ class ParallelPlan:
     blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
     zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on parameters, and so what an optimizer keeps for them, lie on shards
         over the axes of data, and are gathered by every forward pass, or once for all microbatches of `forward_backward`; with 2
-        gradients are never added up whole, so that every backward pass communicates; with 3 a block's parameters are gathered before it computes, dropped after, and gathered again in
-        backward; those of a pipeline's stage once a step, dropped when all microbatches are back.
+        gradients are never added up whole, so that every backward pass communicates; with 3 a block's parameters are gathered before
+        it computes, dropped after, and gathered again in backward; those of a pipeline's stage once a step, dropped when all
+        microbatches are back.
     zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
     regather: with zero=3, False keeps what forward gathered for backward.
     parts: the plans of models within the model, by the names of their modules; see `merge`.

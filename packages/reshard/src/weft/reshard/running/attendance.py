@@ -1,4 +1,4 @@
-"""Which ranks have which gradients when they come to `GradientSync.wait()`: told to the store, and read by ranks that lack one."""
+"""The gradients that each rank has at a `GradientSync.wait()`: told to the store, and read by ranks without some gradient."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from .order import named_ranks
 from .rendezvous import patience
 from .worlds import world
 
-_SLOTS = (
-    64  # a rank may be so many steps ahead of a rank that reads what it told: on a GPU the host waits for no collective
-)
+_SLOTS = 64  # the most steps between two ranks: on a GPU the host waits for no collective
 _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two looks at the store
 
 Found = TypeVar("Found")
@@ -28,10 +26,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank told of a step. number: of the step. done: whether the rank has come to `wait()`, so that nothing will follow.
+    """A rank's message about a step. number: of the step. done: whether the rank has come to `wait()`; its message is final then.
 
-    reads: whether the rank reads what others told. has: the forms of each parameter's gradients, () for none. again: the numbers of
-    parameters whose gradients the rank sends after those that every rank expects.
+    reads: whether the rank reads the messages of the step. has: the forms of each parameter's gradients, () for none. again: the numbers
+    of parameters whose gradients the rank sends last, after the expected gradients.
     """
 
     number: int
@@ -44,14 +42,14 @@ class Told:
 class Attendance:
     """The gradients that each rank has of the parameters `leaves`, step by step.
 
-    Communication: a rank tells its own by one message to the world's store, to which it waits for no answer. Only a rank that lacks a
-    gradient, or has one more than once, reads what the ranks of the parameters' meshes told.
+    Communication: each rank sends one message to the world's store, and waits for no answer. Only a rank without some gradient, or with
+    a gradient to send twice, reads the messages of the ranks of the parameters' meshes.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._leaves, self._number = leaves, 0
         self._begun = False
-        self._last: tuple[object, str] = ((), "")  # what was told last, and its text
+        self._last: tuple[object, str] = ((), "")  # the last message's content and text
         self._heard: dict[int, Told] = {}
         # Whether other processes have parts of these parameters.
         self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().others_run
@@ -59,13 +57,13 @@ class Attendance:
             self._world, self._name = world(), _named(leaves)
 
     def begin(self, has: tuple[Forms, ...], *, anew: bool) -> None:
-        """Tells what this rank has sent before it waits for others in backward. anew: also where that was told in this step."""
+        """Tells, in backward, the gradients that this rank has sent. anew: also after an earlier call in this step."""
         if self.has_peers and (anew or not self._begun):
             self._begun = True
             self._tell(has, frozenset(), done=False, reads=False)
 
     def come(self, has: tuple[Forms, ...], again: frozenset[int], *, reads: bool) -> None:
-        """Tells what this rank has in this step, of which all is known now."""
+        """Tells all gradients that this rank has in this step."""
         self._heard.clear()
         if self.has_peers:
             self._tell(has, again, done=True, reads=reads)
@@ -75,15 +73,15 @@ class Attendance:
         self._number, self._begun = self._number + 1, False
 
     def someone_has_any(self, mesh: ProcessMesh) -> bool:
-        """Whether another rank of the mesh has a gradient of any parameter. Waits until one is known to, or all have come."""
+        """Whether another rank of the mesh has a gradient of any parameter. Waits until a rank has said yes, or all have come."""
         return self._until(mesh, lambda told: any(told.has) or None) or False
 
     def forms_of(self, number: int) -> Forms:
-        """The forms of a parameter's gradients on another rank that has some; () where none has. Waits as `someone_has_any`."""
+        """The forms of a parameter's gradients on the first rank found to have any; () for none. Waits as `someone_has_any`."""
         return self._until(self._leaves[number].mesh, lambda told: told.has[number] or None) or ()
 
     def others(self, leaf: Leaf) -> dict[int, Told]:
-        """What the other ranks of a parameter's mesh told, by rank. Waits until all have come."""
+        """The messages of the rest of a parameter's mesh, by rank. Waits until all have come."""
         self._until(leaf.mesh, lambda told: None)
         return {rank: self._heard[rank] for rank in self._peers[leaf.mesh]}
 
@@ -97,7 +95,7 @@ class Attendance:
         self._world.tell(self._key(this_rank()), text.encode())
 
     def _until(self, mesh: ProcessMesh, found: Callable[[Told], Found | None]) -> Found | None:
-        """The first that is found in what a rank of the mesh told; None when all ranks have come."""
+        """The first result of `found` on a message of a rank of the mesh; None when all ranks have come."""
         end, pause = time.monotonic() + patience(), _PAUSE
         while True:
             for rank in self._peers[mesh]:
@@ -118,7 +116,7 @@ class Attendance:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look(self, ranks: Sequence[int]) -> bool:
-        """Whether one of these ranks has told more."""
+        """Whether any of these ranks has a new message."""
         more = False
         for rank, value in zip(ranks, self._world.told([self._key(rank) for rank in ranks]), strict=True):
             number = -1 if value is None else int(value.split(b" ", 1)[0])
@@ -151,7 +149,7 @@ class Attendance:
 
 
 def _named(leaves: Sequence[Leaf]) -> str:
-    """A name for these parameters, the same on every rank; another one where they are synchronized anew."""
+    """A name for these parameters, the same on every rank; each GradientSync of the same parameters gets a name of its own."""
     text = "\n".join(f"{leaf.name} {tuple(leaf.home.shape)} {leaf.mesh.digest}" for leaf in leaves)
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     made: dict[str, int] = of_this_world().setdefault("attendances", {})

@@ -1,4 +1,4 @@
-"""What a rank has not sent when it comes to `GradientSync.wait()`: sent in one order on all ranks, which may have different gradients."""
+"""The gradients left to send at `GradientSync.wait()`: in the same order on all ranks, which may have different gradients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .sending import Sending
 
 
 def complete(leaves: Sequence[Leaf], rest: Sequence[Leaf], sending: Sending, attendance: Attendance) -> list[Forms]:
-    """Adds to buckets what was not sent; the forms of each parameter's gradients on all ranks, () where no rank has any.
+    """Adds the gradients left to send to buckets; returns each parameter's forms on all ranks, () where no rank has a gradient.
 
-    rest: the parameters that every rank sends next, in this order.
-    Communication: that of `attendance`, and of buckets that are full. Raises RuntimeError for gradients that have no sum.
+    rest: the parameters that every rank sends next, in order.
+    Communication: as `attendance`, and the full buckets. Raises RuntimeError for gradients without a sum.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
-            sending.add(leaf)  # to what waits there already
+            sending.add(leaf)  # to the part in the open bucket
     pending = [leaf.pending() for leaf in leaves]
     has = [
         forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
@@ -48,11 +48,11 @@ def _complete_with_others(
     has: Sequence[Forms],
     twice: set[int],
 ) -> list[Forms]:
-    """As `complete`, where this rank lacks a gradient, or sends one more than once.
+    """As `complete`, where this rank lacks a gradient, or sends a gradient twice.
 
     has: the forms of each gradient on this rank. twice: the numbers of the gradients that were sent before.
-    What every rank expects comes first, and the forms are known: others may wait for these buckets in backward, and have told
-    nothing yet.
+    The expected gradients come first, in their known forms: a rank that still runs backward may wait for their buckets, and has not
+    told its message yet.
     """
     number = {leaf: i for i, leaf in enumerate(leaves)}
     lacks_all = not any(has)
@@ -93,7 +93,7 @@ def _add_zeros(sending: Sending, leaf: Leaf, forms: Forms) -> None:
 
 
 def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
-    """Raises RuntimeError where another rank's gradients lie otherwise."""
+    """Raises RuntimeError where a rank's gradients have forms unlike this rank's."""
     for rank, forms in theirs.items():
         if mine and set(mine) != set(forms):
             raise RuntimeError(
@@ -103,9 +103,9 @@ def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
 
 
 def _stand_in(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Gives zeros where ranks with other shards have a gradient that has its layout.
+    """Gives zeros for this rank's shard of a gradient whose remaining shards are complete.
 
-    Raises RuntimeError where a rank with this rank's shard has one: it is whole there, and no sum.
+    Raises RuntimeError where a rank with this rank's shard has a gradient: complete there, it is no sum.
     """
     shape, target = leaf.home.shape, leaf.target
     mine = target.local_slices(shape, this_rank())

@@ -50,14 +50,14 @@ class GradientSync:
     dtype: in which they are added up over ranks, where it is not their own; what arrives has the parameter's.
     Where `module` has its parameters on shards that it gathers (ParallelPlan's zero), a gradient goes from the whole parameter to
     the shard's `.grad`: with zero=1 as any other, with 2 and 3 in every backward pass, those that only accumulate too.
-    Ranks may have gradients of different parameters, as where each uses another expert, or one skips a batch: every rank ends with
-    the sum over the ranks that have a gradient, and a parameter of which no rank has any keeps its `.grad`. Every rank of the
-    parameters' meshes calls `wait()` as often.
+    Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch: every rank ends with the sum
+    over the ranks with a gradient, and a parameter without a gradient on any rank keeps `.grad`. All ranks of the parameters' meshes
+    call `wait()` equally often.
     Communication: in the reverse of the order in which `module` has its parameters, so that ranks whose hooks run in other orders,
     as where one rank compiles a block and another does not, send the same. A gradient that comes early waits for those before it,
-    but for parameters that no rank had a gradient of in the step before. In `wait()` each rank tells the store of the process group
-    which gradients it has, and waits for no answer; a rank that lacks one, or sends one twice, reads what the others told, which
-    takes it a fraction of a millisecond for each. Freeze parameters that are never used (`requires_grad_(False)`).
+    but for parameters that no rank had a gradient of in the step before. In `wait()` each rank lists its gradients in one message to
+    the store of the process group, and waits for no answer; a rank without some gradient reads the messages of all, a fraction of a
+    millisecond for each. Freeze parameters that are never used (`requires_grad_(False)`).
     Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has another
     GradientSync, which would reduce it twice; `close()` that one first.
 
@@ -303,7 +303,7 @@ class GradientSync:
                 self._next = 0
 
     def _tell_before_waiting(self) -> None:
-        """Tells, in backward, what this rank has sent: a rank that has no gradient at all learns that it is waited for."""
+        """Tells, in backward, the gradients sent so far: a rank without any gradient learns to take part."""
         if not self._waits:
             anew = not any(
                 leaf.known for leaf in self._leaves
@@ -318,7 +318,7 @@ def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
 
 
 def _has_addend(leaf: Leaf) -> bool:
-    """Whether a parameter that was frozen when its GradientSync was made has an addend in `.grad`."""
+    """Whether a parameter frozen at the making of its GradientSync has an addend in `.grad`."""
     grad = leaf.grad if leaf.home.requires_grad and _sync_of(leaf.home) is None else None
     return grad is not None and any(placement.is_partial() for placement in grad.placements)
 

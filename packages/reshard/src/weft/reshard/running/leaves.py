@@ -36,16 +36,17 @@ Forms = tuple[Form, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A parameter that autograd gives gradients to, and what is known of its gradients: to find by a tensor what belongs to it is slow.
+    """One parameter's gradients between backward and `GradientSync.wait()`.
 
-    home: the parameter that the gradients are for. mesh: of home; is_here: whether this rank is in the mesh. target: the layout that
-    gradients end in. is_ours: whether its hooks are set; a frozen parameter has none. at_once: gradients are whole, and never add up before they are sent.
-    aside: earlier gradients, in other layouts than `.grad`. lies: of the last gradient its kind, its forms, and whether its layout is
-    the target. travels: of the last gradient that was sent its kind and its route. addend: this rank's part of a gradient that did not
-    come by `.grad`; taken: its kind and forms.
-    waits: whether a backward pass gave a gradient since `wait()`. arrived: gradients that came to be sent, and were not sent yet.
-    sent: the forms of what was sent since `wait()`; bucket: what took the last of it. known: the forms on all ranks in the last step
-    in which the parameter had a gradient. held: what is synchronized, until `wait()` ends. stand_in: in `home.grad` until then.
+    parameter: the tensor that autograd accumulates into. home: the parameter that gets the result; under ZeRO the two differ.
+    mesh: of home. is_here: whether this rank is in the mesh. target: the layout of the result. is_ours: whether hooks are set; a frozen
+    parameter has no hooks. at_once: gradients are whole, and never add up before they are sent.
+    aside: earlier gradients, in layouts unlike that of `.grad`. lies: kind and forms of the last gradient, and whether the layout is the
+    target. travels: kind and route of the last gradient sent. addend: this rank's part of a gradient that bypassed `.grad`; taken: kind
+    and forms of the addend.
+    waits: whether backward gave a gradient since `wait()`. arrived: the number of gradients ready to send. sent: the forms sent since
+    `wait()`; bucket: the bucket of the last gradient sent. known: the forms on all ranks in the last step with a gradient. held: the
+    synchronized sum, until `wait()` ends. stand_in: the placeholder in `home.grad` until then.
     """
 
     parameter: DTensor
@@ -80,7 +81,7 @@ class Leaf:
         return self.is_ours and self.is_here and self.home.requires_grad
 
     def pending(self) -> Forms:
-        """The forms of the gradients that backward passes gave and that were not sent; a gradient that is there counts where it is new."""
+        """The forms of the gradients not sent yet; a gradient in its target layout counts where backward gave it since `wait()`."""
         if not self.is_ours:
             return ()
         if self.aside:
@@ -104,7 +105,7 @@ class Leaf:
         return self.lies
 
     def zeros(self, form: Form) -> DTensor:
-        """A gradient of zeros, of the given form: this rank's addend where other ranks alone have a gradient."""
+        """A gradient of zeros in the given form: the addend of a rank without a gradient."""
         local = torch.zeros(
             form.layout.local_shape(self.home.shape, this_rank()),
             dtype=form.dtype,
@@ -117,7 +118,7 @@ class Leaf:
         self.waits, self.arrived, self.sent, self.bucket = False, 0, (), None
 
     def call_hooks(self) -> None:
-        """Calls the hooks that wait for the gradient to be accumulated, of a parameter that autograd does not see."""
+        """Calls the post-accumulate hooks of a home parameter that autograd does not see."""
         hooks = self.home._post_accumulate_grad_hooks if self.parameter is not self.home else None
         for hook in list(hooks.values()) if hooks else ():
             hook(self.home)

@@ -68,12 +68,12 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
 
 
 def tell(what: str, value: bytes) -> None:
-    """Has a few bytes known to all ranks under a name. Communication: with the world's store, of which TCPStore gives no answer."""
+    """Has a few bytes known to all ranks under a name. Communication: a request to the world's store; TCPStore sends no answer."""
     PrefixStore("weft", _get_default_store()).set(f"told/{what}", value.hex())
 
 
 def told(names: Sequence[str]) -> list[bytes | None]:
-    """What is told under each of these names now; None where nothing is. Communication: with the world's store, twice."""
+    """The bytes told under each name so far, or None. Communication: two requests to the world's store."""
     store = PrefixStore("weft", _get_default_store())
     keys = [f"told/{name}" for name in names]
     if not store.check(keys):
@@ -84,7 +84,7 @@ def told(names: Sequence[str]) -> list[bytes | None]:
 
 
 def patience() -> float:
-    """How long a rank waits for what another tells, in seconds: the timeout of the world's store."""
+    """The timeout of the world's store, in seconds: how long a rank waits for a message."""
     seconds: float = _get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
     return seconds
 

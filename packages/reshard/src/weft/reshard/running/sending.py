@@ -16,9 +16,9 @@ from .leaves import Form, Leaf, in_dtype
 
 
 class Sending:
-    """The buckets of one GradientSync.
+    """The buckets of a GradientSync.
 
-    bucket_bytes, dtype: as of GradientSync. before_waiting: called before a bucket is waited for while others still fill.
+    bucket_bytes, dtype: as of GradientSync. before_waiting: called before a full bucket's collective is waited for.
     """
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None, before_waiting: Callable[[], None]) -> None:
@@ -27,7 +27,7 @@ class Sending:
         self._sent: deque[Bucket[Leaf]] = deque()
 
     def add(self, leaf: Leaf) -> None:
-        """Sends the leaf's gradients on their way, but for one that has its layout."""
+        """Puts the leaf's pending gradients into buckets; a gradient in its target layout stays."""
         forms = leaf.pending()
         leaf.sent = forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
         if leaf.addend is not None:
@@ -46,11 +46,11 @@ class Sending:
             leaf.stand()
 
     def add_zeros(self, leaf: Leaf, form: Form) -> None:
-        """Takes part in what other ranks send of a gradient that this rank has not."""
+        """Puts zeros into a bucket: this rank's addend of a gradient that only the rest of the ranks have."""
         self._bring(leaf, leaf.zeros(form), form.layout == leaf.target)
 
     def finish(self) -> None:
-        """Sends what has not left, and waits until all has arrived."""
+        """Starts the remaining buckets, and waits for all of them."""
         for bucket in self._filling.values():
             self._send(bucket)
         self._filling.clear()
@@ -83,7 +83,7 @@ class Sending:
             self._send(self._filling.pop(route.key))
 
     def _send(self, bucket: Bucket[Leaf]) -> None:
-        """Starts this bucket's collective. At most two are in flight: older ones are finished first, which frees their buffers."""
+        """Start this bucket's collective. At most two are in flight: older buckets are finished first, which frees their buffers."""
         while len(self._sent) > 1:
             self._before_waiting()
             self._finish(self._sent.popleft())

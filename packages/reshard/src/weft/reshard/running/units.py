@@ -118,7 +118,7 @@ class Unit:
         self._start(self._wholes.before(self))
 
     def end_pass(self) -> None:
-        """No backward pass runs that came to this unit: no gradient is waited for."""
+        """The backward pass is over: gradients that have not come are not waited for."""
         if not self._calls and (self._backward or self._awaited):
             self._give_up()
             self._settle()
@@ -329,10 +329,10 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of `model` do not change, so that several forward passes compute with what is gathered once.
+    """A promise that the parameters of `model` do not change inside: with zero=1 and 2 several forward passes gather them once.
 
-    Outside of it every forward pass gathers the parameters that lie on shards (ParallelPlan's zero), since a program may have changed
-    them. With zero=3 each pass gathers inside too, as what is gathered is not kept. Every rank enters it alike. Communication: none.
+    Elsewhere every forward pass gathers sharded parameters, since a program may have changed any. With zero=3 nothing is kept, so each
+    pass gathers inside too. All ranks enter and leave together. Communication: none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """
@@ -348,7 +348,7 @@ def fixed_parameters(model: nn.Module) -> Iterator[None]:
 
 
 class _Inside:
-    """Says that parameters are fixed, as long as it lives."""
+    """A holder of the promise that parameters do not change."""
 
 
 def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` as long as its object lives: the garbage collector does not see what torch's hooks hold."""
+    """A hook that calls `method` as long as the method's object lives: the garbage collector does not see references from torch's hooks."""
     found = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

@@ -23,7 +23,7 @@ from .weakly import weakly
 
 
 def in_backward() -> bool:
-    """Whether autograd's backward runs in this thread; torch.utils.checkpoint asks so too."""
+    """Whether autograd's backward runs in this thread. torch.utils.checkpoint asks in the same way."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -53,10 +53,10 @@ def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) ->
 class Whole:
     """The full-size copy of a sharded parameter that its module computes with: an autograd leaf over a buffer that is freed and refilled.
 
-    What autograd keeps for backward shares the buffer. stays: keep the buffer between calls. sums: let its gradient accumulate.
-    While the buffer is kept, for that reason or for another, a contiguous shard is a view into it: the parameter is held once. A shard
-    of which the program has views stays where it is, so that they are views of the parameter still.
-    filled: the state of the shard that the buffer was filled with; None without a buffer. time: of the model's `Wholes`, when it was.
+    Tensors saved for backward share the buffer. stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate
+    (ZeRO 1). While the buffer is kept, a contiguous shard is a view into the buffer: the parameter is held once. A shard that the program
+    has views of keeps its own memory, so that the views stay valid.
+    filled: the shard's state when the buffer was filled; None without a buffer. time: `Wholes.time` when the buffer was filled.
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
@@ -85,7 +85,7 @@ class Whole:
         self._hooked = False
 
     def follow(self, shard: DTensor) -> None:
-        """Learns, or no longer, as its shard; hooks on the shard's gradient are called with the gradient that autograd finds."""
+        """Requires a gradient where the shard does; the shard's gradient hooks are called with the whole's gradient."""
         requires_grad = shard.requires_grad
         if self.leaf.requires_grad != requires_grad:
             self.leaf.requires_grad_(requires_grad)
@@ -95,7 +95,7 @@ class Whole:
             self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told(), of()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """What changes when the shard does by an optimizer or in place; by `.data`, say, it changes unseen."""
+        """A value that differs after an optimizer's step or an update in place; a change by `.data` is not seen."""
         return self.steps, shard._version, self._shard._version
 
     def make_room(self) -> None:
@@ -124,7 +124,7 @@ class Whole:
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many objects share a tensor's memory, the one among them that is asked for it."""
+    """The number of objects that share a tensor's memory, including the storage object made for this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -132,7 +132,7 @@ _USES_ALONE = _uses(torch.empty(1))
 
 
 def _hooked(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
-    """The gradient of a whole as the hooks on its shard change it: what `Tensor.register_hook` promises of the parameter."""
+    """The whole's gradient after the shard's `register_hook` hooks."""
     hooks = None if shard is None else shard._backward_hooks
     if grad is None or not hooks:
         return grad
@@ -155,12 +155,12 @@ def _accumulated(whole: Whole | None, shard: DTensor | None) -> None:
 
 
 class Wholes:
-    """The sharded parameters of a model, the order in which its units come, and when their values may have changed.
+    """The sharded parameters of a model, the order of its units, and the passes after which values may have changed.
 
-    Between two forward passes a program may change parameters in ways that no tensor tells: by `.data`, by foreach operators, in
-    place of a view. So each pass gathers them anew, on every rank alike, and its backward computes with what forward gathered.
-    keeps: above 0 what is gathered is not given back. fixed_by: who has said that parameters do not change, so that they are gathered
-    once. time: the number of passes that gathered anew.
+    Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators, through a view. So
+    each forward pass gathers the parameters anew, on every rank alike; backward computes with the values of its forward.
+    keeps: above 0, gathered buffers are kept. fixed_by: the holders of a promise that parameters do not change; while there is a holder,
+    parameters are gathered once. time: the number of forward passes that gathered anew.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class Wholes:
         self._calls -= 1
 
     def renew(self) -> None:
-        """What was gathered before may not be what the parameters are; backward may repeat a forward, with the same values."""
+        """A new forward pass: gathered values may be old. Not in backward, where recomputation repeats a forward."""
         if in_backward():
             return
         self._ending.clear()
@@ -235,7 +235,7 @@ class Wholes:
             self.time += 1
 
     def settle_after_backward(self, unit: Gathering) -> None:
-        """Has the unit told when the backward pass that runs is over, which may be for other gradients than those of its parameters."""
+        """Calls the unit's `end_pass` when this backward pass is over, which may give no gradient to the unit's parameters."""
         number = torch._C._current_graph_task_id()
         if number not in self._ending:
             self._ending[number] = []
@@ -247,7 +247,7 @@ class Wholes:
             unit.end_pass()
 
     def fix(self, by: Any) -> None:
-        """From now on parameters do not change, until `by` is gone from `fixed_by`."""
+        """A promise that parameters do not change until `by` is removed from `fixed_by`."""
         if by not in self.fixed_by:
             self.renew()
             self.fixed_by.add(by)

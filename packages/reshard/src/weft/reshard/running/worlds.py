@@ -60,7 +60,7 @@ class World(Protocol):
         """What another rank has told under that name; waits for it."""
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
-        """What is told under each of these names now; None where nothing is."""
+        """The bytes told under each name so far, or None."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """Where in `part` each member of its group lies."""
