@@ -57,7 +57,9 @@ def test_parts_cover_their_chunk(tokens, part):
 
 def test_wide_factors_have_their_logits_at_once():
     """The gradient takes the place of the logits."""
-    assert [part_tokens(128256, 1, torch.empty(0, dtype=dtype)) for dtype in (torch.float32, torch.float64)] == [None] * 2
+    assert [part_tokens(128256, 1, torch.empty(0, dtype=dtype)) for dtype in (torch.float32, torch.float64)] == [
+        None
+    ] * 2
 
 
 class OnGpu:
