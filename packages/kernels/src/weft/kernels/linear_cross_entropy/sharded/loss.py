@@ -133,25 +133,26 @@ def linear_cross_entropy(
 
     input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int64, int32 or uint8. The other arguments and what is
     returned are those of `cross_entropy`. It means what `torch.nn.functional.linear_cross_entropy` means.
-    compute_dtype: the dtype of the GEMMs and the logits. By default it is the input's, and the weight must have it too. Given, the
+    compute_dtype: the dtype of the GEMMs' factors. The logits are never narrower than float32. By default it is the input's, and the weight must have it too. Given, the
     operands are cast to it, and get gradients in their own dtypes: that of a float32 weight is the float32 sum. Under autocast it is
     autocast's.
-    chunk_tokens: the tokens of a chunk. Without it there are as few chunks as fit: their logits, and the lower bits of the weight
-    gradient's sum, in 1 GiB (64 MiB on a CPU). The logits get half of that at least. The vocabulary is taken as sharded evenly.
+    chunk_tokens: the tokens of a chunk. Without it there are as few chunks as fit: the gradient of a chunk's logits, a part's logits, and the
+    lower bits of the weight gradient's sum, in 1 GiB (64 MiB on a CPU). The chunk gets half of that at least. The vocabulary is taken as sharded evenly.
     chunk_tokens and the dtype of the weight's gradient must be the same on every rank.
     inplace_backward: backward returns the very tensors that forward computed, also where it may run again: where the graph is kept
     (retain_graph), and in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be replayed whole. Where
     backward cannot run again it returns them in any case. Under torch.compile it always copies.
     The gradients of weight and bias have the dtype of their `grad_dtype`, which torch has for leaves. In float32 the weight's
     is the sum itself. Under torch.compile they are rounded to the weight's dtype first.
-    Memory above inputs and gradients: the logits of a chunk, or of two chunks where vocab-parallel. With more than one chunk also what
+    Memory above inputs and gradients, of factors in 16 bits: the gradient of a chunk's logits in 16 bits, and the float32 logits of a part of its
+    tokens, or of two parts where vocab-parallel. Of wider factors a part is the chunk. With more than one chunk also what
     the weight gradient's sum needs beside the result: 8 bits an element in bfloat16; a whole float32 sum in float16, and for more than 64
     chunks. Where backward copies, also the gradients that forward computed.
     Work: three GEMMs, 6 N H V flop. It is four for "none", with return_lse and in float16: there backward computes the logits again.
     Only the gradients that are required are computed.
     Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
     sharded on V makes it vocab-parallel, and the input's gradient Partial(sum) over those axes.
-    Communication: as of `cross_entropy`, one gather a chunk, while the next chunk's GEMM runs; none in backward.
+    Communication: as of `cross_entropy`, one gather a part, while the next part's GEMM runs; none in backward.
     torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors on every rank of their mesh.
     Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
     """
@@ -302,8 +303,8 @@ def vocab_parallel_linear_cross_entropy(
     ranks and be 0. target: of all tokens. weight: of all classes. They, chunk_tokens, compute_dtype and the options are the same on every
     rank.
     Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
-    Communication: in forward one all-gather of 36 bytes a rank, by which the ranks compare their sizes. Then one a chunk, while the next
-    chunk's GEMM runs: 12 bytes per token and rank; 8 more with label smoothing, and 4 more with the accuracy. In backward one all-reduce
+    Communication: in forward one all-gather of 36 bytes a rank, by which the ranks compare their sizes. Then one a part, while the next
+    part's GEMM runs: 12 bytes per token and rank; 8 more with label smoothing, and 4 more with the accuracy. In backward one all-reduce
     of the input's gradient. With sequence_parallel the input is all-gathered before, and a reduce-scatter takes the all-reduce's place.
     torch.compile(fullgraph=True) takes it. A wrong option is then an error of the trace.
     Raises ValueError as `linear_cross_entropy` does, on every rank of the group: where one rank cannot go on, where the ranks together
