@@ -31,7 +31,7 @@ def shell(line: str, command: Sequence[str], folder: Path, **changes: str) -> su
     """The command in a line of a shell, as "$@"."""
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line, "bash", *command],
-        cwd=folder, env=environment(**changes), capture_output=True, text=True, timeout=PATIENCE, check=False,
+        cwd=folder, env=environment(**changes), capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
