@@ -366,3 +366,49 @@ def shards_of_their_own() -> None:
 
 def test_shards_of_other_ranks(pool: Any) -> None:
     pool.run(shards_of_their_own, ranks=2)
+
+
+def kept_from_before() -> None:
+    """Gradients of earlier steps stay where they are: of parameters that no rank, or another, has a gradient of; after autograd.grad."""
+    model = Weights(DATA)
+    sync = GradientSync(model)
+    truth: list[Tensor | None] = [None] * len(SIZES)
+    for number, used in enumerate([(ALL, ALL), ([0, 1], [1]), ([], []), ([2], [0]), ([], ALL)]):
+        backward(model, DATA, used[dist.get_rank()], 100 * number)
+        sync.wait()
+        x = distribute(whole_of(7, SIZES[3]), Layout(DATA, "dp: S(0)"))
+        torch.autograd.grad(Scale.apply(x, model.all[3]), model.all[3], grad_outputs=x)
+        sync.wait()
+        for i in range(len(SIZES)):
+            more = right(i, used, 100 * number)
+            truth[i] = more if truth[i] is None else truth[i] if more is None else truth[i] + more
+        assert_right(model, truth, number)
+
+
+def test_gradients_of_earlier_steps_are_kept(pool: Any) -> None:
+    pool.run(kept_from_before, ranks=2)
+
+
+def read_in_a_step(layout: str) -> int:
+    """How often a rank whose gradients have their layout from the start reads what others told."""
+    model = Weights(DATA)
+    sync = GradientSync(model)
+    asked: list[Sequence[str]] = []
+    before, worlds.told = worlds.told, lambda names: asked.append(names) or before(names)
+    try:
+        for _ in range(3):
+            for parameter in model.all:
+                parameter.backward(
+                    wrap(torch.ones(len(parameter), dtype=torch.float64), Layout(DATA, layout), parameter.shape)
+                )
+            sync.wait()
+    finally:
+        worlds.told = before
+    for parameter in model.all:
+        assert torch.equal(to_global(parameter.grad), torch.full((len(parameter),), 6.0 if layout else 3.0).double())
+    return len(asked)
+
+
+@pytest.mark.parametrize("layout", ["", "dp: P"])
+def test_gradients_that_are_there_are_no_news(layout: str, pool: Any) -> None:
+    assert pool.run(read_in_a_step, layout, ranks=2) == [0, 0]
