@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, distribute, layout_of, to_global
-from weft.reshard.running import worlds
 from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.rendezvous import tell
 
 from tests.reshard.test_gradients import Scale
 from tests.support.collectives import Collectives
@@ -265,31 +263,6 @@ def two_models() -> None:
 
 def test_two_models_with_the_same_names(pool: Any) -> None:
     pool.run(two_models, ranks=2)
-
-
-def told_in_a_step() -> tuple[int, int]:
-    """What a rank that has all gradients tells and reads in a step, after the first."""
-    model = Weights(DATA)
-    sync = GradientSync(model)
-    said, asked = [], []
-    backward(model, DATA, ALL, 0)
-    sync.wait()
-
-    def noted(what: str, value: bytes) -> None:
-        said.append(what)
-        tell(what, value)
-
-    worlds.tell, worlds.told, before = noted, lambda names: asked.append(names), (worlds.tell, worlds.told)
-    try:
-        backward(model, DATA, ALL, 100)
-        sync.wait()
-    finally:
-        worlds.tell, worlds.told = before
-    return len(said), len(asked)
-
-
-def test_who_has_all_gradients_tells_once_and_reads_nothing(pool: Any) -> None:
-    assert pool.run(told_in_a_step, ranks=2) == [(1, 0)] * 2
 
 
 def more_passes_on_one_rank() -> str:

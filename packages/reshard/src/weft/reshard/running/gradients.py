@@ -194,6 +194,9 @@ class GradientSync:
                 leaf.known = forms
             else:
                 leaf.held = None  # zeros, where no rank has a gradient
+            for older in leaf.aside.values():  # of earlier steps, in its layout
+                leaf.hold(older)
+            leaf.aside.clear()
             if leaf.held is None:
                 continue
             home = leaf.home

@@ -94,7 +94,9 @@ class Leaf:
         if grad is None:
             return ()
         _, forms, is_there = self.find(grad)
-        return forms if self.waits or not is_there else ()
+        if is_there and self.parameter is self.home:  # it stays in `.grad`, and is no news after it was counted
+            return forms if self.waits and forms[0] not in self.sent else ()
+        return forms
 
     def find(self, grad: DTensor) -> tuple[object, Forms, bool]:
         """`lies` of a gradient."""
