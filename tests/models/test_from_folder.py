@@ -171,6 +171,10 @@ def trained(*arguments: str) -> str:
 def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> None:
     """Its checkpoints know the model, of which no option says the scaling; a run without checkpoints of its own begins another."""
     save(LLAMA, Path("hf"))
+    ids = {"bos_token_id": 1, "eos_token_id": [7, 9]}
+    Path("hf/config.json").write_text(json.dumps(json.loads(Path("hf/config.json").read_text()) | ids))
+    Path("hf/generation_config.json").write_text(json.dumps(ids | {"temperature": 0.6}))
+    Path("hf/checksums.json").unlink()  # as a folder that another program wrote
     options = (*TEXT, "--mesh.dp", "1", "--mesh.tp", "1", "--no-check", "--steps", "2")
     said = trained("--from", "hf", "--output", "run", "--save-every", "1", *options)
     assert "begins with the model of hf\n" in said
@@ -190,6 +194,9 @@ def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> No
     assert asked("--from", "run", *TEXT).origin == Path("run/checkpoint")
     began, ended = (json.loads(Path(name, "config.json").read_text()) for name in ("moved", "run/checkpoint"))
     assert began == ended and ended["rope_scaling"]["factor"] == 8.0
+    assert ended["eos_token_id"] == [7, 9]
+    for folder in ("run/checkpoint", "run/checkpoint-2.aside"):
+        assert json.loads(Path(folder, "generation_config.json").read_text())["eos_token_id"] == [7, 9]
 
 
 def test_a_path_without_a_model_is_refused(asked: Asked) -> None:
