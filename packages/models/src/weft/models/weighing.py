@@ -103,7 +103,7 @@ class Asked:
             if _is_averaged(loss):
                 raise self._refused(shares.why)
             return loss
-        if not isinstance(output, DTensor) or not sharded_axes(target):
+        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not sharded_axes(target):
             return self._weighed(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
             loss = self._weighed(output, target, shares.whole[number])
