@@ -25,7 +25,8 @@ from weft.models import (
     lay_out_batch,
     parallelize,
 )
-from weft.models.layers import ROWWISE, is_rowwise
+from weft.models.layers import ROWWISE
+from weft.models.parallel.rows import is_rowwise
 from weft.reshard import to_global
 
 from tests.models.cases import gradients_off, whole

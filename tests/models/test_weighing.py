@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -157,9 +158,11 @@ def refused_on(axes: dict[str, int]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_every_rank_and_stage_refuses(axes: dict[str, int], pool: Pool) -> None:
-    assert all("parameter `denominator`" in error for error in pool.run(refused_on, axes, ranks=2))
+    assert all(
+        "parameter `denominator`" in error for error in pool.run(refused_on, axes, ranks=math.prod(axes.values()))
+    )
 
 
 def weights_on_a_mesh() -> list[float]:

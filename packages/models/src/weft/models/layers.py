@@ -24,11 +24,6 @@ def rowwise(kind: Kind) -> Kind:
     return kind
 
 
-def is_rowwise(module: nn.Module) -> bool:
-    """Whether a module computes each row of a batch by itself, whatever the other rows are."""
-    return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
-
-
 @rowwise
 class Linear(nn.Linear):
     """nn.Linear whose parameters are left unset: `initialize` or a checkpoint fills them, once.

@@ -105,8 +105,9 @@ def divide(
 def join(parts: Sequence[Microbatch]) -> None:
     """Lets rotary angles that grow with the longest row of a batch be alike in all its microbatches."""
     given = [each.kwargs.get("positions") for each in parts]
-    positions = [each.values if isinstance(each, OrderedPositions) else each for each in given]
-    if len(parts) > 1 and all(isinstance(each, Tensor) for each in positions):
+    values = [each.values if isinstance(each, OrderedPositions) else each for each in given]
+    positions = [each for each in values if isinstance(each, Tensor)]
+    if len(parts) > 1 and len(positions) == len(parts):
         mark_parts(positions)
 
 

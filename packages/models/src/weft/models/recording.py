@@ -24,7 +24,7 @@ from weft.reshard.running.recording import Recorded, recording
 
 from .communication import Communication, Phase
 from .losses import first_gradient
-from .microbatches import divide, weighing
+from .microbatches import divide
 from .parallel import ParallelPlan, parallelize
 from .parallel.layouts import layouts_of, shapes_of
 from .parallel.parallelize import own_plan, pipeline_of
@@ -34,6 +34,7 @@ from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from .schedules.schedule import Schedule
 from .train.step import find_gradients
+from .weighing import weighing
 
 Criterion = Callable[[Any, Tensor], Tensor]
 

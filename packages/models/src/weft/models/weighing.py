@@ -15,6 +15,7 @@ from weft.kernels.cross_entropy.merged import of_target
 from weft.mesh import Layout, Partial
 from weft.reshard import layout_of, reshard, to_global
 from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.trees import tensors_of
 
 from .parallel.pipeline.run import Microbatch, Pipeline
 from .shares import Shares, find_shares, local_of, sharded_axes, sharded_in, summed
@@ -91,37 +92,39 @@ class Asked:
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
         self._criterion, self._targets, self._pipeline = criterion, targets, pipeline
         self._shares: Shares | None = None
+        self._why: str | None = None  # it is refused, which other stages learn of when the step is over
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
             self._shares = find_shares(self._criterion, output, self._targets)
         shares, number = self._shares, next(i for i, each in enumerate(self._targets) if each is target)
         if shares.why is not None:
-            if len(self._targets) > 1 and self._pipeline is None:
+            loss = self._criterion(output, target) if len(self._targets) == 1 else None
+            if loss is not None and not _is_averaged(loss):
+                return loss
+            if self._pipeline is None:
                 raise self._refused(shares.why)
-            loss = self._criterion(output, target)
-            if _is_averaged(loss):
-                raise self._refused(shares.why)
-            return loss
-        if not isinstance(output, DTensor) or not sharded_axes(target):
+            self._why = shares.why
+            nothing: Tensor = (
+                local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
+            )  # the step goes on to its end
+            return _added(nothing, target)
+        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not sharded_axes(target):
             return self._weighed(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
             loss = self._weighed(output, target, shares.whole[number])
             if not _is_averaged(loss):
                 return loss
             output = reshard(output, placements=layout_of(target))
-        own = self._weighed(output.to_local(), local_of(target), shares.own[number])
-        added: Tensor = _Added.apply(own, layout_of(target))  # type: ignore[no-untyped-call]
-        return added
+        return _added(self._weighed(output.to_local(), local_of(target), shares.own[number]), target)
 
     def finish(self) -> None:
         """Raises ValueError on every stage where the last one found no shares. Communication: with stages, the sum of a number."""
         if self._pipeline is None:
             return
-        why = self._shares.why if self._shares is not None and len(self._targets) > 1 else None
-        found = torch.tensor(float(why is not None), device=self._targets[0].device)
+        found = torch.tensor(float(self._why is not None), device=self._targets[0].device)
         if self._pipeline.sum_over_stages(found).item():
-            raise self._refused(why or "see the error of a rank of the last stage")
+            raise self._refused(self._why or "see the error of a rank of the last stage")
 
     def _weighed(self, output: Any, target: Tensor, share: float) -> Tensor:
         """The criterion's loss times its share. Where no token counts, a loss of others takes its place, times 0: its own is NaN."""
@@ -140,6 +143,14 @@ class Asked:
             f"return a sum divided by a parameter `denominator`, which is given the number of tokens of the whole batch whose "
             f"target is not {IGNORED}; or take weft.kernels.cross_entropy with its options; or one microbatch"
         )
+
+
+def _added(addend: Tensor, target: Tensor) -> Tensor:
+    """A rank's addend of a loss, as the loss lies where the targets lie so."""
+    if not isinstance(target, DTensor):
+        return addend
+    added: Tensor = _Added.apply(addend, layout_of(target))  # type: ignore[no-untyped-call]
+    return added
 
 
 def _is_averaged(loss: Tensor) -> bool:

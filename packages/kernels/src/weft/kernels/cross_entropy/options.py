@@ -65,7 +65,7 @@ class Options:
             raise ValueError(f"z_loss is {self.z_loss!r}; give a finite factor, 0 or more")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap is {self.softcap!r}; give a finite bound above 0, or None for no bound")
-        if not math.isfinite(self.logit_scale):
+        if not -math.inf < self.logit_scale < math.inf:  # in a graph with dynamic sizes it is a symbol
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
 
     def gradient_in_forward(self, dtype: torch.dtype) -> bool:

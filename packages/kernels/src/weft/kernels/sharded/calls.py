@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Replicate, Shard
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.running.dtensor import kind_of, of_kind, wrap
+from weft.reshard.running.dtensor import kind_of, of_kind, shape_of, wrap
 from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
 
 from ..backend import is_compiling
@@ -45,7 +45,7 @@ class Call:
         fixed = tuple((name, value) for name, value in options.items() if name not in op.varying)
         layouts = tuple(None if tensor is None else _layout(tensor, mesh) for tensor in tensors)
         self.op = op
-        self.shapes: Shapes = tuple(None if each is None else tuple(int(n) for n in each.shape) for each in tensors)
+        self.shapes: Shapes = tuple(None if each is None else shape_of(each) for each in tensors)
         self.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
         self.is_plain = tuple(not isinstance(tensor, DTensor) for tensor in tensors)
         self._own, self._meshes = layouts, Meshes.of(layouts)
@@ -88,7 +88,7 @@ class Call:
         outputs = [layout for layout, _ in self.outputs]
         arrived = [None if grad is None else layout_of(grad) for grad in grads]
         sliced = tuple(
-            None if grad is None or layout is None else sliced_layout(layout, output, tuple(grad.shape), grad.dtype)
+            None if grad is None or layout is None else sliced_layout(layout, output, shape_of(grad), grad.dtype)
             for grad, layout, output in zip(grads, arrived, outputs, strict=True)
         )
         taken = (cut or layout for cut, layout in zip(sliced, arrived, strict=True))

@@ -15,7 +15,7 @@ from weft.kernels.sharded import cast_for
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
 from weft.reshard.running.api import StartedReshard, begin_in_graph, finish_in_graph
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.running.dtensor import shape_of, wrap
 from weft.reshard.running.dynamo import in_graph, is_compiling
 from weft.reshard.running.groups import this_rank
 
@@ -154,10 +154,11 @@ def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
 def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
     """Each token's place in its row, as `tokens` lie."""
     layout, local = layout_of(tokens), tokens.to_local()
-    here = layout.local_slices(tokens.shape, this_rank())[TOKENS_DIM]
-    places = torch.arange(tokens.shape[TOKENS_DIM], device=local.device)
+    shape = shape_of(tokens)
+    here = layout.local_slices(shape, this_rank())[TOKENS_DIM]
+    places = torch.arange(shape[TOKENS_DIM], device=local.device)
     places = (places if order is None else as_laid(places, order, 0))[here]
-    return wrap(places.expand(local.shape).contiguous() if local.ndim > 1 else local.clone(), layout, tokens.shape)
+    return wrap(places.expand(local.shape).contiguous() if local.ndim > 1 else local.clone(), layout, shape)
 
 
 def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

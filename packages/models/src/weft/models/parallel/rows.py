@@ -28,7 +28,7 @@ from weft.reshard.running.dtensor import kind_of, layout_on, memory_of, of_kind,
 from weft.reshard.running.gradients import BUCKET_BYTES, takes_addends
 from weft.reshard.running.groups import of_this_world, this_rank
 
-from ..layers import Dropout, hooks_of, is_rowwise
+from ..layers import ROWWISE, Dropout, hooks_of
 from .axes import is_of_data
 
 
@@ -51,6 +51,11 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
         for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
             if is_rowwise(block):
                 block.forward = partial(_forward, _Unit(block, block.forward))
+
+
+def is_rowwise(module: nn.Module) -> bool:
+    """Whether a module computes each row of a batch by itself, whatever the other rows are."""
+    return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
 
 
 class _Unit:

@@ -26,6 +26,7 @@ from .dtensor import (
     layout_of,
     of_kind,
     one_mesh,
+    shape_of,
     wrap,
 )
 from .dynamo import in_graph, is_compiling
@@ -204,10 +205,10 @@ def _change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> _Change:
-    src = layout_of(dtensor)
-    target = _target(src, mesh, placements).resolved(dtensor.shape)
-    made = plan(src, target, dtensor.shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
-    part = src.local_shape(dtensor.shape, this_rank())
+    src, shape = layout_of(dtensor), shape_of(dtensor)
+    target = _target(src, mesh, placements).resolved(shape)
+    made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
+    part = src.local_shape(shape, this_rank())
     strided = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
     return _Change(src, target, cotangent(src), made, part, strided, topology, memory_limit)
 
@@ -340,7 +341,7 @@ class _Begun(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, change: _Change) -> tuple[Tensor, Tensor]:
         ctx.change, ctx.shape, local = change, dtensor.shape, dtensor.to_local()
-        return begin(change.plan, local), local.new_empty(change.target.local_shape(dtensor.shape, this_rank()))
+        return begin(change.plan, local), local.new_empty(change.target.local_shape(shape_of(dtensor), this_rank()))
 
     @staticmethod
     def backward(ctx: Any, number: Tensor, grad: Tensor) -> tuple[DTensor, None]:

@@ -99,10 +99,18 @@ def wrap(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
     No gradient flows through it: autograd functions wrap what they return, and say themselves how gradients go back.
     """
     kept, key = of_this_world(), (layout, tuple(shape), local.dtype, local.device)
-    spec = kept.get(key)
+    try:
+        spec = kept.get(key)
+    except TypeError:  # a graph is traced, in which sizes are symbols: they become the numbers that they are now
+        return wrap(local, layout, tuple(map(int, shape)))
     if spec is None:
         spec = kept[key] = _spec(local, layout, tuple(shape))
     return of_kind(local, spec)
+
+
+def shape_of(dtensor: Tensor) -> tuple[int, ...]:
+    """The whole shape, in numbers where a graph is traced, too."""
+    return tuple(map(int, dtensor.shape))
 
 
 def of_kind(local: Tensor, kind: Any) -> DTensor:

@@ -31,11 +31,11 @@ def guard_shapes() -> None:
     context = TracingContext.try_get()
     if context is None:
         return
-    from torch._dynamo.guards import GuardBuilder  # type: ignore[attr-defined]
+    from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
 
     guarded: set[Any] = vars(context).setdefault("_weft_guarded", set())
-    for tensor, how in context.tensor_to_context.items():
+    for tensor, how in context.tensor_to_context.items():  # type: ignore[no-untyped-call]
         if isinstance(tensor, DTensor) and how.tensor_source not in guarded:
             guarded.add(how.tensor_source)
             guard = AttrSource(how.tensor_source, "shape").make_guard(GuardBuilder.EQUALS_MATCH)
