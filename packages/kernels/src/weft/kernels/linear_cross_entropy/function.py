@@ -130,11 +130,11 @@ def backward(
     dtype = compute_dtype or input.dtype
     if in_forward(options, dtype, wanted):
         assert grads[0] is not None, "the loss is the only output"
-        gradients = [
+        found = [
             None if of_part is None or part is None else scaled(part, grads[0], of_part, reuse)
             for part, of_part in zip(saved[1:], asked, strict=True)
         ]
-        return gradients[0], gradients[1], None, gradients[2], None, None
+        return found[0], found[1], None, found[2], None, None
 
     _, linear_weight, target, linear_bias, weight, denominator, statistics = saved
     assert linear_weight is not None and target is not None and statistics is not None, "forward saves them"
