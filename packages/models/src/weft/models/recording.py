@@ -34,7 +34,7 @@ from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from .schedules.schedule import Schedule
 from .train.step import find_gradients
-from .weighing import weighing
+from .weighing import Asked, weighing
 
 Criterion = Callable[[Any, Tensor], Tensor]
 
@@ -195,7 +195,11 @@ def on_shapes(
                 f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} are not taken in {count} "
                 f"microbatches; give both as [B, T]"
             )
-        compute = weighing(compute, parts, targets)
+        weighed = weighing(compute, parts, targets)
+        if (
+            len(parts) > 1 or pipeline is not None or not isinstance(weighed, Asked)
+        ):  # else a step is what the caller writes
+            compute = weighed
         if pipeline is not None:
             pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes, dtype=reduce_dtype)
