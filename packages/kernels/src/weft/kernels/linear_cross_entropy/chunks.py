@@ -53,7 +53,7 @@ class Product:
                 return torch.mm(x, weight.mT, out_dtype=wide, out=out)
             return torch.addmm(out.copy_(self.bias), x, weight.mT, out_dtype=wide, out=out)
         x, step = x.to(wide), max(1, CAST_BYTES // (wide.itemsize * max(1, x.shape[1])))
-        for some, block in zip(out.split(step, 1), weight.split(step), strict=True):
+        for some, block in zip(torch.split(out, step, 1), torch.split(weight, step), strict=True):
             torch.mm(x, block.to(wide).mT, out=some)
         return out if self.bias is None else out.add_(self.bias)
 
