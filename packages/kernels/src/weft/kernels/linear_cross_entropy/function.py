@@ -144,10 +144,10 @@ def backward(
     product = _product(input, linear_weight, linear_bias, target, dtype)
     chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
-    sums, gradients = Sums(product, asked, chunks), product.gradient_space(chunks)
+    sums, gradient_space = Sums(product, asked, chunks), product.gradient_space(chunks)
     space = product.space(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
     for chunk in chunks:
-        dlogits = (space if gradients is None else gradients)[: chunk.stop - chunk.start]
+        dlogits = (space if gradient_space is None else gradient_space)[: chunk.stop - chunk.start]
         for rows in parts_of(chunk, tokens):
             loss, lse = (_of_rows(grad, rows) for grad in (grads[0], grads[1] if options.return_lse else None))
             upstream = Upstream(loss, lse, denominator)
@@ -156,7 +156,7 @@ def backward(
             passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, out)
         sums.add(chunk, dlogits)
         del logits, dlogits, out
-    del space, gradients  # before the sums are rounded
+    del space, gradient_space  # before the sums are rounded
     dx = None if sums.dx is None else sums.dx.view(input.shape)
     totals = zip((dx, sums.dweight, sums.dbias), asked, strict=True)
     dx, dweight, dbias = (None if total is None else total.to(of_total) for total, of_total in totals)
