@@ -27,7 +27,9 @@ def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
         return f"its shape {_shown(shape)} is none of a tensor"
     for offsets, sizes in parts:
         if len(offsets) != len(shape) or len(sizes) != len(shape) or not _is_size(sizes):
-            return f"the part at {_shown(offsets)} of shape {_shown(sizes)} is none of a tensor of shape {_shown(shape)}"
+            return (
+                f"the part at {_shown(offsets)} of shape {_shown(sizes)} is none of a tensor of shape {_shown(shape)}"
+            )
         if any(not 0 <= start <= whole - size for start, size, whole in zip(offsets, sizes, shape, strict=True)):
             return f"the part at {_shown(offsets)} of shape {_shown(sizes)} reaches beyond the shape {_shown(shape)}"
     if not math.prod(shape):
