@@ -123,7 +123,7 @@ def _as_dataclass(kind: type, value: object, where: str) -> object:
 
 
 @lru_cache(maxsize=64)
-def types_of(kind: type) -> Mapping[str, Any]:
+def types_of(kind: Any) -> Mapping[str, Any]:
     """The types of a dataclass's fields, by name."""
     return get_type_hints(kind)
 

@@ -282,7 +282,8 @@ def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], fi
     """Raises ValueError where layers have ranks or scales of their own, but for those that are several of ours."""
     times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
     for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
-        given = as_type(dict[str, Any] | None, config.get(field), f"{file}: {field}") or {}
+        said = config.get(field)
+        given = {} if said is None else as_type(dict[str, Any], said, f"{file}: {field}")
         own = {name: n * one for name, n in times.items() if n > 1}
         if given != own:
             raise ValueError(f"{file}: {field} {given!r} is not supported; it may be {own!r}")
