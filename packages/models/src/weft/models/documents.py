@@ -98,6 +98,8 @@ def _as_type(kind: Any, value: object, where: str) -> object:
                 return _as_type(each, value, where)
     elif origin is tuple and isinstance(value, list):
         if arguments[-1] is Ellipsis:
+            if arguments[0] in (int, str, bool) and all(type(each) is arguments[0] for each in value):
+                return tuple(value)
             return tuple(_as_type(arguments[0], each, f"{where}[{i}]") for i, each in enumerate(value))
         if len(value) == len(arguments):
             pairs = zip(arguments, value, strict=True)
@@ -122,9 +124,13 @@ def _as_dataclass(kind: type, value: object, where: str) -> object:
     return kind(**{name: _as_type(types[name], each, f"{where}.{name}") for name, each in value.items()})
 
 
-@lru_cache(maxsize=64)
 def types_of(kind: Any) -> Mapping[str, Any]:
     """The types of a dataclass's fields, by name."""
+    return _types_of(kind)
+
+
+@lru_cache(maxsize=64)
+def _types_of(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
