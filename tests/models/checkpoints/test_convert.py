@@ -81,7 +81,7 @@ def test_all_that_stands_beside_the_weights_goes_along_or_is_named(
         with pytest.raises(SystemExit, match="0"):
             main(["convert", str(tmp_path / source), str(tmp_path / target)])
         _, *said = capsys.readouterr().out.splitlines()
-        assert said == ([f"left out {left_out}: neither weights nor of a tokenizer"] if left_out else [])
+        assert said == ([f"left out {left_out}: neither weights nor of a tokenizer in this folder"] if left_out else [])
         for name, content in TOKENIZER.items():
             assert (tmp_path / target / name).read_bytes() == content, name
     weights = {"config.json", "model.safetensors", "checksums.json"}
