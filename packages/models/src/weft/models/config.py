@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import check_positive, check_probabilities, check_sizes
-from .degrees import divisors
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
-
-MOST_LAYERS = 2**14  # 16 times the deepest published transformer, DeepNet (Wang et al. 2022)
 
 
 def shown(metavar: str, default: str, name: str | None = None) -> Any:
@@ -45,10 +42,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "hidden_size", "num_layers", "num_heads", "max_seq_len")
-        if self.num_layers > MOST_LAYERS:
-            raise ValueError(
-                f"{type(self).__name__}: num_layers is {self.num_layers}; each is a module: {MOST_LAYERS:,} at most"
-            )
         if self.initializer_range != 0:
             check_positive(self, "initializer_range")
 
@@ -130,7 +123,7 @@ class RotaryConfig(ModelConfig):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         check_sizes(self, "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
-            degrees = divisors(self.num_heads)
+            degrees = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
                 f"{where}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
                 f"use one of {degrees}"
