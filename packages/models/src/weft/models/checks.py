@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any, Protocol
 
+MOST_LAYERS = 100_000  # of a model, and heads of a layer: ten times what any model has; a module is made of each layer
+MOST_ELEMENTS = 2**40  # of one tensor, so that torch counts its bytes in 64 bits
 MOST_NEW_TOKENS = 2**24  # that a row of `generate` is given: memory for all is taken before the first is drawn
 
 
@@ -20,18 +24,38 @@ class Cut(Protocol):
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raises ValueError where a field is no int of 1 or more."""
+    """Raises ValueError where a field is no int of 1 or more, or has more than MOST_ELEMENTS."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be an int >= 1")
+        _check_at_most(config, name, value, MOST_ELEMENTS)
+
+
+def check_counts(config: Any, *names: str) -> None:
+    """Raises ValueError where a field is no int of 1 to MOST_LAYERS: a number of layers or heads."""
+    check_sizes(config, *names)
+    for name in names:
+        _check_at_most(config, name, getattr(config, name), MOST_LAYERS)
+
+
+def check_table(config: Any, *names: str) -> None:
+    """Raises ValueError where a tensor with sides of these fields, which are sizes, has more than MOST_ELEMENTS."""
+    sizes = [getattr(config, name) for name in names]
+    _check_at_most(config, " * ".join(names), math.prod(sizes), MOST_ELEMENTS)
+
+
+def _check_at_most(config: Any, name: str, value: int, most: int) -> None:
+    if value > most:
+        shown = f"{value:,}" if value < 10**30 else "a number of many digits"
+        raise ValueError(f"{type(config).__name__}: {name} is {shown}; it may be {most:,} at most")
 
 
 def check_positive(config: Any, *names: str) -> None:
     """Raises ValueError where a field is no number above 0."""
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be a number > 0")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_positive, check_probabilities, check_sizes
+from .checks import check_counts, check_positive, check_probabilities, check_sizes, check_table
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
 
@@ -41,7 +41,9 @@ class ModelConfig:
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "vocab_size", "hidden_size", "num_layers", "num_heads", "max_seq_len")
+        check_sizes(self, "vocab_size", "hidden_size", "max_seq_len")
+        check_counts(self, "num_layers", "num_heads")
+        check_table(self, "vocab_size", "hidden_size")
         if self.initializer_range != 0:
             check_positive(self, "initializer_range")
 
@@ -121,7 +123,10 @@ class RotaryConfig(ModelConfig):
                     f"change one, or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        check_sizes(self, "num_kv_heads", "head_dim")
+        check_counts(self, "num_kv_heads")
+        check_sizes(self, "head_dim")
+        check_table(self, "hidden_size", "num_heads", "head_dim")
+        check_table(self, "hidden_size", "intermediate_size")
         if self.num_heads % self.num_kv_heads:
             degrees = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(

@@ -9,10 +9,12 @@ import dataclasses
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -97,9 +99,9 @@ def _as_type(kind: Any, value: object, where: str) -> object:
         if len(value) == len(arguments):
             pairs = zip(arguments, value, strict=True)
             return tuple(_as_type(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(pairs))
-    elif origin is not None and _is_of(kind, value) and isinstance(value, dict):
+    elif isinstance(value, dict) and origin is not None and _is_of(kind, value):
         return {name: _as_type(arguments[1], each, f"{where}.{name[:_SHOWN]}") for name, each in value.items()}
-    elif origin is None and _is_of(kind, value):
+    elif origin in (None, Literal) and _is_of(kind, value):
         return float(value) if kind is float and isinstance(value, int) else value
     raise ValueError(f"{where} is {_article(value)}, and {_expected(kind)} is needed")
 
@@ -107,7 +109,7 @@ def _as_type(kind: Any, value: object, where: str) -> object:
 def _as_dataclass(kind: type, value: object, where: str) -> object:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_article(value)}, and an object is needed")
-    types = get_type_hints(kind)
+    types = types_of(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(value.keys() - fields.keys()):
         raise ValueError(f"{where} has {unknown[0][:_SHOWN]!r}; known are {', '.join(fields)}")
@@ -115,6 +117,12 @@ def _as_dataclass(kind: type, value: object, where: str) -> object:
     if (name := next(missing, None)) is not None:
         raise ValueError(f"{where} has no {name!r}")
     return kind(**{name: _as_type(types[name], each, f"{where}.{name}") for name, each in value.items()})
+
+
+@lru_cache(maxsize=64)
+def types_of(kind: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    return get_type_hints(kind)
 
 
 def _is_needed(field: dataclasses.Field[Any]) -> bool:
@@ -135,7 +143,9 @@ def _is_of(kind: Any, value: object) -> bool:
     if isinstance(value, bool):
         return origin is bool
     if origin is float:
-        return isinstance(value, int | float)
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    if origin is Literal:
+        return isinstance(value, type(get_args(kind)[0]))  # the class that has the field compares the values
     return isinstance(value, origin)
 
 
@@ -147,6 +157,8 @@ def _expected(kind: Any) -> str:
     if origin is tuple:
         lengths = "" if get_args(kind)[-1] is Ellipsis else f" of {len(get_args(kind))}"
         return f"a list{lengths}"
+    if origin is Literal:
+        return _expected(type(get_args(kind)[0]))
     return names.get(kind, "an object")
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..data.tokenizer import Tokenizer, files_beside
+from ..documents import read_json
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
 from .companions import companions_of
-from .configs import read_json
 from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
 from .shards import write_documents
 from .stored import Stored

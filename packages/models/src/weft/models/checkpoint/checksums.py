@@ -14,7 +14,8 @@ from weft.mesh import ProcessMesh
 from weft.reshard.running.dtensor import as_process_mesh
 from weft.reshard.running.groups import axis_group, device_mesh
 
-from .manifest import CHECKSUMS, CONFIG, Manifest, StoredFile, StoredPart, StoredTensor
+from ..documents import read_plain
+from .manifest import CHECKSUMS, CONFIG, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor
 from .shards import NAMES, positional_sum, read_header, write_shard
 from .storage import Piece, check_sums
 
@@ -53,7 +54,7 @@ class Sums:
         self._pieces: dict[tuple[str, int, Piece], int] = {}
         for name in (CONFIG, INDEX_FILE):
             if (folder / name).is_file():
-                self.check_content(name, (folder / name).read_bytes())
+                self.check_content(name, read_plain(folder / name))
 
     def check_content(self, name: str, content: bytes) -> None:
         """Raises DamagedCheckpoint where a file that holds no tensors is not as it was written."""
@@ -66,9 +67,17 @@ class Sums:
             self._manifest.check(self._folder, filename, read_header(self._folder / filename))
 
     def of(self, name: str, stored: Any) -> Any:
-        """The slices of a tensor as safetensors gives them, each added up as it is read."""
+        """The slices of a tensor as safetensors gives them, each added up as it is read.
+
+        Raises DamagedCheckpoint where the file has the tensor in another dtype or shape than the checksums.
+        """
         if self._manifest is None or name not in self._manifest.tensors:
             return stored
+        said, found = self._manifest.tensors[name], (stored.get_dtype(), tuple(stored.get_shape()))
+        if found != (said.dtype, said.shape):
+            raise DamagedCheckpoint(
+                f"{self._folder} has {name} as {found}, and {CHECKSUMS} as {(said.dtype, said.shape)}; {self._manifest.remedy}"
+            )
         return _Summed(name, stored, self._pieces)
 
     def check(self, mesh: ProcessMesh | DeviceMesh | None, device: torch.device) -> None:

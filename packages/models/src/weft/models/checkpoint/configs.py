@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
+from ..documents import read_json
 from ..families import FAMILIES
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, Manifest
 
@@ -95,6 +95,18 @@ def as_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
     return read
 
 
+def check_layers(config: ModelConfig, tensors: Collection[str], folder: Path) -> None:
+    """Raises ValueError where a config has more layers than a folder has tensors, so before a module of each is made.
+
+    tensors: the names of the folder's tensors. Each layer has one or more of its own.
+    """
+    if config.num_layers > len(tensors):
+        raise ValueError(
+            f"{folder / CONFIG} says {config.num_layers:,} layers, and the files hold {len(tensors):,} tensors, of which each layer "
+            f"has some; check the config against the files"
+        )
+
+
 def weights_of(folder: Path, config: Mapping[str, Any]) -> Any:
     """The module `weights` of the family in a config.json. Raises ValueError for an unknown family."""
     kind = str(config.get("model_type"))
@@ -108,16 +120,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give one with config.json and safetensors files")
     return read_json(folder / CONFIG, "give a folder that transformers or Weft saved a model in")
-
-
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The object of a JSON file. Raises ValueError where there is none."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; fetch or save it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; fetch or save it again")
-    return value

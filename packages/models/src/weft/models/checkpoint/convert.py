@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..data.tokenizer import CHAT_FOLDER, FILES
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
 from .companions import Companions
-from .configs import read_config, weights_of
+from .configs import check_layers, read_config, weights_of
 from .huggingface import SHARD_BYTES, finish_pretrained, shards_of
 from .manifest import (
     CHECKSUMS,
@@ -106,7 +106,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         if CONFIG not in reader.manifest.files:
             raise ValueError(f"{source} is of a model of no family, which has no Hugging Face form")
         config = reader.manifest.document(source, CONFIG)
-        weights, model = _model(source, config)
+        weights, model = _model(source, config, reader.manifest.tensors)
         check_model(model, reader)
         stored = {name: reader.manifest.tensors[f"{MODEL}{name}"] for name, _ in model.named_parameters()}
         dtypes = {name: DTYPES[each.dtype] for name, each in stored.items()}
@@ -151,10 +151,10 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
 def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
     config = read_config(source)
-    weights, model = _model(source, config)
-    sums = Sums(source)
+    prefix, sums = weights_of(source, config).PREFIX, Sums(source)
     with ExitStack() as opened:
-        tensors = open_tensors(source, opened, weights.PREFIX, sums)
+        tensors = open_tensors(source, opened, prefix, sums)
+        weights, model = _model(source, config, tensors)
         check_tensors(model, tensors, source, weights)
         opened.enter_context(_begun(target))
         files: dict[str, StoredFile] = {}
@@ -196,11 +196,13 @@ def _others(source: Path, known: Iterable[str]) -> list[str]:
     return sorted(path.name for path in source.iterdir() if path.name not in first and not path.name.startswith("."))
 
 
-def _model(source: Path, config: Mapping[str, Any]) -> tuple[Any, nn.Module]:
-    """What is known of its files, and the model without data."""
+def _model(source: Path, config: Mapping[str, Any], tensors: Collection[str]) -> tuple[Any, nn.Module]:
+    """The family's module `weights`, and the model of a config without data. tensors: the names of the folder's tensors."""
     weights = weights_of(source, config)
+    own = weights.read_config(config)
+    check_layers(own, tensors, source)
     with torch.device("meta"):
-        return weights, make_model(weights.read_config(config))
+        return weights, make_model(own)
 
 
 def _files(model: nn.Module, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config import ModelConfig
+from ..documents import as_type, types_of
+
 # Fields that say nothing about the network. First those about the file itself and about how a program runs the model.
 _FILE = frozenset(
     [
@@ -82,6 +85,10 @@ COMPANIONS = frozenset(
         "use_cache",
     ]
 )
+# The types of the fields that are computed with, though they are of no network.
+_TYPES: Mapping[str, Any] = dict.fromkeys(
+    ("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None
+)
 MEANINGLESS = _FILE | COMPANIONS
 
 # What would make another network of any family, and the values with which it does not.
@@ -101,7 +108,7 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 class Fields:
     """What a family makes of the fields of its config.json.
 
-    model: what it is called in errors. names: Hugging Face's name of each field that is one of ours, and ours.
+    model: what it is called in errors. config: our config, whose types the values have. names: Hugging Face's name of each field that is one of ours, and ours.
     required: of these, those that must be there. defaults: what transformers takes for a field that is absent, where that
     is not our default. fixed: fields with one meaning here, and the values that say it. elsewhere: fields that the family
     reads itself. meaningless: fields of its own that say nothing about the network. nullable: sizes that transformers works
@@ -109,6 +116,7 @@ class Fields:
     """
 
     model: str
+    config: type[ModelConfig]
     names: Mapping[str, str]
     required: Collection[str]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -120,7 +128,7 @@ class Fields:
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values of our config's fields; those that the file leaves open are not among them.
 
-        Raises ValueError for a field that is missing, unknown or null, or has a value that the model does not have.
+        Raises ValueError for a field that is missing, unknown, null or of another type, or has a value that the model does not have.
         """
         for name in self.required:
             if config.get(name) is None:
@@ -147,8 +155,10 @@ class Fields:
                 f"config.json: {name} is null, which says no value; give the value that the model was trained with, or remove "
                 f"the field for the default"
             )
-        if name in self.names and isinstance(value, list | dict):
-            raise ValueError(f"config.json: {name} is {value!r}; give one number, text, true or false")
+        if name in self.names and value is not None:
+            as_type(types_of(self.config)[self.names[name]], value, f"config.json: {name}")
+        if name in _TYPES:
+            as_type(_TYPES[name], value, f"config.json: {name}")
         if name in self.names or name in self.elsewhere or name in self.meaningless or name in MEANINGLESS:
             return
         values = self.fixed.get(name, FIXED.get(name))
@@ -157,6 +167,6 @@ class Fields:
                 f"config.json: {name!r}, which is {value!r}, is no field of a {self.model} that is known here; "
                 f"remove it where it says nothing about the network"
             )
-        if value not in values:
+        if not any(value == each and type(value) is type(each) for each in values):
             remedy = f"a {self.model} here has {' or '.join(map(repr, values))}"
             raise ValueError(f"config.json: {name} {value!r} is not supported; {_REMEDIES.get(name, remedy)}")

@@ -26,7 +26,7 @@ from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
 from .checksums import INDEX_FILE, Sums, write_summed
 from .companions import Companions, companions_of, keep_companions
-from .configs import read_config, weights_of
+from .configs import check_layers, read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import DTYPES as STORED_DTYPES
 from .shards import sync_folder, write_documents, write_file
@@ -67,11 +67,13 @@ def from_pretrained(
         return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)
     config = read_config(folder)
     weights = weights_of(folder, config)
-    with torch.device("meta"):
-        model = make_model(weights.read_config(config))
+    own = weights.read_config(config)
     sums = Sums(folder)
     with ExitStack() as files:
         tensors = open_tensors(folder, files, weights.PREFIX, sums)
+        check_layers(own, tensors, folder)
+        with torch.device("meta"):
+            model = make_model(own)
         check_tensors(model, tensors, folder, weights)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
@@ -160,8 +162,10 @@ def _from_checkpoint(
             f"{folder} is of a model of no family, so its config is not known; make the model, and load_checkpoint(model, folder)"
         )
     config = manifest.document(folder, CONFIG)
+    own = weights_of(folder, config).read_config(config)
+    check_layers(own, manifest.tensors, folder)
     with torch.device("meta"):
-        model = make_model(weights_of(folder, config).read_config(config))
+        model = make_model(own)
     stored = {name: manifest.tensors.get(f"{MODEL}{name}") for name, _ in model.named_parameters()}
     dtypes = {name: dtype or (torch.float32 if each is None else DTYPES[each.dtype]) for name, each in stored.items()}
     _replace(model, {each: nn.Parameter(each.to(dtypes[name])) for name, each in model.named_parameters()})

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ..documents import as_type, check_plain_name, parse_json, read_plain
+from .tiling import uncovered
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # the manifest of a folder for transformers
@@ -19,6 +23,13 @@ CONFIG = "config.json"  # the model's, as Hugging Face writes it
 FORMAT = "weft checkpoint"
 VERSION = 1
 MODEL, OPTIMIZER = "model.", "optimizer."  # how the names of tensors begin
+# Bytes of an element, by the names that safetensors has for the dtypes that are written here.
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64"), 8),
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
 REMEDIES = {
     MANIFEST: "resume from an older checkpoint, or copy this one again",
     CHECKSUMS: f"copy it again, or, where it is meant to be another, remove {CHECKSUMS}",
@@ -106,22 +117,26 @@ class Manifest:
             raise DamagedCheckpoint(
                 f"{folder} is no complete checkpoint: it has no {name}, which is written last; give another"
             )
+        text = read_plain(path)
         try:
-            text = path.read_bytes().decode()
-            value = json.loads(text)
-            if value["format"] != FORMAT:
-                raise ValueError
-            if value["version"] > VERSION:
+            value = parse_json(text, str(path), REMEDIES[name])
+            if value.get("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}")
+            version = as_type(int, value.get("version"), "version")
+            if version > VERSION:
                 raise _Newer
-            found = cls(*_parsed(value["holds"]), name, value["holds"].get("optimizer"))
+            holds = as_type(_Holds, value.get("holds"), "holds")
+            _check(holds)
+            if text != _as_written(value["holds"]).encode():
+                raise ValueError("its digest is of another content")
         except _Newer:
             raise ValueError(
-                f"{path} is of version {value['version']}, and this Weft reads up to {VERSION}; install a newer one"
+                f"{path} is of version {version}, and this Weft reads up to {VERSION}; install a newer one"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DamagedCheckpoint(f"{path} was changed after it was written; {REMEDIES[name]}") from None
-        if text != _as_written(value["holds"]):
-            raise DamagedCheckpoint(f"{path} was changed after it was written; {REMEDIES[name]}")
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{path} was changed after it was written: {error}; {REMEDIES[name]}") from None
+        optimizer = None if holds.optimizer is None else asdict(holds.optimizer)
+        found = cls(holds.tensors, holds.files, name, optimizer)
         for each, file in found.files.items():
             if not (folder / each).is_file():
                 raise DamagedCheckpoint(f"{folder / each} is missing, which {name} names; {found.remedy}")
@@ -130,13 +145,16 @@ class Manifest:
         return found
 
     def document(self, folder: Path, name: str) -> dict[str, Any]:
-        """A JSON file of the checkpoint. Raises as `content`."""
-        value: dict[str, Any] = json.loads(self.content(folder, name))
-        return value
+        """A JSON file of the checkpoint. Raises as `content`, and DamagedCheckpoint for a file that is not JSON."""
+        content = self.content(folder, name)
+        try:
+            return parse_json(content, str(folder / name), self.remedy)
+        except ValueError as error:
+            raise DamagedCheckpoint(str(error)) from None
 
     def content(self, folder: Path, name: str) -> bytes:
         """A file of the checkpoint that holds no tensors. Raises DamagedCheckpoint where it is not as it was written."""
-        content = (folder / name).read_bytes()
+        content = read_plain(folder / name)
         self.check(folder, name, content)
         return content
 
@@ -165,12 +183,38 @@ def _as_written(holds: Mapping[str, Any]) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest, "holds": holds}, indent=1) + "\n"
 
 
-def _parsed(holds: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    tensors = {}
-    for name, tensor in holds["tensors"].items():
-        parts = tuple(
-            StoredPart(tuple(part["offsets"]), tuple(part["shape"]), part["file"], part["sum"])
-            for part in tensor["parts"]
-        )
-        tensors[name] = StoredTensor(tensor["dtype"], tuple(tensor["shape"]), parts)
-    return tensors, {name: StoredFile(**file) for name, file in holds["files"].items()}
+@dataclass(frozen=True, slots=True)
+class _Holds:
+    """What a manifest's digest is of."""
+
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+    optimizer: _Optimizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """What is said of an optimizer: its class, and its groups of parameters."""
+
+    kind: str
+    groups: int | None
+
+
+def _check(holds: _Holds) -> None:
+    """Raises ValueError unless the files have plain names, and the parts of each tensor cover it once, within files that are listed."""
+    for name, file in holds.files.items():
+        check_plain_name(name, "it")
+        if file.nbytes < 0:
+            raise ValueError(f"{name} has {file.nbytes} bytes")
+    for name, tensor in holds.tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise ValueError(f"{name} has the dtype {tensor.dtype!r}, which is none of {', '.join(ITEM_BYTES)}")
+        if wrong := uncovered(tensor.shape, [(part.offsets, part.shape) for part in tensor.parts]):
+            raise ValueError(f"{name}: {wrong}")
+        for part in tensor.parts:
+            if part.file not in holds.files:
+                raise ValueError(f"{name} lies in {part.file!r}, which is none of its files")
+            if math.prod(part.shape) * ITEM_BYTES[tensor.dtype] > holds.files[part.file].nbytes:
+                raise ValueError(f"a part of {name} has more bytes than {part.file}, which holds it")
+            if not 0 <= part.sum < 2**64:
+                raise ValueError(f"{name} has the sum {part.sum}, which is none of 64 bits")

@@ -113,7 +113,10 @@ class PartLoadPlanner(DefaultLoadPlanner):
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata), "a checkpoint holds tensors alone"
             if part.values.numel():
-                items += create_read_items_for_chunk_list(name, stored, [part.chunk()])
+                own = create_read_items_for_chunk_list(name, stored, [part.chunk()])
+                read = sum(torch.Size(item.lengths).numel() for item in own)
+                assert read == part.values.numel(), "the parts in the manifest cover the tensor once"
+                items += own
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

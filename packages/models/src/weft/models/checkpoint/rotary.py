@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import RotaryConfig
+from ..documents import as_type, types_of
 from ..rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -79,6 +81,16 @@ def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
     )
 
 
+# Types of the settings that are of no class of scaling.
+_TYPES: Mapping[str, Any] = {
+    "partial_rotary_factor": float | None,
+    "rope_interleaved": bool | None,
+    "rope_theta": float | None,
+    "rope_type": str | None,
+    "type": str | None,
+    "mscale": float | None,
+    "mscale_all_dim": float | None,
+}
 _ANYWHERE = ("partial_rotary_factor", "rope_theta", "rope_type", "type")  # settings beside those of the kind
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -133,6 +145,9 @@ def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
         if not isinstance(given, Mapping | None):
             raise ValueError(f"config.json: {name} is {given!r}; give an object of settings, or null")
         settings |= given or {}
+    for name in _TYPES:
+        for each in (settings, config):
+            as_type(_TYPES[name], each.get(name), f"config.json: {name}")
     if "rope_theta" in settings or "rope_theta" in config:
         rope["rope_theta"] = settings.get("rope_theta", config.get("rope_theta"))
         if rope["rope_theta"] is None:
@@ -171,10 +186,17 @@ def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> R
     if settings.get("truncate", True) is None:  # a null is false in transformers, and an absent field true
         raise ValueError("config.json: the 'yarn' rope scaling has truncate null; give true or false")
     values = {ours: settings[theirs] for theirs, ours in kind.names.items() if settings.get(theirs) is not None}
+    for theirs, ours in kind.names.items():
+        if ours in values:
+            as_type(types_of(kind.make)[ours], values[ours], f"config.json: the {name!r} rope scaling: {theirs}")
     if name == "dynamic":
         _check_original(settings, max_seq_len)
     if name == "yarn":
         values.setdefault("original_max_seq_len", max_seq_len)  # as transformers has it
+        if any(not 0 <= (settings.get(each) or 0) <= sys.float_info.max for each in ("mscale", "mscale_all_dim")):
+            raise ValueError(
+                "config.json: the 'yarn' rope scaling has a mscale that is no number of 0 or more; give one"
+            )
         if settings.get("mscale") and settings.get("mscale_all_dim"):
             factor = settings["factor"]
             ratio = magnitude(factor, settings["mscale"]) / magnitude(factor, settings["mscale_all_dim"])

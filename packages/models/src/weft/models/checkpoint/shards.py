@@ -7,8 +7,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .manifest import StoredFile
@@ -30,6 +32,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 64  # bytes, as torch's own memory: on a tensor that lies otherwise it adds up in another order
+_LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library reads them
 _BLOCK = 1 << 20  # elements that are added up at once: their words take 8 MiB
 
 
@@ -60,10 +63,24 @@ def write_shard(
 
 
 def read_header(path: Path) -> bytes:
-    """What stands before the tensors of a safetensors file, its length too."""
+    """What stands before the tensors of a safetensors file, its length too; no more than such a file may have there."""
     with path.open("rb") as file:
         length = file.read(8)
-        return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+        return length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+
+
+def open_shard(path: Path, remedy: str) -> Any:
+    """A safetensors file, opened by `safe_open` on the CPU.
+
+    remedy: how the error ends.
+    Raises ValueError for a file that is missing, no plain file, or in another format.
+    """
+    if not path.is_file():  # a pipe would block
+        raise ValueError(f"{path} is {'no plain file' if path.exists() else 'missing'}; {remedy}")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}; {remedy}") from None
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:

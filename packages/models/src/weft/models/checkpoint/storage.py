@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +27,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
-from .shards import DTYPES, NAMES, positional_sum, read_header, sync_folder, write_documents, write_file, write_shard
+from .shards import (
+    DTYPES,
+    NAMES,
+    open_shard,
+    positional_sum,
+    read_header,
+    sync_folder,
+    write_documents,
+    write_file,
+    write_shard,
+)
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
 
@@ -160,12 +170,18 @@ class FolderReader(StorageReader):
     def read(self, name: str, number: int, piece: Piece) -> Tensor:
         """A piece of the part of that number of a tensor.
 
-        Raises DamagedCheckpoint where the file's own table is not as it was written.
+        Raises DamagedCheckpoint where the file's own table is not as it was written, or is not as the manifest has it.
         """
-        part = self.manifest.tensors[name].parts[number]
+        whole = self.manifest.tensors[name]
+        part = whole.parts[number]
         slices = tuple(slice(start, start + size) for start, size in zip(*piece, strict=True))
         try:
             stored = self._file(part.file).get_slice(part.key(name))
+            if (found := (stored.get_dtype(), tuple(stored.get_shape()))) != (whole.dtype, part.shape):
+                raise DamagedCheckpoint(
+                    f"{self.folder / part.file} has {part.key(name)} as {found}, and {self.manifest.name} as "
+                    f"{(whole.dtype, part.shape)}; {self.manifest.remedy}"
+                )
             tensor: Tensor = stored[slices] if slices else self._file(part.file).get_tensor(part.key(name))
         except SafetensorError as error:
             raise DamagedCheckpoint(
@@ -180,7 +196,9 @@ class FolderReader(StorageReader):
 
         Raises DamagedCheckpoint where it is not as it was written.
         """
-        for number, part in enumerate(self.manifest.tensors[name].parts):
+        stored = self.manifest.tensors[name]
+        assert sum(torch.Size(part.shape).numel() for part in stored.parts) == whole.numel(), "the manifest was checked"
+        for number, part in enumerate(stored.parts):
             place = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.shape, strict=True))
             whole[place] = self.read(name, number, ((0,) * len(part.shape), part.shape))
         check_sums(self.folder, self.manifest, self.sums_of_pieces)
@@ -191,9 +209,11 @@ class FolderReader(StorageReader):
             header = read_header(self.folder / filename)
             self.nbytes += len(header)
             self.manifest.check(self.folder, filename, header)
-            self._open[filename] = self._files.enter_context(
-                safe_open(self.folder / filename, framework="pt", device="cpu")
-            )
+            try:
+                file = open_shard(self.folder / filename, self.manifest.remedy)
+            except ValueError as error:
+                raise DamagedCheckpoint(str(error)) from None
+            self._open[filename] = self._files.enter_context(file)
         return self._open[filename]
 
     def reset(self, checkpoint_id: Any = None) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..documents import as_type, check_plain_name, read_json
 from .checksums import INDEX_FILE, Sums
-from .configs import read_json
+from .shards import open_shard
 from .stored import Repeats
 
 SINGLE_FILE = "model.safetensors"
@@ -36,10 +36,7 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
         sums.check_header(filename)
-        try:
-            file = files.enter_context(safe_open(folder / filename, framework="pt", device="cpu"))
-        except SafetensorError as error:
-            raise ValueError(f"{folder / filename} is not a safetensors file: {error}; fetch it again") from None
+        file = files.enter_context(open_shard(folder / filename, "fetch it again"))
         for name in file.keys():  # noqa: SIM118  it is no mapping
             if name in homes:
                 raise ValueError(
@@ -56,14 +53,16 @@ def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a folder's model.
 
     Files that the index does not name are ignored, as in transformers. Raises ValueError for a folder without weights, and for a
-    folder with two sets of weights: model.safetensors beside an index of different files.
+    folder with two sets of weights: model.safetensors beside an index of different files; and for a name of a file that is no plain name.
     """
     single = (folder / SINGLE_FILE).is_file()
     if (folder / INDEX_FILE).is_file():
-        index = read_json(folder / INDEX_FILE, "").get("weight_map")
+        index = read_json(folder / INDEX_FILE, "fetch or save it again").get("weight_map")
         if not isinstance(index, dict):
             raise ValueError(f"{folder / INDEX_FILE} has no weight_map; fetch or save it again")
-        names = sorted(set(index.values()))
+        names = sorted(set(as_type(dict[str, str], index, f"{folder / INDEX_FILE}: weight_map").values()))
+        for name in names:
+            check_plain_name(name, str(folder / INDEX_FILE))
         if single and SINGLE_FILE not in names:
             raise ValueError(
                 f"{folder} has two sets of weights: {SINGLE_FILE}, and {', '.join(names[:2])}{', …' * (len(names) > 2)}, which "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..checks import check_choice, check_positive, check_probabilities, check_sizes
+from ..checks import check_choice, check_positive, check_probabilities, check_sizes, check_table
 from ..config import ModelConfig
 
 Activation = Literal["gelu_new", "gelu"]
@@ -41,6 +41,8 @@ class GPTConfig(ModelConfig):
         if self.intermediate_size == 0:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         check_sizes(self, "intermediate_size")
+        check_table(self, "max_seq_len", "hidden_size")
+        check_table(self, "hidden_size", "intermediate_size")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"GPTConfig: hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one"

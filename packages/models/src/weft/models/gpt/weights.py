@@ -19,6 +19,7 @@ PREFIX = "transformer."  # of the names of all but the head
 _DEFAULT_DROPOUT = 0.1
 FIELDS = Fields(
     model="GPT-2",
+    config=GPTConfig,
     names={
         "vocab_size": "vocab_size",
         "n_positions": "max_seq_len",

@@ -27,6 +27,7 @@ __all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 FIELDS = Fields(
     model="Llama",
+    config=LlamaConfig,
     names={**NAMES, "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
     required=REQUIRED,
     nullable=NULLABLE,

@@ -18,6 +18,8 @@ from ..checkpoint.rotary import (
     stored,
     write_rope,
 )
+from ..checks import MOST_LAYERS
+from ..documents import as_type
 from .config import QwenConfig
 
 if TYPE_CHECKING:
@@ -27,12 +29,14 @@ __all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 _WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 _WINDOW, _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = "sliding_attention", 4096, 28  # as transformers has them
+_WINDOW_TYPES: Mapping[str, Any] = {"use_sliding_window": bool | None, "sliding_window": int | None}
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
 def _fields(version: int, **options: Any) -> Fields:
     return Fields(
         model=f"Qwen {version}",
+        config=QwenConfig,
         required=REQUIRED,
         nullable=NULLABLE,
         fixed={"hidden_act": ACTIVATIONS, "use_mrope": (False,)},
@@ -81,13 +85,15 @@ def _read_window(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
     Raises ValueError for layer_types that do not fit.
     """
+    for name in _WINDOW_TYPES.keys() & config.keys():
+        as_type(_WINDOW_TYPES[name], config[name], f"config.json: {name}")
     window = config.get("sliding_window", _DEFAULT_WINDOW) if config.get("use_sliding_window") else None
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
-        if window is not None and not isinstance(first, int):
+        if window is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 0):
             raise ValueError(f"config.json: max_window_layers is {first!r}; give the number of layers without a window")
-        layers = tuple(range(first, num_layers)) if window is not None else ()
+        layers = tuple(range(first, min(num_layers, MOST_LAYERS))) if window is not None else ()
         return {"sliding_window": window, "sliding_layers": layers} if layers else {}
     if not isinstance(kinds, list | tuple):
         raise ValueError(
