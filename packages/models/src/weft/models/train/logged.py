@@ -37,7 +37,7 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
     found: list[Logged] = []
     if until == 0 or not path.exists():
         return found
-    lines = read_plain(path, limit=_LARGEST).split(b"\n")[:-1]
+    lines = _content(path).split(b"\n")[:-1]
     for number, line in enumerate(lines, 1):
         each = _read(line)
         if each is None or (found and each.step != found[-1].step + 1):
@@ -96,7 +96,7 @@ class Sum:
 
 def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
     """Raises ValueError unless the file begins with the lines that `Sum.as_json` speaks of."""
-    content = read_plain(path, limit=_LARGEST)[: saved["bytes"]] if path.exists() else b""
+    content = _content(path)[: saved["bytes"]] if path.exists() else b""
     if len(content) < saved["bytes"]:
         raise ValueError(
             f"{path} has {len(content)} bytes, and its {saved['lines']} lines had {saved['bytes']} when the checkpoint was "
@@ -104,6 +104,13 @@ def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
         )
     if hashlib.sha256(content).hexdigest() != saved["sha256"]:
         raise ValueError(f"{path} was changed in its first {saved['lines']} lines after they were written; {_REMEDY}")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_plain(path, limit=_LARGEST)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from None
 
 
 def _read(line: bytes) -> Logged | None:
