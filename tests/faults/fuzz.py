@@ -359,6 +359,12 @@ def run_cases(count: int, seed: int, doors: list[str]) -> tuple[Counter[str], li
     return counts, findings
 
 
+def told(seed: int, count: int, doors: int, counts: Counter[str]) -> str:
+    """How many cases ended in each way, in a line."""
+    ways = ", ".join(f"{counts[way]} {way}" for way in ("read", "refused", "wrong"))
+    return f"fuzz: seed {seed}, {count} cases of {doors} doors: {ways}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--count", type=int, default=1000)
@@ -367,8 +373,7 @@ def main() -> int:
     given = parser.parse_args()
     doors = given.door or list(DOORS)
     counts, findings = run_cases(given.count, given.seed, doors)
-    told = ", ".join(f"{counts[way]} {way}" for way in ("read", "refused", "wrong"))
-    print(f"fuzz: seed {given.seed}, {given.count} cases of {len(doors)} doors: {told}")
+    print(told(given.seed, given.count, len(doors), counts))
     return 1 if findings else 0
 
 

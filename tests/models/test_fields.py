@@ -150,7 +150,7 @@ def read(kind, **changes):
         ({"chunk_size_feed_forward": 4}, "chunk_size_feed_forward 4"),
         ({"pruned_heads": {"0": [1]}}, r"pruned_heads \{'0': \[1\]\}"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported; save the model dequantized"),
-        ({"vocab_size": 0.5}, "vocab_size is 0.5; it must be an int >= 1"),
+        ({"vocab_size": 0.5}, "config.json: vocab_size is 0.5, and a whole number is needed"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -35,7 +35,9 @@ def missing_shard(folder):
         pytest.param(lambda f: f.rename(f.with_name("other")), "is not a folder; give one", id="no-folder"),
         pytest.param(lambda f: (f / "config.json").unlink(), "has no config.json; give a folder", id="no-config"),
         pytest.param(lambda f: (f / "config.json").write_text("{"), "is not JSON", id="config-not-json"),
-        pytest.param(lambda f: (f / "config.json").write_text("[]"), "holds a list, not an object", id="config-a-list"),
+        pytest.param(
+            lambda f: (f / "config.json").write_text("[]"), "holds a list of 0, not an object", id="config-a-list"
+        ),
         pytest.param(
             lambda f: change_config(f, model_type="bert"), "'bert' is not supported; use one of llama", id="type"
         ),

@@ -32,14 +32,16 @@ def read_plain(path: Path, *, limit: int = LARGEST) -> bytes:
     cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path} is no plain file; give a plain file, or a link to one")
-    with os.fdopen(descriptor, "rb") as file:
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is no plain file; give a plain file, or a link to one")
         if found.st_size > limit:
             raise ValueError(f"{path} has {found.st_size:,} bytes, and {limit:,} are read at most; check the file")
-        return file.read(found.st_size)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(found.st_size)  # not `limit`, which would be taken at once
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from weft.reshard.running.dtensor import wrap
 
 from .checks import MOST_NEW_TOKENS
 from .decoder import CausalModel
+from .documents import read_json
 from .parallel.parallelize import pipeline_of
 
 
@@ -313,11 +313,7 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
     for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():
             continue
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}; fetch or save it again") from None
-        found = config.get("eos_token_id") if isinstance(config, dict) else None
+        found = read_json(file, "fetch or save it again").get("eos_token_id")
         if found is None or found == []:
             continue
         several = found if isinstance(found, list) else [found]

@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub("\ufffd", text)
 
 
+def one_line(text: str) -> str:
+    """The text in one line, as an error is printed: a space for each break of a line, U+FFFD for all that no terminal shows."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in " ".join(text.splitlines()))
+
+
 def wrapped(text: str, width: int) -> str:
     """The text with its lines wrapped, each with its own indent."""
 

@@ -6,25 +6,26 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..data.tokenizer import Tokenizer, files_beside
-from ..documents import read_json
+from ..data.tokenizer import FILES, Tokenizer
+from ..documents import as_type, read_json
 from ..initialization import local_slices
 from ..parallel.lora import lora, lora_of
-from .companions import companions_of
+from .companions import companions_of, read_companions
 from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
-from .shards import write_documents
+from .shards import open_shard, write_documents
 from .stored import Stored
+from .tensors import DTYPES
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # The fields of adapter_config.json that are known: any other field is an error. First the fields that change no output beyond
@@ -130,11 +131,15 @@ def save_lora(
             for name, own in parts.items()
             for leaf, whole in zip(("A", "B"), _as_one(own, of[name]), strict=True)
         }
-        if tokenizer is not None:
-            documents = dict(tokenizer.files)
-        else:
-            documents = companions_of(model).tokenizer_files if base is None else files_beside(Path(base))
-        error = attempt(_write, tensors, config, documents, temporary, folder)
+
+        def write() -> None:
+            if tokenizer is not None:
+                documents = dict(tokenizer.files)
+            else:
+                documents = companions_of(model).tokenizer_files if base is None else read_companions(Path(base), FILES)
+            _write(tensors, config, documents, temporary, folder)
+
+        error = attempt(write)
         if error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     raise_on_all(error, parallel)
@@ -158,11 +163,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
         if isinstance(each, nn.Linear):
             where = _stored_layer(weights, name)
             layers.setdefault(where.name, {})[where.part] = name
-    try:
-        file: Any = safe_open(folder / FILE, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / FILE} cannot be read: {error}; fetch it again") from None
-    with file:
+    with open_shard(folder / FILE, "fetch it again") as file:
         found: dict[str, dict[str, Any]] = {}  # by layer there, its tensors
         for tensor in file.keys():  # noqa: SIM118  it is no mapping
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(?:\.default)?\.weight", tensor)
@@ -170,7 +171,13 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
                 raise ValueError(
                     f"{folder / FILE} holds {tensor}, for which {type(model).__name__} has no layer; check it"
                 )
-            found.setdefault(match[1], {})[match[2]] = file.get_slice(tensor)
+            stored = file.get_slice(tensor)
+            if stored.get_dtype() not in DTYPES or len(stored.get_shape()) != 2 or 0 in stored.get_shape():
+                raise ValueError(
+                    f"{folder / FILE}: {tensor} is {stored.get_dtype()} of shape {stored.get_shape()}; it must be a matrix of "
+                    f"{', '.join(DTYPES)}"
+                )
+            found.setdefault(match[1], {})[match[2]] = stored
         sources: dict[str, _Source] = {}  # by layer of ours
         for name, pair in found.items():
             if set(pair) != {"A", "B"}:
@@ -183,11 +190,14 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
                 )
             sources.update({layers[name][part]: source for part, source in own.items()})
         _check_patterns(config, found, folder / CONFIG_FILE)
+        for layer, source in sources.items():  # before memory is taken for the rank that the config says
+            outputs, inputs = model.get_parameter(f"{layer}.weight").shape
+            for leaf, shape in (("A", (config["r"], inputs)), ("B", (outputs, config["r"]))):
+                if source.shape(leaf) != shape:
+                    raise ValueError(f"{folder / FILE} has no {layer}.lora.{leaf} of shape {shape}; check it")
         lora(model, config["r"], config["lora_alpha"], sorted(sources), dtype=dtype)
         for name, leaf in ((f"{layer}.lora.{leaf}", leaf) for layer in sources for leaf in ("A", "B")):
             parameter, source = model.get_parameter(name), sources[name.rpartition(".lora.")[0]]
-            if source.shape(leaf) != tuple(parameter.shape):
-                raise ValueError(f"{folder / FILE} has no {name} of shape {tuple(parameter.shape)}; check it")
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             with torch.no_grad():
                 local.copy_(source.read(leaf, local_slices(parameter)))
@@ -264,7 +274,7 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
             )
     for field, kinds in (("r", int), ("lora_alpha", int | float)):
         value = config.get(field)
-        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"{file}: {field} is {value!r}; it must be a number above 0")
 
 
@@ -272,7 +282,8 @@ def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], fi
     """Raises ValueError where layers have ranks or scales of their own, but for those that are several of ours."""
     times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
     for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
-        given, own = config.get(field) or {}, {name: n * one for name, n in times.items() if n > 1}
+        given = as_type(dict[str, Any] | None, config.get(field), f"{file}: {field}") or {}
+        own = {name: n * one for name, n in times.items() if n > 1}
         if given != own:
             raise ValueError(f"{file}: {field} {given!r} is not supported; it may be {own!r}")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..data.tokenizer import FILES, TOKENIZER_FILE, Tokenizer, files_beside, with_named_templates
+from ..data.tokenizer import CHAT_FOLDER, FILES, TOKENIZER_FILE, Tokenizer, with_named_templates
+from ..documents import parse_json, read_plain
 from .fields import COMPANIONS
 from .manifest import Manifest
 
@@ -31,18 +33,19 @@ class Companions:
 
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any], check: Callable[[str, bytes], None]) -> Companions:
-        """The companions in a Hugging Face folder. config: the folder's config.json. check: raises for a damaged file."""
-        names = (*FILES, GENERATION_FILE)
-        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        for name, content in files.items():
-            check(name, content)
-        return cls(_chosen(config), with_named_templates(files, folder))
+        """The companions in a Hugging Face folder. config: the folder's config.json. check: raises for a damaged file.
+
+        Raises ValueError as `read_companions`.
+        """
+        return cls(_chosen(config), read_companions(folder, (*FILES, GENERATION_FILE), check))
 
     @classmethod
     def saved(cls, folder: Path, config: Mapping[str, Any], manifest: Manifest) -> Companions:
-        """The companions in a checkpoint of a run. Raises DamagedCheckpoint for a damaged file."""
-        names = [name for name in (*files_beside(folder), GENERATION_FILE) if name in manifest.files]
-        return cls(_chosen(config), {name: manifest.content(folder, name) for name in names})
+        """The companions in a checkpoint of a run. Raises DamagedCheckpoint for a damaged file, ValueError as `read_companions`."""
+        names = [name for name in (*FILES, GENERATION_FILE) if name in manifest.files]
+        return cls(
+            _chosen(config), read_companions(folder, names, lambda name, content: manifest.check(folder, name, content))
+        )
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> Companions:
         """The companions with a tokenizer that the caller names for the folder.
@@ -66,6 +69,47 @@ class Companions:
     def tokenizer_files(self) -> dict[str, bytes]:
         """The files of a tokenizer."""
         return {name: content for name, content in self.files.items() if name != GENERATION_FILE}
+
+
+def read_companions(
+    folder: Path, names: Iterable[str], check: Callable[[str, bytes], None] = lambda name, content: None
+) -> dict[str, bytes]:
+    """The contents of a folder's files of these names, which are written as they are where the model is saved.
+
+    A file that is a link out of the folder, see `leads_out`, is left out, and a warning names the file. check: raises for a damaged
+    file. Named chat templates are in tokenizer_config.json, see `with_named_templates`.
+    Raises ValueError for a file with the name of JSON that holds no object.
+    """
+    files = {}
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            continue
+        if leads_out(path):
+            warnings.warn(f"{path} is a link out of its folder and is left out; put a copy in its place", stacklevel=3)
+            continue
+        files[name] = read_plain(path)
+        if name.endswith(".json"):
+            parse_json(files[name], str(path), "fetch or save it again")
+        check(name, files[name])
+    for template in sorted((folder / CHAT_FOLDER).glob("*.jinja")):
+        if not template.is_file() or leads_out(template):
+            raise ValueError(f"{template} is no plain file of its folder; put a copy in its place")
+    return with_named_templates(files, folder)
+
+
+def leads_out(path: Path) -> bool:
+    """Whether a file is a link that leads out of its folder, and out of the blobs of a Hugging Face cache.
+
+    A cache has snapshots/REVISION/NAME as a link into blobs. A folder is the one that the file's own folder leads to.
+    """
+    if not path.is_symlink() and not path.parent.is_symlink():
+        return False
+    folder, target = path.parent.resolve(), path.resolve()
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.parent.parent / "blobs")
+    return not any(target.is_relative_to(home) for home in homes)
 
 
 def companions_of(model: nn.Module) -> Companions:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.tokenizer import CHAT_FOLDER, FILES
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
-from .companions import Companions
+from .companions import GENERATION_FILE, Companions, leads_out
 from .configs import check_layers, read_config, weights_of
 from .huggingface import SHARD_BYTES, finish_pretrained, shards_of
 from .manifest import (
@@ -58,10 +58,15 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
 def copy_folder(source: Path, target: Path) -> None:
     """Copies the files of a folder for transformers; the target is there whole or not at all.
 
-    Raises ValueError where the target exists or another process makes it; OSError where it cannot be written.
+    Raises ValueError where the target exists or another process makes it, and for what is no file of the folder: a link out of the
+    folder, a pipe, a folder; OSError where it cannot be written.
     """
+    paths = sorted(source.iterdir())
+    for path in paths:
+        if not path.is_file() or leads_out(path):
+            raise ValueError(f"{path} is no plain file of its folder; put a copy in its place, or remove it")
     with _begun(target):
-        for path in sorted(source.iterdir()):
+        for path in paths:
             with path.open("rb") as read, (beside(target) / path.name).open("wb") as written:
                 shutil.copyfileobj(read, written)
                 written.flush()
@@ -191,8 +196,8 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
 
 def _others(source: Path, known: Iterable[str]) -> list[str]:
-    """What is in a folder beside what is known, in order, but for what is hidden."""
-    first = {Path(name).parts[0] for name in known}
+    """What is in a folder beside what is known, in order, but for what is hidden. Companions that are links out of it are left out."""
+    first = {name for name in known if not (name in (*FILES, GENERATION_FILE) and leads_out(source / name))}
     return sorted(path.name for path in source.iterdir() if path.name not in first and not path.name.startswith("."))
 
 

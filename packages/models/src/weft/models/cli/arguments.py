@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import tyro
 
-from ..terminal import PROGRAM, wrapped
+from ..terminal import PROGRAM, one_line, wrapped
 
 T = TypeVar("T")
 SILENT_SECONDS = 15.0  # ten times what the processes of one launcher begin apart on busy cores
@@ -105,7 +105,7 @@ def refusing(command: str) -> Iterator[None]:
         yield
     except ValueError as error:
         _after_the_one_that_speaks()
-        print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
+        print(f"{PROGRAM} {command}: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from ..output import NotPrinted, printing
-from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, wrapped
+from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, one_line, wrapped
 
 COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
 WORKING = ("train", "data", "convert")  # those that print on the side
@@ -52,7 +52,7 @@ def call(command: str, arguments: Sequence[str]) -> int:
     except NotPrinted as error:
         if isinstance(error.cause, BrokenPipeError):
             return UNREAD_STATUS
-        print(f"{PROGRAM} {command}: the output cannot be written: {error}", file=sys.stderr)
+        print(f"{PROGRAM} {command}: the output cannot be written: {one_line(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -67,5 +67,5 @@ def run(arguments: list[str]) -> int:
         except OSError as error:
             raise ValueError(f"{target} cannot be written: {error}") from None
     if left_out:
-        print(f"left out {printable(', '.join(left_out))}: neither weights nor of a tokenizer")
+        print(f"left out {printable(', '.join(left_out))}: neither weights nor of a tokenizer in this folder")
     return 0

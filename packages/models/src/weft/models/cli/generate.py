@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -14,6 +13,7 @@ import tyro
 from ..checkpoint.manifest import find_manifest
 from ..checks import MOST_NEW_TOKENS
 from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tokenizer
+from ..documents import as_type, read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
 from .arguments import parse, refusing
@@ -118,14 +118,10 @@ def _find_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give that of a run of `weft train`, or of one of its checkpoints")
     config = folder / "config.json"
-    try:
-        vocab_size = int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        if config.exists():
-            raise ValueError(f"{config} is not the config of a model; save or fetch it again") from None
-        raise ValueError(
-            f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own"
-        ) from None
+    if not config.exists():
+        raise ValueError(f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own")
+    found = read_json(config, "save or fetch it again")
+    vocab_size = as_type(int, found.get("vocab_size"), f"{config}: vocab_size")
     manifest = find_manifest(folder)
     if manifest is not None:
         manifest.check_documents(folder)

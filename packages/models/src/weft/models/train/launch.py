@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output import begin_printing
-from ..terminal import PROGRAM
+from ..terminal import PROGRAM, printable
 from .launchers import has_launcher, world_size
 from .processes import ProcessFailed, end_with_parent, run_together
 
@@ -93,7 +93,7 @@ def launch(run: Run, *, gpus: int) -> int:
         if failure.status - SIGNALED in (signal.SIGINT, signal.SIGTERM):
             return failure.status
         if failure.status != STOPPED:
-            print(f"\n{failure}", file=sys.stderr)
+            print(f"\n{printable(str(failure))}", file=sys.stderr)
         return 1
     return 0
 
@@ -133,12 +133,12 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         stop = train(run, device)
     except TrainingError as error:
         if dist.get_rank() == 0:
-            print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
+            print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
         dist.barrier()  # said before any process ends
         sys.exit(STOPPED)
     except Unanswered as error:
         if error.is_told:
-            print(f"\n{PROGRAM} train: {error}", file=sys.stderr, flush=True)
+            print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
         else:
             time.sleep(ECHO_SECONDS)
         sys.stdout.flush()
