@@ -3,7 +3,7 @@
 A door is a command or a call of the library that reads files. Each case damages one file of a door's input, opens the door in a
 forked child with limits on time and memory, and judges what the child left. A case ends well in one of two ways:
 
-- status 0, with every number that was written standing in the damaged input;
+- status 0, with every tensor and every document that was written standing in the damaged input;
 - status 2, with one printable line on stderr and no output.
 
 Anything else is a finding: a traceback, a signal, more than 10 seconds of a processor, more than 2 GB, a byte written outside of the
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import io
 import json
 import os
 import resource
@@ -26,11 +27,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from tests.faults.mutations import damage
+from tests.models.metrics import some_metrics
 
 CPU_SECONDS = 10
 WALL_SECONDS = 60  # for what waits, as on a pipe, and takes no time of a processor
@@ -46,6 +48,7 @@ class Door:
     source: str
     open: Callable[[], None]
     writes_tensors: bool = False
+    writes_documents: bool = False
 
 
 def _weft(*arguments: str) -> Callable[[], None]:
@@ -74,7 +77,9 @@ DOORS = {
     "generate": Door("folder", _weft("generate", "in", "--prompt", "a", "--tokens", "2")),
     "generate-checkpoint": Door("checkpoint", _weft("generate", "in", "--prompt", "a", "--tokens", "2")),
     "adapters": Door("adapted", _adapters),
-    "prepare": Door("texts", _weft("data", "prepare", "in", "--output", "out", "--workers", "1")),
+    "prepare": Door(
+        "texts", _weft("data", "prepare", "in", "--output", "out", "--workers", "1"), writes_documents=True
+    ),
     "verify": Door("prepared", _weft("data", "verify", "in")),
     "train-on-prepared": Door("prepared", _weft("train", "--data.path", "in", "--print-config")),
     "train-by-config": Door("run", _weft("train", "--config", "in/config.toml", "--print-config")),
@@ -112,24 +117,47 @@ def make_sources(home: Path) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two", "three"] * 20}), texts / "c.parquet")
-    with contextlib.suppress(SystemExit):
+        table = pyarrow.table({"text": ["one", "two", "three"] * 20})
+        pyarrow.parquet.write_table(
+            table, texts / "c.parquet", compression="none"
+        )  # so that texts stand there as they are
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(["data", "prepare", str(texts), "--output", str(home / "prepared"), "--workers", "1"])
-    small = (
-        "--steps",
-        "4",
-        "--save-every",
-        "2",
-        "--mesh.dp",
-        "1",
-        "--mesh.tp",
-        "1",
-        "--data.path",
-        str(texts / "b.txt"),
+    _make_run(home / "run", texts / "b.txt")
+
+
+def _make_run(folder: Path, text: Path) -> None:
+    """The folder of a run that was stopped after step 2 of 4, with a checkpoint."""
+    import torch
+    from weft.mesh import ProcessMesh
+    from weft.models import ParallelPlan, save_checkpoint
+    from weft.models.data.sources import find_data
+    from weft.models.data.tokenizer import byte_tokenizer
+    from weft.models.families import make_model
+    from weft.models.train.config import DataConfig, MeshConfig, Run
+    from weft.models.train.recipes import recipe
+    from weft.models.train.results import Results
+    from weft.models.train.saved import describe_run
+
+    small = recipe("llama-tiny")
+    config = replace(
+        small,
+        steps=4,
+        save_every=2,
+        check=False,
+        data=DataConfig(path=text, batch_size=2, sequence_length=16),
+        mesh=MeshConfig(dp=1, tp=1),
+        model=replace(small.model, num_layers=1, hidden_size=32, intermediate_size=48),
     )
-    sizes = ("--data.batch-size", "2", "--data.sequence-length", "16", "--model.num-layers", "1", "--no-check")
-    with contextlib.suppress(SystemExit):
-        main(["train", "--output", str(home / "run"), *small, *sizes])
+    run = Run(recipe="llama-tiny", config=config, corpus=find_data(text), dp=1, tp=1, folder=folder)
+    model = make_model(config.model)
+    with Results(folder, writes=True) as results:
+        results.begin("llama-tiny", config, ParallelPlan(), ProcessMesh.grid(dp=1, tp=1), [])
+        for step in (1, 2):
+            results.add(some_metrics(step=step, done=step / 4))
+        described = describe_run(run, 2, 5.5, results.logged)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(model, folder / "checkpoint-2", optimizer, run=described, tokenizer=byte_tokenizer())
 
 
 @dataclass(frozen=True)
@@ -225,6 +253,13 @@ def _judge(
             return "wrote no tensors"
         if not there.issuperset(made):
             return "wrote numbers that are not in the input"
+    if door.writes_documents:
+        known = list(_documents_of(folder / "in"))
+        made = _prepared(folder / "out")
+        if not made:
+            return "wrote no documents"
+        if strange := next((each for each in made if not any(each == there for there in known)), None):
+            return f"wrote a document that is not in the input: {strange[:40]!r}"
     return None
 
 
@@ -244,6 +279,46 @@ def _contents(folder: Path) -> dict[str, str]:
 
 def _texts(folder: Path) -> Iterator[str]:
     yield from (path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Bytes that equal each document that stands in them: the texts of a Parquet file that is not compressed."""
+
+    content: bytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bytes) and other in self.content
+
+
+def _documents_of(folder: Path) -> Iterator[bytes | _Within]:
+    """The documents of files as they are in the folder, read by hand."""
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
+        content = path.read_bytes()
+        if path.suffix == ".parquet":
+            yield _Within(content)
+        elif path.suffix == ".jsonl":
+            for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    yield json.loads(line)["text"].encode()
+        else:
+            yield content.removeprefix(b"\xef\xbb\xbf")
+
+
+def _prepared(folder: Path) -> list[bytes]:
+    """The documents of a prepared folder whose tokens are bytes, of 16 bits each, and 256 after each."""
+    documents, pending = [], bytearray()
+    for path in sorted(folder.glob("tokens-*.bin")):
+        for token in memoryview(path.read_bytes()).cast("H"):
+            if token == 256:
+                documents.append(bytes(pending))
+                pending.clear()
+            else:
+                pending.append(token)
+    assert not pending, "each document has an end"
+    return documents
 
 
 def _tensors(path: Path) -> Iterator[bytes]:
@@ -284,6 +359,12 @@ def run_cases(count: int, seed: int, doors: list[str]) -> tuple[Counter[str], li
     return counts, findings
 
 
+def told(seed: int, count: int, doors: int, counts: Counter[str]) -> str:
+    """How many cases ended in each way, in a line."""
+    ways = ", ".join(f"{counts[way]} {way}" for way in ("read", "refused", "wrong"))
+    return f"fuzz: seed {seed}, {count} cases of {doors} doors: {ways}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--count", type=int, default=1000)
@@ -292,8 +373,7 @@ def main() -> int:
     given = parser.parse_args()
     doors = given.door or list(DOORS)
     counts, findings = run_cases(given.count, given.seed, doors)
-    told = ", ".join(f"{counts[way]} {way}" for way in ("read", "refused", "wrong"))
-    print(f"fuzz: seed {given.seed}, {given.count} cases of {len(doors)} doors: {told}")
+    print(told(given.seed, given.count, len(doors), counts))
     return 1 if findings else 0
 
 

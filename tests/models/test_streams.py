@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from weft.models.data.manifest import Shard
 from weft.models.data.prefetch import Prefetch
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
@@ -53,13 +54,14 @@ def test_of_a_shard_that_is_larger_than_memory_a_row_is_read(tmp_path: Path) -> 
     """Of a file with holes; it has twice the bytes of this machine's memory."""
     nbytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, row = nbytes // 2, np.arange(1000, 1064, dtype="<u2")
-    with (tmp_path / "tokens").open("wb") as file:
+    shard = Shard(number=0, tokens=count, documents=2, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
+    with (tmp_path / shard.names[0]).open("wb") as file:
         file.truncate(nbytes)
         for place in (0, count // 2, count - 64):
             file.seek(2 * place)
             file.write(row.tobytes())
-    (tmp_path / "documents").write_bytes(np.array([count // 2, count], dtype="<u8").tobytes())
-    stream = ShardStream([(tmp_path / "tokens", tmp_path / "documents", count, 2)], "uint16")
+    (tmp_path / shard.names[1]).write_bytes(np.array([count // 2, count], dtype="<u8").tobytes())
+    stream = ShardStream(tmp_path, [shard], "uint16", 2**16)
     assert stream.num_tokens == count
     for place in (0, count // 2, count - 64):
         assert stream.read(place, place + 64).tolist() == row.tolist()

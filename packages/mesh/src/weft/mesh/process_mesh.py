@@ -16,6 +16,7 @@ from .ranks import Ranks
 
 Axis = str | int  # its name, or its position among the axes, below 0 from the end
 Index = int | slice
+MOST_RANKS = 2**24  # of a mesh: 100 times the processes of the largest machines
 
 
 class ProcessMesh:
@@ -43,8 +44,12 @@ class ProcessMesh:
 
     @classmethod
     def grid(cls, /, *, first_rank: int = 0, **sizes: int) -> ProcessMesh:
-        """The mesh of consecutive ranks: `ProcessMesh.grid(dp=2, tp=4)` holds ranks 0 to 7."""
+        """The mesh of consecutive ranks: `ProcessMesh.grid(dp=2, tp=4)` holds ranks 0 to 7. Raises ValueError above MOST_RANKS."""
         shape = tuple(_as_size(name, size) for name, size in sizes.items())
+        if math.prod(shape) > MOST_RANKS:
+            raise ValueError(
+                f"a mesh of sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} is too large; it has {MOST_RANKS:,} ranks at most"
+            )
         return cls._make(_checked_names(shape, tuple(sizes)), Ranks.consecutive(shape, _as_rank(first_rank)))
 
     @classmethod

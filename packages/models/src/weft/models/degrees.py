@@ -12,8 +12,14 @@ def check_head_degrees(heads: Mapping[str, int], *, cp: int, tp: int) -> None:
     misfits = [f"{name} {count}" for name, count in heads.items() if count % ways]
     if misfits:
         most = math.gcd(*heads.values())
-        works = ", ".join(str(n) for n in range(1, most + 1) if most % (tp * n) == 0) or f"none beside tp={tp}"
+        works = ", ".join(str(n) for n in divisors(most) if most % (tp * n) == 0) or f"none beside tp={tp}"
         raise ValueError(
             f"context 'ulysses' cuts heads over tp x cp = {tp} x {cp}, which does not divide {' and '.join(misfits)}; cp that "
             f"work: {works}; context 'all_gather' takes any"
         )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

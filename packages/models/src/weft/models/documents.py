@@ -39,7 +39,7 @@ def read_plain(path: Path, *, limit: int = LARGEST) -> bytes:
         if found.st_size > limit:
             raise ValueError(f"{path} has {found.st_size:,} bytes, and {limit:,} are read at most; check the file")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(limit + 1)[:limit]
+            return file.read(found.st_size)  # not `limit`, which would be taken at once
     finally:
         os.close(descriptor)
 

@@ -56,9 +56,14 @@ def configured(
     recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
     about = about.format(recipes=recipes, default=DEFAULT_RECIPE)
 
-    def parsed(options: list[str], default: TrainConfig) -> TrainConfig:
+    def parsed(options: list[str], default: TrainConfig, file: Path | None = None) -> TrainConfig:
         return parse(
-            TrainConfig, options, command=f"{command} [RECIPE]", about=about, default=default, compact_below=60
+            *(TrainConfig, options),
+            command=f"{command} [RECIPE]",
+            about=about,
+            default=default,
+            compact_below=60,
+            file=file,
         )
 
     origin = None
@@ -77,9 +82,9 @@ def configured(
         outside = _outside_config(model.model_class, every, command)
     config = base_of(name, origin, outside)
     if options_of_run:
-        config = on_a_mesh_that_fits(parsed(options_of_run, config), [*options, *given])
+        config = on_a_mesh_that_fits(parsed(options_of_run, config, before), [*options, *given])
     if options:
-        config = parsed(options, config)
+        config = parsed(options, config, file)
     return name, parsed(with_resume(given), config)
 
 

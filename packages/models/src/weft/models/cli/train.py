@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from ..checkpoint.manifest import RUN, Manifest
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
 from ..train.config import Run, TrainConfig, title_of
@@ -21,7 +20,7 @@ from ..train.origin import check_same_model, check_tokens
 from ..train.outside import check_class
 from ..train.report import describe
 from ..train.room import check_room
-from ..train.saved import check_same_run, logged_of
+from ..train.saved import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import refusing, speaks
@@ -126,7 +125,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     if made.origin is not None:
         notes = [f"begins with the model of {made.origin}", *notes]
     if resume is not None:
-        saved = Manifest.read(resume).document(resume, RUN)
+        saved = read_saved(resume)
         if speaks():  # of several at once, one cuts the lines that the others would read
             if (logged := logged_of(saved, resume, folder)) is not None:
                 check_logged(folder / METRICS, logged)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ..documents import as_type, check_plain_name, parse_json, read_plain
+from .tokenizer import TOKENIZER_FILE
 
 MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -15,6 +19,8 @@ FORMAT = "weft-tokens"
 VERSION = 1
 READ_BYTES = 1 << 20
 ANEW = "remove the folder and prepare it again"  # what is whole by its manifest is not made again
+TOKENS = {"uint16": 2**16, "uint32": 2**32}  # of each dtype, the tokens that there can be
+_COUNTS = ("tokens", "documents", "empty")  # of shards, whose sums the manifest has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,43 +85,80 @@ def digest_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read_shard(content: dict[str, Any]) -> Shard:
-    """What `asdict` and JSON made of a shard."""
-    several: dict[str, Any] = {
-        name: tuple(content[name]) for name in ("sha256", "skipped", "passed") if name in content
-    }
-    return Shard(**{**content, **several})
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder.
 
-    Raises ValueError for a folder without one, one of a newer version or that was changed, and files of another size than it says.
+    Raises ValueError for a folder without a manifest, a manifest of a newer version, one that was changed or contradicts itself, and
+    files of another size than the manifest says.
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("format") != FORMAT:
-            raise KeyError("format")
+        text = read_plain(path)
     except OSError as error:
         raise ValueError(
             f"{folder} holds no prepared data: {error.strerror} ({MANIFEST}); run weft data prepare"
         ) from None
-    except (ValueError, KeyError, AttributeError):
-        raise ValueError(f"{path} is not a manifest of prepared data; {ANEW}") from None
+    try:
+        content = parse_json(text, "the file", ANEW)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a manifest of prepared data: {error}") from None
+    if content.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not a manifest of prepared data; {ANEW}")
     version = content.pop("version", None)
     if version != VERSION:
-        raise ValueError(f"{path} is of version {version}; this reads version {VERSION}: update weft, or {ANEW}")
+        raise ValueError(f"{path} is of version {version!r:.60}; this reads version {VERSION}: update weft, or {ANEW}")
     if "sha256" in content and content.pop("sha256") != digest_of({"format": FORMAT, "version": version, **content}):
         raise ValueError(f"{path} was changed after it was written; copy it again, or {ANEW}")
+    sums = {name: content.pop(name, None) for name in _COUNTS}
     try:
-        content = {name: content[name] for name in Manifest.__dataclass_fields__}
-        manifest = Manifest(shards=tuple(map(read_shard, content.pop("shards"))), **content)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} lacks a part: {error}; {ANEW}") from None
+        known = {name: content[name] for name in Manifest.__dataclass_fields__ if name in content}
+        manifest = as_type(Manifest, known, "the manifest")
+        check_request(manifest.request)
+    except ValueError as error:
+        raise ValueError(f"{path} lacks a part, or has another in its place: {error}; {ANEW}") from None
+    if (contradiction := _contradiction(manifest, sums)) is not None:
+        raise ValueError(f"{path} contradicts itself: {contradiction}; {ANEW}")
     for shard in manifest.shards:
         shard.check_sizes(folder, manifest.dtype)
     return manifest
+
+
+def check_request(request: Mapping[str, Any]) -> None:
+    """Raises ValueError where a part of a request that is read back has another type, or leads out of the folder."""
+    where = "the manifest.request"
+    names = as_type(dict[str, str], request.get("tokenizer"), f"{where}.tokenizer")
+    for name in names:
+        check_plain_name(name, f"{where}.tokenizer")
+    if TOKENIZER_FILE not in names:
+        raise ValueError(f"{where}.tokenizer has no {TOKENIZER_FILE!r}")
+    as_type(tuple[str, ...], request.get("inputs", []), f"{where}.inputs")
+    for name in ("before_each", "after_each"):  # older requests have neither
+        as_type(tuple[int, ...], request.get(name, []), f"{where}.{name}")
+
+
+def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
+    """What cannot be of the numbers of a manifest, in words; None where all can be. sums: of the shards, as the manifest has them."""
+    if manifest.dtype not in TOKENS:
+        return f"dtype is {manifest.dtype[:60]!r}, and {' and '.join(TOKENS)} are known"
+    if not 0 < manifest.vocab_size <= TOKENS[manifest.dtype]:
+        return f"vocab_size is {manifest.vocab_size}, and {manifest.dtype} has 1 to {TOKENS[manifest.dtype]}"
+    around = [*manifest.request.get("before_each", ()), manifest.end, *manifest.request.get("after_each", ())]
+    if outside := [token for token in around if not 0 <= token < manifest.vocab_size]:
+        return f"token {outside[0]} stands around documents, and vocab_size is {manifest.vocab_size}"
+    for place, shard in enumerate(manifest.shards):
+        if shard.number != place:
+            return f"shards[{place}] has the number {shard.number}"
+        if not 0 <= shard.documents <= shard.tokens or (shard.tokens and not shard.documents):
+            return f"shards[{place}] has {shard.documents} documents of {shard.tokens} tokens"
+        if least := [name for name in ("empty", "bad") if getattr(shard, name) < 0]:
+            return f"shards[{place}] has {getattr(shard, least[0])} as {least[0]}"
+    for name in _COUNTS:
+        total = sum(getattr(shard, name) for shard in manifest.shards)
+        if sums[name] is not None and sums[name] != total:
+            return f"{name} is {sums[name]!r:.60}, and its shards have {total}"
+    if not any(shard.tokens for shard in manifest.shards):
+        return "it has no tokens"
+    return None
 
 
 def verify(folder: Path) -> Manifest:
@@ -123,24 +166,28 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     check_tokenizer(folder, manifest)
     for shard in manifest.shards:
-        check_shard(folder, shard)
+        check_shard(folder, shard, manifest)
     return manifest
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Reads the tokenizer's files. Raises ValueError where one is another than the manifest's, or more than these are there."""
     wanted: dict[str, str] = manifest.request["tokenizer"]
+    there = folder / TOKENIZER_FOLDER
     for name, digest in wanted.items():
-        _check_sum(folder / TOKENIZER_FOLDER / name, digest)
-    for path in sorted((folder / TOKENIZER_FOLDER).iterdir()):
+        _check_sum(there / name, digest)
+    for path in sorted(there.iterdir()):
         if path.name not in wanted and not path.name.startswith("."):
             raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
-def check_shard(folder: Path, shard: Shard) -> None:
-    """Reads both files of a shard. Raises ValueError where one's checksum is not the manifest's."""
+def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
+    """Reads both files of a shard. Raises ValueError where one's checksum is not the manifest's, and as `ShardStream.check`."""
+    from .streams import ShardStream  # not sooner, as numpy takes a tenth of a second
+
     for name, wanted in zip(shard.names, shard.sha256, strict=True):
         _check_sum(folder / name, wanted)
+    ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()
 
 
 def _check_sum(path: Path, wanted: str) -> None:
@@ -163,13 +210,13 @@ def write_record(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What `write_record` wrote; None where there is no file, or it was changed."""
+    """What `write_record` wrote; None where there is no such plain file, or it was changed."""
     try:
-        found = json.loads(path.read_bytes())
-        content: dict[str, Any] = found["holds"]
-        return content if found["sha256"] == digest_of(content) else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        found = parse_json(read_plain(path), str(path), ANEW)
+    except (OSError, ValueError):
         return None
+    content = found.get("holds")
+    return content if isinstance(content, dict) and found.get("sha256") == digest_of(content) else None
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -46,7 +46,7 @@ def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | No
 def _open(file: Path, **options: Any) -> Any:
     try:
         return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True, **options)
-    except ValueError as error:  # as pyarrow's own error is
+    except (ValueError, OSError) as error:  # as pyarrow's own errors are
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}; save it again") from None
 
 

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..documents import as_type
 from ..train.processes import ProcessFailed, run_together
 from ..versions import versions
 from .around import Around, around_documents
@@ -26,11 +27,11 @@ from .manifest import (
     TOKENIZER_FOLDER,
     Manifest,
     Shard,
+    check_request,
     digest_of,
     finish,
     read_manifest,
     read_record,
-    read_shard,
     write_record,
     write_whole,
 )
@@ -170,7 +171,7 @@ def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
         for partial in output.glob(f".{PROGRESS}.partial-*"):
             partial.unlink()  # of one that was killed as it began
         if (output / PROGRESS).exists():
-            begun = read_record(output / PROGRESS)
+            begun = _begun_with(output)
             if begun is None:
                 if not any(_made(job, number) for number in range(len(job.parts))):
                     raise ValueError(
@@ -193,6 +194,16 @@ def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
         yield None
     finally:
         os.close(folder)
+
+
+def _begun_with(output: Path) -> dict[str, Any] | None:
+    """What the preparation in a folder began with; None where that is not as it was written."""
+    begun = read_record(output / PROGRESS)
+    try:
+        check_request(as_type(dict[str, Any], (begun or {}).get("request"), PROGRESS))
+    except ValueError:
+        return None
+    return begun
 
 
 def _shown(request: dict[str, Any]) -> str:
@@ -341,8 +352,8 @@ def _made(job: _Job, number: int) -> Shard | None:
     record = read_record(_record(job.output, number))
     if record is None or record.get("of") != job.request:
         return None
-    shard = read_shard(record["shard"])
     try:
+        shard = as_type(Shard, record.get("shard"), "the record")
         shard.check_sizes(job.output, job.dtype)
     except ValueError:
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -101,11 +102,7 @@ class Prepared:
         """The tokens, memory-mapped."""
         from .streams import ShardStream
 
-        shards = []
-        for shard in self.manifest.shards:
-            tokens, documents = (self.folder / name for name in shard.names)
-            shards.append((tokens, documents, shard.tokens, shard.documents))
-        return ShardStream(shards, self.manifest.dtype)
+        return ShardStream(self.folder, self.manifest.shards, self.manifest.dtype, self.manifest.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +193,17 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
 def check_share(data: Data, share: int, shares: int) -> int:
     """Reads of the token shards each `shares`-th, from number `share` on; the bytes that were read.
 
-    Raises ValueError for a file whose checksum is not that of its manifest.
+    Raises ValueError as `check_shard`.
     """
     shards = [
-        (each.folder, shard)
+        (each.folder, shard, each.manifest)
         for each in _sources_of(data)
         if isinstance(each, Prepared)
         for shard in each.manifest.shards
     ]
     nbytes = 0
-    for folder, shard in shards[share::shares]:
-        check_shard(folder, shard)
+    for folder, shard, manifest in shards[share::shares]:
+        check_shard(folder, shard, manifest)
         nbytes += sum((folder / name).stat().st_size for name in shard.names)
     return nbytes
 
@@ -222,12 +219,13 @@ def _sha256_of(sums: Iterable[str]) -> str:
 def _find(path: Path | None) -> Corpus | Records | Prepared:
     if path is None or not path.exists():
         return find_corpus(path)
-    if not (path / MANIFEST).is_file():
+    if not (lexists(path / MANIFEST) or any(path.glob("tokens-*.bin"))):
         return find_records(path) if holds_records(path) else find_corpus(path)
     manifest = read_manifest(path)
     check_tokenizer(path, manifest)
     tokenizer = find_tokenizer(path / TOKENIZER_FOLDER)
-    if tokenizer.sha256 != manifest.tokenizer:
+    found = (tokenizer.sha256, tokenizer.end, tokenizer.vocab_size)
+    if found != (manifest.tokenizer, manifest.end, manifest.vocab_size):
         raise ValueError(f"{path / TOKENIZER_FOLDER} is not the tokenizer that {path} was prepared with; copy it again")
     return Prepared(path, manifest, tokenizer)
 

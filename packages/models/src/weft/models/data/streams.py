@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kinds import BOM
+from .manifest import ANEW, Shard
 from .tokenizer import BYTE_END
 
 OPEN_SHARDS = 256  # memory-mapped at once, of the 65,530 maps that Linux lets a process have
+CHECKED_AT_ONCE = 1 << 20  # tokens that are compared together with the size of the vocabulary
 
 
 class Stream(Protocol):
@@ -107,16 +109,25 @@ class RecordStream:
 
 
 class ShardStream:
-    """The tokens of a prepared folder's shards, memory-mapped where they are read.
+    """The tokens of a prepared folder's shards, memory-mapped where they are read. vocab_size: every token is below this.
 
-    shards: of each, the file of its tokens, that of its documents' ends, and how many there are of both.
+    What is read raises ValueError where a file contradicts the manifest: documents that do not end one after another, the last with
+    the last token, and tokens outside of the vocabulary.
     """
 
-    def __init__(self, shards: Sequence[tuple[Path, Path, int, int]], dtype: str) -> None:
-        self._shards = [shard for shard in shards if shard[2]]
+    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str, vocab_size: int) -> None:
+        self._folder, self._vocab_size = folder, vocab_size
+        self._shards = [shard for shard in shards if shard.tokens]
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._ends = np.cumsum([tokens for _, _, tokens, _ in self._shards])
+        self._ends = np.cumsum([shard.tokens for shard in self._shards])
         self._map = lru_cache(maxsize=OPEN_SHARDS)(self._mapped)
+
+    def check(self) -> None:
+        """Reads all. Raises ValueError as what is read does."""
+        for number in range(len(self._shards)):
+            tokens, _ = self._map(number)
+            for start in range(0, len(tokens), CHECKED_AT_ONCE):
+                self._check_tokens(number, tokens[start : start + CHECKED_AT_ONCE])
 
     @property
     def num_tokens(self) -> int:
@@ -127,8 +138,9 @@ class ShardStream:
         """The tokens [start, stop)."""
         parts = []
         for number, first in self._over(start, stop):
-            tokens = self._map(number)[0]
-            parts.append(tokens[max(start - first, 0) : stop - first].astype(np.int64))
+            tokens = self._map(number)[0][max(start - first, 0) : stop - first]
+            self._check_tokens(number, tokens)
+            parts.append(tokens.astype(np.int64))
         return np.concatenate(parts)
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -154,11 +166,22 @@ class ShardStream:
         return [(number, int(self._ends[number - 1]) if number else 0) for number in range(first, last + 1)]
 
     def _mapped(self, number: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]:
-        tokens, documents, num_tokens, num_documents = self._shards[number]
-        return (
-            np.memmap(tokens, dtype=self._dtype, mode="r", shape=(num_tokens,)),
-            np.memmap(documents, dtype="<u8", mode="r", shape=(num_documents,)),
-        )
+        shard = self._shards[number]
+        tokens, documents = (self._folder / name for name in shard.names)
+        ends = np.memmap(documents, dtype="<u8", mode="r", shape=(shard.documents,))
+        if not ends[0] or ends[-1] != shard.tokens or not (ends[1:] > ends[:-1]).all():
+            raise ValueError(
+                f"{documents} is not what was prepared: its {shard.documents} documents do not end one after another, the last at "
+                f"token {shard.tokens}; {ANEW}"
+            )
+        return np.memmap(tokens, dtype=self._dtype, mode="r", shape=(shard.tokens,)), ends
+
+    def _check_tokens(self, number: int, tokens: NDArray[np.unsignedinteger]) -> None:
+        if len(tokens) and (highest := int(tokens.max())) >= self._vocab_size:
+            file = self._folder / self._shards[number].names[0]
+            raise ValueError(
+                f"{file} is not what was prepared: it has the token {highest}, and there are {self._vocab_size}; {ANEW}"
+            )
 
 
 def _ends_over(ends: NDArray[np.generic], start: int, stop: int) -> NDArray[np.int64]:

@@ -14,8 +14,10 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+from ..documents import parse_json, read_plain
 from ..terminal import install_command
 from .changes import CLASSES, Changes, changes_of, token_of
+from .token_types import check_types
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -170,8 +172,9 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
             f"transformers saved a fast tokenizer"
         )
     names = FILES if folder == path else (TOKENIZER_FILE,)
-    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-    files[TOKENIZER_FILE] = _byte_file() if _is_byte_file(file.read_bytes()) else file.read_bytes()
+    files = {name: read_plain(folder / name) for name in names if (folder / name).is_file()}
+    content = read_plain(file)
+    files[TOKENIZER_FILE] = _byte_file() if _is_byte_file(content) else content
     beside = {name: _object_of(folder / name, files[name]) for name in _OBJECTS if name in files}
     config = beside.setdefault(CONFIG_FILE, json.loads(config_file("")))
     if folder == path:
@@ -194,7 +197,7 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
 
 def files_beside(folder: Path) -> dict[str, bytes]:
     """The files of a tokenizer in a model's folder, by name; none where there is no such folder. As `with_named_templates`."""
-    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    files = {name: read_plain(folder / name) for name in FILES if (folder / name).is_file()}
     return with_named_templates(files, folder)
 
 
@@ -218,9 +221,9 @@ def _chat_templates(folder: Path, said: Any) -> Any:
     """
     found = {}
     if (folder / CHAT_FILE).is_file():
-        found["default"] = (folder / CHAT_FILE).read_text(encoding="utf-8")
+        found["default"] = _text_of(folder / CHAT_FILE)
     for file in sorted((folder / CHAT_FOLDER).glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
+        found[file.stem] = _text_of(file)
     if not found:
         return said
     if list(found) == ["default"]:
@@ -228,12 +231,19 @@ def _chat_templates(folder: Path, said: Any) -> Any:
     return [{"name": name, "template": template} for name, template in found.items()]
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return read_plain(path).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start} of the file); save it again") from None
+
+
 def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
     """Takes the tokenizer's class from the model's config.json where tokenizer_config.json names no class, as transformers does."""
     file = folder / MODEL_FILE
     if (has_own and config.get("tokenizer_class") is not None) or not file.is_file():
         return
-    model = _object_of(file, file.read_bytes())
+    model = _object_of(file, read_plain(file))
     found = model.get("tokenizer_class") or CLASSES.get(str(model.get("model_type")))
     if found is not None:
         config["tokenizer_class"] = found
@@ -241,13 +251,18 @@ def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
 
 def _changes_of(files: Mapping[str, bytes]) -> Changes:
     content = json.loads(files[TOKENIZER_FILE])
-    return changes_of(content, {name: json.loads(files[name]) for name in _OBJECTS if name in files})
+    beside = {name: json.loads(files[name]) for name in _OBJECTS if name in files}
+    check_types(content, beside)
+    return changes_of(content, beside)
 
 
 def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
     """The tokens and their numbers. Raises ValueError for a file that is no tokenizer, and without the library."""
     _object_of(file, files[TOKENIZER_FILE])
-    changes = _changes_of(files)
+    try:
+        changes = _changes_of(files)
+    except ValueError as error:
+        raise ValueError(f"{file.parent} has no tokenizer that can be used: {error}") from None
     if _is_byte_file(files[TOKENIZER_FILE]) and not changes:
         return {**json.loads(_byte_file())["model"]["vocab"], END_NAMES[0]: BYTE_END}
     library = open_library()
@@ -275,12 +290,9 @@ def _as_file(value: Any) -> bytes:
 
 def _object_of(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(content)
+        return parse_json(content, "the file", "save it again")
     except ValueError as error:
-        raise ValueError(f"{path} is no tokenizer: it is not JSON ({error}); save it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is no tokenizer: it holds a {type(value).__name__}, not an object; save it again")
-    return value
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
 
 
 def _is_byte_file(content: bytes) -> bool:
@@ -289,7 +301,7 @@ def _is_byte_file(content: bytes) -> bool:
         return False
     try:
         return bool(json.loads(content) == json.loads(_byte_file()))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

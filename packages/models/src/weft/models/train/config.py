@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from weft.mesh.process_mesh import MOST_RANKS
+
 from ..config import ModelConfig, shown
 from ..data.sources import Data
-from ..degrees import check_head_degrees
+from ..degrees import check_head_degrees, divisors
 from ..schedules.bubble import Name as Schedule
 from ..schedules.plan import PipelinePlan, Split
-from .bounds import check_above_zero, check_at_least, check_decay_rates
+from .bounds import LARGEST, check_above_zero, check_at_least, check_at_most, check_decay_rates
 
+MOST_MICROBATCHES = 2**16  # each is an entry of each stage's schedule
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # the first steps begin with what is done once
@@ -41,7 +44,11 @@ class MeshConfig:
     """Tensor parallel: these share every layer."""
 
     def __post_init__(self) -> None:
-        check_at_least("mesh", self, 1, *(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None))
+        names = [name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None]
+        check_at_most("mesh", self, MOST_RANKS, *names)
+        check_at_least("mesh", self, 1, *names)
+        if (ranks := math.prod(getattr(self, name) for name in names)) > MOST_RANKS:
+            raise ValueError(f"mesh has {ranks:,} ranks; it must be {MOST_RANKS:,} or fewer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,13 @@ class DataConfig:
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
+        check_at_most("data", self, LARGEST, "batch_size", "sequence_length")
         check_at_least("data", self, 1, "batch_size", "sequence_length")
+        if (tokens := self.batch_size * self.sequence_length) > LARGEST:
+            raise ValueError(
+                f"data.batch_size {self.batch_size} x data.sequence_length {self.sequence_length} is {tokens:,} tokens a step; "
+                f"take {LARGEST:,} or fewer"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +147,7 @@ class OptimizerConfig:
         if self.name not in OPTIMIZERS:
             why = NOT_ELEMENTWISE.get(self.name.lower(), "is not known")
             raise ValueError(f"optimizer.name is {self.name}, which {why}; use one of {', '.join(OPTIMIZERS)}")
+        check_at_most("optimizer", self, LARGEST, "warmup_steps", "decay_steps")
         check_above_zero("optimizer", self, "lr")
         check_at_least("optimizer", self, 0, "warmup_steps", "final_share", "weight_decay")
         if self.clip_norm != math.inf:
@@ -195,6 +209,11 @@ class TrainConfig:
     """The network; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
+        check_at_most(
+            *("train", self, LARGEST),
+            *("steps", "log_every", "save_every", "keep", "keep_every", "eval_every", "timeout"),
+        )
+        check_at_most("train", self, 2**63 - 1, "seed")  # as torch.manual_seed
         check_at_least("train", self, 1, "steps", "log_every")
         check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every")
         check_above_zero("train", self, "timeout")
@@ -289,14 +308,14 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
             ("tp", mesh.tp),
         )
         given = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
-        fits = f"dp x tp that fit: {', '.join(f'{rest // n} x {n}' for n in _divisors(rest))}"
+        fits = f"dp x tp that fit: {', '.join(f'{rest // n} x {n}' for n in divisors(rest))}"
         beside = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
         if beside:
             names = "pp x cp" if mesh.pp > 1 and cp > 1 else "pp" if mesh.pp > 1 else "cp"
             fits = (
                 f"beside {beside}, {fits}"
                 if processes % others == 0
-                else f"{names} that fit: {', '.join(map(str, _divisors(processes)))}"
+                else f"{names} that fit: {', '.join(map(str, divisors(processes)))}"
             )
         raise ValueError(f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
     return dp, cp, tp
@@ -328,8 +347,13 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         )
     count = settled.microbatches or 1
     if count < 1 or rows % count:
-        fit = ", ".join(map(str, _divisors(rows)))
+        fit = ", ".join(map(str, divisors(rows)))
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
+    if count > MOST_MICROBATCHES or pp > config.model.num_layers:  # before a schedule is made of each of them
+        raise ValueError(
+            f"a pipeline of {pp} ranks and {count} microbatches is too large for a model of {config.model.num_layers} layers; "
+            f"lower mesh.pp to its layers or fewer, and plan.microbatches to {MOST_MICROBATCHES:,} or fewer"
+        )
     pipeline = settled.pipeline(pp)
     if pipeline is not None:
         stages = pipeline.make_schedule(pp).num_stages
@@ -359,10 +383,6 @@ def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
     with torch.device("meta"):
         model = make_model_of(config.model, config.model_class)
     ranges_of(model, pipeline, pipeline.make_schedule(pp))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def general_name(parameter: str) -> str:

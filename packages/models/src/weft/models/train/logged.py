@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..documents import parse_json, read_plain
+from .bounds import LARGEST
 
 METRICS = "metrics.jsonl"
 
@@ -33,7 +37,7 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
     found: list[Logged] = []
     if until == 0 or not path.exists():
         return found
-    lines = path.read_bytes().split(b"\n")[:-1]
+    lines = _content(path).split(b"\n")[:-1]
     for number, line in enumerate(lines, 1):
         each = _read(line)
         if each is None or (found and each.step != found[-1].step + 1):
@@ -66,9 +70,10 @@ def last_line(path: Path) -> dict[str, Any] | None:
     if not lines or _read(lines[-1]) is None:
         return None
     value: dict[str, Any] = json.loads(lines[-1])
-    return value if isinstance(value.get("done"), int | float) else None
+    return value if type(value.get("done")) in (int, float) else None
 
 
+_LARGEST = 2**34  # bytes of a file, which has the lines of 17 million steps
 _LONGEST_LINES = 16384  # bytes; a line has a thousand
 
 
@@ -91,7 +96,7 @@ class Sum:
 
 def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
     """Raises ValueError unless the file begins with the lines that `Sum.as_json` speaks of."""
-    content = path.read_bytes()[: saved["bytes"]] if path.exists() else b""
+    content = _content(path)[: saved["bytes"]] if path.exists() else b""
     if len(content) < saved["bytes"]:
         raise ValueError(
             f"{path} has {len(content)} bytes, and its {saved['lines']} lines had {saved['bytes']} when the checkpoint was "
@@ -101,13 +106,25 @@ def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} was changed in its first {saved['lines']} lines after they were written; {_REMEDY}")
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return read_plain(path, limit=_LARGEST)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from None
+
+
 def _read(line: bytes) -> Logged | None:
     try:
-        value = json.loads(line)
+        value = parse_json(line, METRICS, _REMEDY)
         step, held_out = value["step"], value["held_out_loss"]
         each = Logged(f"{line.decode()}\n", step, value["loss"], value["tokens_per_second"], held_out)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         return None
     numbers = [each.loss, each.tokens_per_second, *([] if held_out is None else [held_out])]
-    is_whole = type(step) is int and all(type(number) in (int, float) for number in numbers)
+    is_whole = type(step) is int and 0 < step <= LARGEST and all(map(_is_number, numbers))
     return each if is_whole else None
+
+
+def _is_number(value: object) -> bool:
+    """Whether JSON has a number there that a float can hold."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.manifest import RUN, Manifest
+from ..documents import as_type
 from ..versions import versions
+from .bounds import LARGEST
 from .config import Run, TrainConfig
+from .folder import CHECKPOINT
 from .logged import METRICS
 
+_DEEPEST = 8  # dots in a name; those of a config have three at most
 # What may not change: the numbers of the run would be those of neither.
 FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
 # What says nothing of the numbers.
@@ -36,6 +42,62 @@ def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str,
         "versions": versions(),
         **({} if logged is None else {METRICS: logged}),
     }
+
+
+def read_saved(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run, each value of its type; a checkpoint that no run saved may say less.
+
+    Raises ValueError for a value that no run writes, and as `Manifest.read`.
+    """
+    saved = Manifest.read(checkpoint).document(checkpoint, RUN)
+    try:
+        for name, kind in _TYPES.items():
+            if name in saved:
+                as_type(kind, saved[name], name)
+        step = saved.get("step", 0)
+        if not 0 <= step <= LARGEST:
+            raise ValueError(
+                f"step is {step if abs(step) < 10**20 else 'a number of many digits'}; steps are 0 to {LARGEST:,}"
+            )
+        named = re.fullmatch(rf"{CHECKPOINT}-([0-9]+)", checkpoint.resolve().name)
+        if "config" in saved and named is not None and int(named[1]) != step:
+            raise ValueError(f"step is {step}, and the folder is named {named[0]}")
+        if "config" in saved and not {"step", "data"} <= saved.keys():
+            raise ValueError("it has the config of a run, and no step or no data of it")
+        if METRICS in saved:
+            logged = as_type(_Logged, saved[METRICS], METRICS)
+            if min(logged.lines, logged.bytes) < 0:
+                raise ValueError(f"{METRICS} has {logged.lines} lines of {logged.bytes} bytes")
+    except ValueError as error:
+        raise ValueError(
+            f"{checkpoint / RUN} is not as a run writes it: {error}; resume from another checkpoint"
+        ) from None
+    return saved
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Logged:
+    """What `Sum.as_json` says."""
+
+    lines: int
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Data:
+    """What `_data_of` says."""
+
+    tokens: int
+    sha256: str
+
+
+_TYPES: Mapping[str, Any] = {
+    "step": int,
+    "held_out_loss": float,
+    "config": dict[str, Any],
+    "data": _Data,
+}
 
 
 def logged_of(saved: Mapping[str, Any], checkpoint: Path, folder: Path) -> Mapping[str, Any] | None:
@@ -66,17 +128,17 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
     for name in changed:
         if _within(name, FIXED):
             raise ValueError(
-                f"the checkpoint was saved with {name} {before.get(name)}, and this run has {now.get(name)}; give it as it "
+                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, and this run has {now.get(name)}; give it as it "
                 f"was, or start a new run"
             )
     data = _data_of(run)
     for name, value in saved["data"].items():
         if value != data[name]:
             raise ValueError(
-                f"the checkpoint was saved by a run on data of {name} {value}, and {run.corpus.name} has {data[name]}; give the "
+                f"the checkpoint was saved by a run on data of {name} {value!s:.200}, and {run.corpus.name} has {data[name]}; give the "
                 f"same data, or start a new run"
             )
-    return [f"{name} is {now.get(name)}, and was {before.get(name)}" for name in changed]
+    return [f"{name} is {now.get(name)}, and was {before.get(name)!s:.200}" for name in changed]
 
 
 def _data_of(run: Run) -> dict[str, Any]:
@@ -90,7 +152,7 @@ def _within(name: str, names: tuple[str, ...]) -> bool:
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, each in value.items():
-        if isinstance(each, Mapping):
+        if isinstance(each, Mapping) and prefix.count(".") < _DEEPEST:
             yield from _flat(each, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", each

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.manifest import DamagedCheckpoint
-from ..checkpoint.states import Snapshot, load_checkpoint, read_run, snapshot
+from ..checkpoint.states import Snapshot, load_checkpoint, snapshot
 from ..tracing import traced
 from .config import Run
 from .folder import CHECKPOINT, keep
-from .saved import describe_run, logged_of
+from .saved import describe_run, logged_of, read_saved
 
 
 class NotSaved(RuntimeError):
@@ -57,7 +57,7 @@ class Saver:
         path = paths[0]
         if path is None:
             return 0
-        saved = read_run(path)
+        saved = read_saved(path)
         try:
             load_checkpoint(self._model, path, self._optimizer)
         except DamagedCheckpoint as error:

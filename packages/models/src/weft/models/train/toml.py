@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..documents import read_plain
 from .config import TrainConfig
 
 _OF_ONE_RUN = ("output", "resume")  # where its results go, and what it goes on with, is not taken over by another
 
 OPTIONS = {"model_class": "model"}  # in a file "model" is the table of the model's own options
+LARGEST = 2**20  # bytes of a file; a run writes about a thousand
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_DEEPEST = 8  # dots in a name; options have three at most
 
 _SUM = "# sha256 of all above: "
 
@@ -34,8 +40,8 @@ def with_sum(text: str) -> str:
 def check_sum(path: Path) -> None:
     """Raises ValueError where a file of `with_sum` is not as it was written. One without that comment is passed by."""
     try:
-        content = path.read_bytes()
-    except OSError:  # which `read_toml` tells of
+        content = read_plain(path, limit=LARGEST)
+    except (OSError, ValueError):  # which `read_toml` tells of
         return
     text, found, total = content.rpartition(_SUM.encode())
     if found and total != f"{hashlib.sha256(text).hexdigest()}\n".encode():
@@ -50,16 +56,33 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
     without: names of options that are left out. Raises ValueError for a file that cannot be read, or is not TOML.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_plain(path, limit=LARGEST)
     except OSError as error:
         raise ValueError(f"config {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    try:
+        text = content.decode("utf-8")
+        if any(
+            line.partition("=")[0].count(".") > _DEEPEST for line in text.splitlines()
+        ):  # which take tomllib minutes
+            raise RecursionError
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"config {path} nests too deeply to be read; no option has so many dots or brackets") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of more digits than Python reads
         raise ValueError(f"config {path} is not TOML: {error}") from None
     recipe = values.pop("recipe", None)
     if recipe is not None and not isinstance(recipe, str):
-        raise ValueError(f"config {path} has recipe = {recipe!r}; it is a name")
+        raise ValueError(f"config {path} has recipe = {recipe!r:.60}; it is a name")
+    known = [field.name.rstrip("_") for field in dataclasses.fields(TrainConfig)]
+    if unknown := next((name for name in values if name.replace("-", "_") not in known), None):
+        near = difflib.get_close_matches(unknown[:60], known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(known)}"
+        raise ValueError(f"config {path} has {unknown[:60]!r}, which is no option{hint}")
     kept = {name: value for name, value in values.items() if name.replace("-", "_") not in without}
-    return recipe, list(_arguments(kept, ""))
+    try:
+        return recipe, list(_arguments(kept, ""))
+    except ValueError as error:
+        raise ValueError(f"config {path}: {error}") from None
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,12 +100,25 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in values.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{prefix}{name[:60]!r} is no option; take it out")
         option = OPTIONS.get(name, name).replace("_", "-")
         if isinstance(value, dict):
             yield from _arguments(value, f"{prefix}{option}.")
         elif isinstance(value, bool):
             yield f"--{prefix}{'' if value else 'no-'}{option}"
         elif isinstance(value, list):
-            yield from (f"--{prefix}{option}", *map(str, value))
+            yield from (f"--{prefix}{option}", *(_text(f"{prefix}{name}", each) for each in value))
         else:
-            yield from (f"--{prefix}{option}", str(value))
+            yield from (f"--{prefix}{option}", _text(f"{prefix}{name}", value))
+
+
+def _text(name: str, value: object) -> str:
+    """A value as an argument. Raises ValueError for a text that the command would take for an option of its own."""
+    if isinstance(value, list | dict):
+        raise ValueError(
+            f"{name} is a list with lists or tables in it, which no option takes; write its values one after another"
+        )
+    if isinstance(value, str) and value.startswith("-"):
+        raise ValueError(f"{name} is {value[:60]!r}, which begins as an option does; write a path as './-name'")
+    return str(value)
