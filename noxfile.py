@@ -106,7 +106,7 @@ def test_first_hour(session: nox.Session) -> None:
 
 @nox.session
 def test_faults(session: nox.Session) -> None:
-    """Kills ranks of runs, 100 times or WEFT_KILLS, and more that goes wrong at length; arguments go to pytest."""
+    """Kills ranks of runs, 100 times or WEFT_KILLS, damages files, 10,000 or WEFT_FUZZ, and more at length; arguments go to pytest."""
     _pytest(session, "-m", "faults", "--timeout=14400", "--capture=no", *session.posargs)
 
 

@@ -244,7 +244,7 @@ def _train_tokenizer(arguments: list[str]) -> int:
 def _verify(arguments: list[str]) -> int:
     options = parse(VerifyOptions, arguments, command="data verify", about=VERIFY)
     with refusing("data verify"):
-        from ..data.manifest import verify
+        from ..data.verify import verify
 
         manifest = verify(options.folder)
     print(

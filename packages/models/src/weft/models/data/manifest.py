@@ -161,36 +161,19 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
     return None
 
 
-def verify(folder: Path) -> Manifest:
-    """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
-    manifest = read_manifest(folder)
-    check_tokenizer(folder, manifest)
-    for shard in manifest.shards:
-        check_shard(folder, shard, manifest)
-    return manifest
-
-
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Reads the tokenizer's files. Raises ValueError where one is another than the manifest's, or more than these are there."""
     wanted: dict[str, str] = manifest.request["tokenizer"]
     there = folder / TOKENIZER_FOLDER
     for name, digest in wanted.items():
-        _check_sum(there / name, digest)
+        check_sum(there / name, digest)
     for path in sorted(there.iterdir()):
         if path.name not in wanted and not path.name.startswith("."):
             raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
-def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
-    """Reads both files of a shard. Raises ValueError where one's checksum is not the manifest's, and as `ShardStream.check`."""
-    from .streams import ShardStream  # not sooner, as numpy takes a tenth of a second
-
-    for name, wanted in zip(shard.names, shard.sha256, strict=True):
-        _check_sum(folder / name, wanted)
-    ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()
-
-
-def _check_sum(path: Path, wanted: str) -> None:
+def check_sum(path: Path, wanted: str) -> None:
+    """Reads a file. Raises ValueError where its checksum is another."""
     if not path.is_file() or file_sha256(path) != wanted:
         raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or {ANEW}")
 

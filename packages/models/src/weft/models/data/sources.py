@@ -11,7 +11,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_shard, check_tokenizer, read_manifest
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_tokenizer, read_manifest
 from .records import Records, find_records, holds_records
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
@@ -195,6 +195,8 @@ def check_share(data: Data, share: int, shares: int) -> int:
 
     Raises ValueError as `check_shard`.
     """
+    from .verify import check_shard  # not sooner, as numpy takes a tenth of a second
+
     shards = [
         (each.folder, shard, each.manifest)
         for each in _sources_of(data)
