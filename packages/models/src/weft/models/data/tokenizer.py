@@ -195,12 +195,6 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
 
 
-def files_beside(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer in a model's folder, by name; none where there is no such folder. As `with_named_templates`."""
-    files = {name: read_plain(folder / name) for name in FILES if (folder / name).is_file()}
-    return with_named_templates(files, folder)
-
-
 def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
     """The files of a folder, by plain names, with the chat templates of its additional_chat_templates.
 
