@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from weft.models import save_pretrained
+from weft.models.checkpoint.companions import read_companions
 from weft.models.checkpoint.convert import convert
-from weft.models.data.tokenizer import byte_tokenizer, files_beside, find_tokenizer
+from weft.models.data.tokenizer import FILES, byte_tokenizer, find_tokenizer
 
 from tests.models.cases import SMALL, make
 
@@ -303,7 +304,7 @@ class TestChatTemplates:
         assert (tmp_path / "saved/additional_chat_templates").is_dir() == as_files
         for name, files in {
             "tokenizer": dict(find_tokenizer(tmp_path / "saved").files),
-            "beside": files_beside(tmp_path / "saved"),
+            "beside": read_companions(tmp_path / "saved", FILES),
         }.items():
             (tmp_path / name).mkdir()
             for file, content in files.items():
@@ -350,7 +351,7 @@ def test_every_file_of_a_tokenizer_travels(tmp_path: Path) -> None:
         name: others[name] for name in others if name != "added_tokens.json"
     }
     assert "added_tokens.json" in found and "tokenization_own.py" not in found
-    assert files_beside(tmp_path)["tokenizer.model"] == b"\x00\x01"
+    assert read_companions(tmp_path, FILES)["tokenizer.model"] == b"\x00\x01"
 
 
 def test_a_token_with_spaces_may_begin_a_prompt(tmp_path: Path) -> None:
