@@ -349,10 +349,11 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
     if count < 1 or rows % count:
         fit = ", ".join(map(str, divisors(rows)))
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
-    if count > MOST_MICROBATCHES or pp > config.model.num_layers:  # before a schedule is made of each of them
+    if count > MOST_MICROBATCHES:
+        raise ValueError(f"plan.microbatches {count} is above {MOST_MICROBATCHES}; take {MOST_MICROBATCHES:,} or fewer")
+    if pp > config.model.num_layers:  # before a schedule is made of each stage
         raise ValueError(
-            f"a pipeline of {pp} ranks and {count} microbatches is too large for a model of {config.model.num_layers} layers; "
-            f"lower mesh.pp to its layers or fewer, and plan.microbatches to {MOST_MICROBATCHES:,} or fewer"
+            f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
         )
     pipeline = settled.pipeline(pp)
     if pipeline is not None:
