@@ -16,6 +16,7 @@ from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.toml import as_toml
 
 from tests.architecture.rules import ROOT
+from tests.models.asked import LLAMA, save
 
 OTHER = replace(
     recipe("llama-tiny"),
@@ -130,6 +131,11 @@ def test_a_command_that_is_shown_is_taken(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "book.txt").write_text("Call me Weft. " * 500)
     (tmp_path / "run.toml").write_text(as_toml("llama-tiny", recipe("llama-tiny")))
+    for folder in {"FOLDER", "Llama-3.2-1B"} & set(shlex.split(command)):  # a model of the tokens that `prepared` has
+        save(replace(LLAMA, max_seq_len=1024), tmp_path / folder)
+    if "bigram:Bigram" in command:
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/model.md").read_text(), re.DOTALL)
+        (tmp_path / "bigram.py").write_text("\n".join(blocks[:2]))  # the model, and its plan
     _, *arguments = shlex.split(command.partition(">")[0].removesuffix(" &"), comments=True)
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments, "--print-config"])
