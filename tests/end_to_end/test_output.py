@@ -44,11 +44,11 @@ def is_whole(folder: Path) -> bool:
     ("line", "changes"),
     [
         pytest.param('"$@" | head -1', {}, id="reader-goes-away"),
-        pytest.param('"$@" >/dev/full', {}, id="disk-is-full"),
+        pytest.param('"$@" >/dev/full', {}, id="disk-is-full", marks=pytest.mark.exhaustive),
         pytest.param('"$@" >/dev/full 2>&1', {}, id="disk-of-both-is-full", marks=pytest.mark.exhaustive),
         pytest.param('"$@" >&-', {}, id="closed", marks=pytest.mark.exhaustive),
         pytest.param('"$@" <&- >&- 2>&-', {}, id="all-closed", marks=pytest.mark.exhaustive),
-        pytest.param('"$@"', {"PYTHONIOENCODING": "ascii"}, id="ascii"),
+        pytest.param('"$@"', {"PYTHONIOENCODING": "ascii"}, id="ascii", marks=pytest.mark.exhaustive),
         pytest.param('"$@"', {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="c-locale", marks=pytest.mark.exhaustive),
         pytest.param('"$@"', {"PYTHONIOENCODING": "latin-1"}, id="latin-1", marks=pytest.mark.exhaustive),
     ],
@@ -66,7 +66,8 @@ def test_characters_that_an_encoding_lacks_are_question_marks(folder: Path) -> N
     assert "(loss)" not in done.stdout, "no picture has its dots"
 
 
-@pytest.mark.parametrize("columns", [20, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (1, 33, 34))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("columns", [1, 20, 33, 34])
 def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> None:
     status, sent = on_terminal((*RUN, "--output", str(folder / "run"), "--data.path", str(folder / "text.txt")), columns=columns)  # fmt: skip
     assert status == 0 and "Traceback" not in sent
@@ -74,7 +75,8 @@ def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> Non
     assert is_whole(folder)
 
 
-@pytest.mark.parametrize("into", [pytest.param("run", marks=pytest.mark.exhaustive), "other"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("into", ["run", "other"])
 def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) -> None:
     """In a folder of its own it has no metrics."""
     assert shell('"$@"', RUN, folder).returncode == 0

@@ -107,7 +107,7 @@ def tokens(length: int) -> Tensor:
     "name",
     [
         "gpt-sequence",
-        "llama-context",
+        pytest.param("llama-context", marks=pytest.mark.exhaustive),
         pytest.param("llama-sequence", marks=pytest.mark.exhaustive),
         pytest.param("llama-ulysses", marks=pytest.mark.exhaustive),
     ],

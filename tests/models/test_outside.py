@@ -184,6 +184,7 @@ def test_parameters_are_counted_in_the_model(
         assert config.model.num_parameters - sum(shapes.values()) == 2 * 3 * 32 * 24  # what would be inherited
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_a_model_from_outside(folder: Path) -> None:
     """On processes of its own, which import the module too; it is saved as a checkpoint, goes on, and another begins with it."""
     elsewhere = folder / "modules"
@@ -215,6 +216,7 @@ def test_a_run_of_a_model_from_outside(folder: Path) -> None:
     assert abs(first - losses[-1]) < (losses[0] - losses[-1]) / 2
 
 
+@pytest.mark.exhaustive
 def test_its_checkpoint_is_loaded_by_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = ran(folder, "train", *BIGRAM, *TEXT, "--steps", "1", "--output", "run", "--mesh.dp", "1", "--mesh.tp", "1")
     assert done.returncode == 0, done.stderr

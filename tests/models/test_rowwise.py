@@ -164,6 +164,7 @@ def test_microbatches_of_several_lengths_have_the_gradients_of_the_batch(
         assert not gradients_off(its, {name: gradients[name] for name in its})
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_knows_the_length_of_the_batch() -> None:
     torch._dynamo.reset()
     given, model = a_batch(), make("llama-dynamic")

@@ -31,7 +31,7 @@ def check_at_most(where: str, config: object, most: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and abs(value) > most:
-            shown = f"{value}" if abs(value) < 10**20 else "a number of many digits"
+            shown = f"{value}" if isinstance(value, float) or abs(value) < 10**20 else "a number of many digits"
             raise ValueError(f"{where}.{name} is {shown}; it must be {most:,} or less")
 
 
