@@ -48,6 +48,21 @@ def test_every_option_comes_back(tmp_path: Path) -> None:
     assert parsed([], file) == ("llama-tiny", OTHER)
 
 
+@pytest.mark.parametrize(
+    ("data", "read"),
+    [
+        pytest.param(DataConfig(path=Path("-book.txt")), DataConfig(path=Path("./-book.txt")), id="path"),
+        pytest.param(DataConfig(path=Path("--profile=x")), DataConfig(path=Path("./--profile=x")), id="an-option"),
+        pytest.param(DataConfig(mixture=("-a=1", "b=2")), DataConfig(mixture=("./-a=1", "b=2")), id="mixture"),
+    ],
+)
+def test_names_that_begin_as_options_do_come_back(data: DataConfig, read: DataConfig, tmp_path: Path) -> None:
+    """A run of such a folder can be resumed."""
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml("llama-tiny", replace(OTHER, data=data)))
+    assert parsed([], file) == ("llama-tiny", replace(OTHER, data=read))
+
+
 def test_what_is_given_overrides_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", OTHER))

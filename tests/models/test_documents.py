@@ -118,12 +118,16 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
         read_plain(tmp_path / "hole")
 
 
-@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "a\0b", "a\\b", "./a"])
+@pytest.mark.parametrize(
+    "name", ["../a", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "a\0b", "a\\b", "./a", "x" * 256, "ä" * 128]
+)
 def test_a_name_that_leads_out_of_its_folder_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="a plain name within the folder is needed"):
         check_plain_name(name, "index.json")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "a b", "ä"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model-00001-of-00002.safetensors", "a b", "ä", "x" * 255, "\ud800"]
+)
 def test_a_plain_name_is_taken(name: str) -> None:
     check_plain_name(name, "index.json")

@@ -116,7 +116,7 @@ class TestEnds:
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         assert end_ids(tmp_path, default=[9]) == expected
 
-    @pytest.mark.parametrize("found", ["</s>", [1, "a"], True, 1.5])
+    @pytest.mark.parametrize("found", ["</s>", [1, "a"], True, 1.5, -1, 2**31, [0, 2**70]])
     def test_an_end_that_is_no_token_is_refused(self, found: Any, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": found}))
         with pytest.raises(ValueError, match=r"config.json: eos_token_id is .*; it must be the number of a token"):

@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -396,3 +398,26 @@ class TestParquet:
         )
         prepare([Path("a.parquet")], Path("out"), tokenizer=byte_tokenizer())
         assert documents() == [text for text in texts if text]
+
+    def test_damage_of_any_byte_ends_in_texts_or_in_an_error(self) -> None:
+        """In a process of its own, which pyarrow ends where it reads damaged statistics."""
+        Path("a.parquet").write_bytes(parquet())
+        script = """
+import sys
+from pathlib import Path
+from weft.models.data.parquet import read_column, row_groups
+
+content = Path("a.parquet").read_bytes()
+refused = 0
+for place in range(len(content)):
+    changed = content[place] ^ 1 << place % 8
+    Path("b.parquet").write_bytes(content[:place] + bytes([changed]) + content[place + 1 :])
+    try:
+        list(read_column(Path("b.parquet"), "text", list(range(len(row_groups(Path("b.parquet"), "text"))))))
+    except ValueError:
+        refused += 1
+print(refused)
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) > 100

@@ -20,6 +20,7 @@ from weft.models.train.launchers import OF_A_LAUNCHER, adopt_launcher, first_hos
 from weft.models.train.meeting import meet
 from weft.models.train.recipes import recipe
 
+from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
 from tests.support.pool import Pool
 
@@ -255,27 +256,37 @@ def heard_on(folder: str, rank: int) -> None:
     """Writes what a process of `weft train` listens on, with its group of gloo."""
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
     dist.barrier()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # of this machine the name may be one of the loopback
+    # The name of this machine may lead to the loopback, so the settings are compared, too.
+    assert [os.environ.get(name) for name in INTERFACES] == ["lo", "lo"]
     Path(f"{folder}/{rank}").write_text("\n".join(listening(os.getpid())))
     dist.barrier()
     dist.destroy_process_group()
 
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def test_processes_of_its_own_meet_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the name of the host leads to."""
-    for name in (*WORLD, "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is as it was after this test
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(launch, "_work", run_listening)
-    run = Run(
-        recipe="llama-tiny", config=recipe("llama-tiny"), corpus=Corpus("a text", (), 10), dp=2, tp=1, folder=tmp_path
-    )
-    assert launch.launch(run, gpus=0) == 0
+def test_processes_of_its_own_meet_on_the_loopback(tmp_path: Path) -> None:
+    """Whatever the name of the host leads to. In a process of its own: the processes of `launch` inherit the environment of the first call."""
+    environment = {name: value for name, value in os.environ.items() if name not in (*WORLD, *INTERFACES)}
+    script = f"from tests.models.test_launchers import launch_listening; launch_listening({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True, timeout=PATIENCE)
     heard = [set((tmp_path / str(rank)).read_text().split()) for rank in range(2)]
     assert heard[0] and heard[0] | heard[1] <= LOOPBACK
+
+
+def launch_listening(folder: str) -> None:
+    launch._work = run_listening
+    run = Run(
+        recipe="llama-tiny",
+        config=recipe("llama-tiny"),
+        corpus=Corpus("a text", (), 10),
+        dp=2,
+        tp=1,
+        folder=Path(folder),
+    )
+    assert launch.launch(run, gpus=0) == 0
 
 
 def run_listening(rank: int, run: Run, *others: object) -> None:

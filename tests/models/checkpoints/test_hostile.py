@@ -59,6 +59,15 @@ def test_a_link_out_of_a_folder_is_left_out_and_named(folder, name, content):
     assert not any("private" in path.read_text(errors="replace") for path in (folder / "out").iterdir())
 
 
+def test_weights_that_are_a_link_out_of_a_folder_are_read_and_named(folder):
+    (folder / "elsewhere").mkdir()
+    weights = folder / "elsewhere/model.safetensors"
+    (folder / "model/model.safetensors").rename(weights)
+    (folder / "model/model.safetensors").symlink_to("../elsewhere/model.safetensors")
+    with pytest.warns(UserWarning, match=f"is a link out of its folder: the weights in {weights.resolve()} are read"):
+        convert(folder / "model", folder / "out")
+
+
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", ["text", "[1]", "[" * 100_000, '{"a": '], ids=["text", "list", "deep", "cut"])
 def test_what_is_no_json_is_not_copied_under_its_name(folder, name, content):
@@ -281,3 +290,13 @@ def test_an_error_is_one_printable_line(folder, capfd, name, place):
 def test_one_line_keeps_what_is_shown():
     assert one_line("as it is: é, 中, “x”") == "as it is: é, 中, “x”"
     assert one_line("a\nb\r\nc\td\x1b\u2028e") == "a b c\ufffdd\ufffd e"
+
+
+def test_an_error_of_the_file_format_is_one_line(folder):
+    """Some of the safetensors library's errors quote the file and span several lines."""
+    header = json.dumps({NORM: {"dtype": "\x1b[31m\n", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (folder / "model/checksums.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="is not a safetensors file") as raised:
+        from_pretrained(folder / "model")
+    assert str(raised.value).isprintable()

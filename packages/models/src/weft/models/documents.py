@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 # Bytes of a document, at most. The largest in use are manifests: about 150 bytes a part of a tensor.
 LARGEST = 256 * 2**20
+# Bytes of a file's name, at most, on the file systems in use.
+_LONGEST_NAME = 255
 # Digits of a name in an error, at most.
 _SHOWN = 60
 
@@ -73,9 +75,25 @@ def parse_json(content: bytes, where: str, remedy: str) -> dict[str, Any]:
 
 
 def check_plain_name(name: str, where: str) -> None:
-    """Raises ValueError unless `name` is the name of a file within its folder: no path, no "..", nothing hidden."""
-    if not name or PurePosixPath(name).name != name or name.startswith(".") or "\0" in name or "\\" in name:
+    """Raises ValueError unless `name` is the name of a file within its folder: no path, no "..", nothing hidden, 255 bytes at most."""
+    nbytes = len(name.encode("utf-8", "surrogatepass"))
+    plain = PurePosixPath(name).name == name and not name.startswith(".") and "\0" not in name and "\\" not in name
+    if not (plain and 0 < nbytes <= _LONGEST_NAME):
         raise ValueError(f"{where} names the file {name[:_SHOWN]!r}; a plain name within the folder is needed")
+
+
+def leads_out(path: Path) -> bool:
+    """Whether a file is a link that leads out of its folder, and out of the blobs of a Hugging Face cache.
+
+    A cache has snapshots/REVISION/NAME as a link into blobs. A folder is the one that the file's own folder leads to.
+    """
+    if not path.is_symlink() and not path.parent.is_symlink():
+        return False
+    folder, target = path.parent.resolve(), path.resolve()
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.parent.parent / "blobs")
+    return not any(target.is_relative_to(home) for home in homes)
 
 
 def as_type(kind: type[T], value: object, where: str) -> T:

@@ -308,7 +308,7 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
     """The end tokens of the model in a folder: eos_token_id of generation_config.json, else of config.json, else `default`.
 
     default: such as the end of the folder's tokenizer.
-    Raises ValueError for a file without JSON, and an eos_token_id that is neither an integer nor a list of integers.
+    Raises ValueError for a file without JSON, and an eos_token_id that is neither the number of a token nor a list of such numbers.
     """
     for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():
@@ -317,8 +317,10 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
         if found is None or found == []:
             continue
         several = found if isinstance(found, list) else [found]
-        if not all(type(each) is int for each in several):
-            raise ValueError(f"{file}: eos_token_id is {found!r}; it must be the number of a token, or a list of them")
+        if not all(type(each) is int and 0 <= each < 2**31 for each in several):
+            raise ValueError(
+                f"{file}: eos_token_id is {found!r:.60}; it must be the number of a token, or a list of them"
+            )
         return tuple(several)
     return tuple(default)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..data.tokenizer import CHAT_FOLDER, FILES, TOKENIZER_FILE, Tokenizer, with_named_templates
-from ..documents import parse_json, read_plain
+from ..documents import leads_out, parse_json, read_plain
 from .fields import COMPANIONS
 from .manifest import Manifest
 
@@ -96,20 +96,6 @@ def read_companions(
         if not template.is_file() or leads_out(template):
             raise ValueError(f"{template} is no plain file of its folder; put a copy in its place")
     return with_named_templates(files, folder)
-
-
-def leads_out(path: Path) -> bool:
-    """Whether a file is a link that leads out of its folder, and out of the blobs of a Hugging Face cache.
-
-    A cache has snapshots/REVISION/NAME as a link into blobs. A folder is the one that the file's own folder leads to.
-    """
-    if not path.is_symlink() and not path.parent.is_symlink():
-        return False
-    folder, target = path.parent.resolve(), path.resolve()
-    homes = [folder]
-    if folder.parent.name == "snapshots":
-        homes.append(folder.parent.parent / "blobs")
-    return not any(target.is_relative_to(home) for home in homes)
 
 
 def companions_of(model: nn.Module) -> Companions:

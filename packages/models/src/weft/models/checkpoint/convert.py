@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.tokenizer import CHAT_FOLDER, FILES
+from ..documents import leads_out
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
-from .companions import GENERATION_FILE, Companions, leads_out
+from .companions import GENERATION_FILE, Companions
 from .configs import check_layers, read_config, weights_of
 from .huggingface import SHARD_BYTES, finish_pretrained, shards_of
 from .manifest import (

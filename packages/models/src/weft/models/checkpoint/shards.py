@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..terminal import one_line
 from .manifest import StoredFile
 
 DTYPES = {
@@ -80,7 +81,7 @@ def open_shard(path: Path, remedy: str) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}; {remedy}") from None
+        raise ValueError(f"{path} is not a safetensors file: {one_line(str(error))}; {remedy}") from None
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:

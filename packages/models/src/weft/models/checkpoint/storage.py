@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..terminal import one_line
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
 from .shards import (
     DTYPES,
@@ -185,7 +186,7 @@ class FolderReader(StorageReader):
             tensor: Tensor = stored[slices] if slices else self._file(part.file).get_tensor(part.key(name))
         except SafetensorError as error:
             raise DamagedCheckpoint(
-                f"{self.folder / part.file} cannot be read: {error}; {self.manifest.remedy}"
+                f"{self.folder / part.file} cannot be read: {one_line(str(error))}; {self.manifest.remedy}"
             ) from None
         self.nbytes += tensor.nbytes
         self.sums_of_pieces[name, number, piece] = positional_sum(tensor, part.shape, piece[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_type, check_plain_name, read_json
+from ..documents import as_type, check_plain_name, leads_out, read_json
 from .checksums import INDEX_FILE, Sums
 from .shards import open_shard
 from .stored import Repeats
@@ -28,6 +29,7 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
 
     prefix: the prefix of names in the model without the head. Where no stored name has the prefix, the file holds the model
     without the head, as the published GPT-2 does, and the prefix is added.
+    A file that is a link out of the folder is read, as weights often lie on a second disk, and a warning names the file it leads to.
     Raises ValueError for a missing file, for a file in another format, and for a tensor in two files.
     """
     tensors: dict[str, Opened] = {}
@@ -35,6 +37,11 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
     for filename in weight_files(folder):
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
+        if leads_out(folder / filename):
+            target = (folder / filename).resolve()
+            warnings.warn(
+                f"{folder / filename} is a link out of its folder: the weights in {target} are read", stacklevel=2
+            )
         sums.check_header(filename)
         file = files.enter_context(open_shard(folder / filename, "fetch it again"))
         for name in file.keys():  # noqa: SIM118  it is no mapping

@@ -13,7 +13,7 @@ AS_CODES = 32 << 20  # row groups of up to as many bytes are read as codes and a
 
 
 def row_groups(file: Path, column: str) -> list[int]:
-    """The bytes of each row group in a column. Raises ValueError for a damaged file, a missing column, and a column without text."""
+    """The bytes of each row group, of all columns. Raises ValueError for a damaged file, a missing column, and a column without text."""
     opened = _open(file)
     names = opened.schema_arrow.names
     if column not in names:
@@ -21,7 +21,7 @@ def row_groups(file: Path, column: str) -> list[int]:
     kind = str(opened.schema_arrow.field(column).type)
     if kind.removeprefix("dictionary<values=").partition(",")[0] not in ("string", "large_string", "string_view"):
         raise ValueError(f"{file}: column {column!r} is {kind}, not text; give another with --column")
-    return [_column_bytes(opened, group, column) for group in range(opened.metadata.num_row_groups)]
+    return [_group_bytes(opened, group) for group in range(opened.metadata.num_row_groups)]
 
 
 def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | None]:
@@ -33,26 +33,34 @@ def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | No
     try:
         for group in groups:
             opened = _open(file)
-            nbytes, rows = _column_bytes(opened, group, column), max(opened.metadata.row_group(group).num_rows, 1)
+            nbytes, rows = _group_bytes(opened, group), max(opened.metadata.row_group(group).num_rows, 1)
             if nbytes <= AS_CODES:
                 opened = _open(file, read_dictionary=[column])
             at_once = min(max(BYTES_AT_ONCE * rows // max(nbytes, 1), 1), ROWS_AT_ONCE)
             for batch in opened.iter_batches(at_once, row_groups=[group], columns=[column]):
                 yield from (value.as_py() for value in batch.column(0))
-    except (ValueError, OSError) as error:
+    except (*_damages(), ValueError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}; save it again") from None
 
 
 def _open(file: Path, **options: Any) -> Any:
     try:
         return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True, **options)
-    except (ValueError, OSError) as error:  # as pyarrow's own errors are
+    except (*_damages(), ValueError, OSError) as error:
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}; save it again") from None
 
 
-def _column_bytes(opened: Any, group: int, column: str) -> int:
-    """The bytes of a column's pages in a row group, unpacked; rows may share a value."""
-    metadata = opened.metadata.row_group(group)
-    names = [metadata.column(i).path_in_schema for i in range(metadata.num_columns)]
-    nbytes: int = metadata.column(names.index(column)).total_uncompressed_size
-    return nbytes
+def _damages() -> tuple[type[Exception], ...]:
+    """The errors that pyarrow raises for a damaged file."""
+    arrow: type[Exception] = import_module(
+        "pyarrow"
+    ).ArrowException  # also of errors that are an IndexError or a KeyError
+    return (arrow,)
+
+
+def _group_bytes(opened: Any, group: int) -> int:
+    """The bytes of a row group's pages, unpacked; rows may share a value.
+
+    The group's own total, as pyarrow's `RowGroupMetaData.column` ends the process where a file's statistics are damaged.
+    """
+    return int(opened.metadata.row_group(group).total_byte_size)

@@ -74,8 +74,9 @@ def launch(run: Run, *, gpus: int) -> int:
         return _join_world(run, gpus)
     processes = run.processes
     if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        # gloo listens where the name of this host leads to, and others may reach that.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        # By default gloo and NCCL's bootstrap listen on an interface that other machines may reach.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, LOOPBACK)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     signal.signal(signal.SIGTERM, _exit)

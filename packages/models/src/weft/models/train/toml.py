@@ -92,10 +92,17 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             given[name] = _given(value)
         elif isinstance(value, tuple):
-            given[name] = list(value)
+            given[name] = [_written(each) for each in value]
         elif value is not None:
-            given[name] = str(value) if isinstance(value, Path) else value
+            given[name] = _written(value)
     return given
+
+
+def _written(value: Any) -> Any:
+    """A value of an option as the file has it. A path or a mixture that begins with "-" gets "./" before, which `_text` accepts."""
+    if not isinstance(value, str | Path):
+        return value
+    return f"./{value}" if str(value).startswith("-") else str(value)
 
 
 def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
