@@ -17,18 +17,20 @@ def gradient(output: Layout, grad: Layout, operand: Layout, operands: Sequence[L
     operand: the layout of the operand whose gradient is asked for. operands: the layouts of all operands.
 
     The operation must be linear in every Partial(avg) operand, as `einsum` and linear `elementwise` operations are.
-    The result is the gradient of the whole operand, so a Partial operand has a replicated gradient. On each axis:
-    - Where all operands replicate and the upstream gradient is Partial(sum), the gradient is Partial(sum).
-    - Where the operand is sharded, the gradient is sharded alike.
-    - Where the operand replicates and another operand does not, the gradient is Partial, because each rank sees only
-      the contribution of its part of the other operand. The op is avg where the output is Partial(avg), else sum.
-    - Otherwise the gradient replicates.
+    The result is the gradient of the whole operand, so a Partial operand has a replicated gradient.
 
-    Raises ValueError for an operand missing from `operands`, and LayoutError for:
-    - an upstream gradient with a layout unlike the output's (Replicate where the output is Partial), except
-      Partial(sum) where all operands replicate;
-    - a gradient that would be Partial by two reductions;
-    - an output Partial by min, max or product, or by an average taken by the operation itself.
+    On each axis, the first case that applies decides.
+    Where all operands replicate and the upstream gradient is Partial(sum), the gradient is Partial(sum).
+    Where the operand is sharded, the gradient is sharded alike.
+    Where the operand replicates and another operand does not, the gradient is Partial, because each rank sees only the
+    contribution of its part of the other operand. The op is avg where the output is Partial(avg), else sum.
+    Otherwise the gradient replicates.
+
+    Raises ValueError for an operand missing from `operands`.
+    Raises LayoutError for an upstream gradient with a layout unlike the output's (Replicate where the output is
+    Partial), except Partial(sum) where all operands replicate.
+    Raises LayoutError for a gradient that would be Partial by two reductions, for an output Partial by min, max or
+    product, and for an output averaged by the operation itself.
     """
     if operand not in operands:
         raise ValueError(f"operand ({operand}) is not among the operands {', '.join(f'({each})' for each in operands)}")

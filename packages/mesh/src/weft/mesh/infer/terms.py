@@ -24,17 +24,26 @@ IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation as layout rules see it. A rule makes it and calls `infer` on the operands' layouts."""
+    """An operation as layout rules see it. A rule makes one and calls `infer` with the operands' layouts.
 
-    name: str  # in messages
-    terms: tuple[str, ...]  # per operand, a letter for each dim
-    output: str  # the same for the output, with "." for a new dim
-    # The output's placement on an axis where every operand is Partial or replicated; None where the result is wrong.
+    name: the operation, in messages.
+    terms: per operand, a letter for each dim.
+    output: a letter for each dim of the output, "." for a new dim.
+    partial: a function from the operands' placements on an axis, all Partial or replicated, to the output's placement;
+        None where the result would be wrong.
+    contracted: the output's placement on an axis that shards an index missing from the output.
+    whole, why_whole: indices that no axis may shard, and the reason for messages.
+    operands: the operands' names in messages; by default operand 0, operand 1, …
+    """
+
+    name: str
+    terms: tuple[str, ...]
+    output: str
     partial: Callable[[Placements], Placement | None]
-    contracted: Partial | None = None  # the output's placement on an axis that shards an index missing from the output
-    whole: str = ""  # indices that no axis may shard
-    why_whole: str = ""  # the reason, for messages
-    operands: tuple[str, ...] = ()  # the operands' names in messages; by default operand 0, operand 1, …
+    contracted: Partial | None = None
+    whole: str = ""
+    why_whole: str = ""
+    operands: tuple[str, ...] = ()
 
     def operand(self, position: int) -> str:
         """The operand's name in messages."""
