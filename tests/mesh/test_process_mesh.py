@@ -372,9 +372,7 @@ GRID = ProcessMesh.grid(dp=2, tp=3)
         pytest.param(lambda: GRID.rank_at(0, tp=0), "by position and some by name", id="rank-at-both"),
         pytest.param(lambda: GRID.rank_at(0, 3), "index 3 is outside axis 'tp'", id="rank-at-position"),
         pytest.param(lambda: GRID.select(pp=0), "no axis 'pp'", id="select-unknown"),
-        pytest.param(
-            lambda: GRID.select(tp=1.0), "index along axis 'tp' is 1.0, which is not an int", id="select-float"
-        ),
+        pytest.param(lambda: GRID.select(tp=1.0), "along axis 'tp' is 1.0, which is not an int", id="select-float"),
         pytest.param(lambda: GRID.select(tp=slice(0, 2.0)), "has a bound that is not an int", id="select-float-bound"),
         pytest.param(
             lambda: GRID.submesh(0), r"submesh\(\) must name one axis or more of dp, tp", id="submesh-of-none"
