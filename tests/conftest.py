@@ -1,3 +1,5 @@
+"""Options, marks and fixtures of all tests."""
+
 import gc
 import importlib
 import importlib.util
@@ -15,27 +17,25 @@ from tests.support.tables import combinations, greatest, lines
 
 __all__ = ["combinations", "greatest", "pool"]
 
-if importlib.util.find_spec("hypothesis"):  # the tests that need a GPU do without it
+if importlib.util.find_spec("hypothesis"):  # not installed for the tests that need a GPU
     import hypothesis
 
-    # Times are those of a shared machine.
+    # No limits on time, because other programs share the machine.
     patient = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=patient)
     hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For what takes too long to be run whole each time."""
-    told = (
-        "run part K of N of the tests, as their names say; of commit/N that which the time of the last commit chooses"
-    )
-    parser.addoption("--part", metavar="K/N", help=told)
+    """Adds --part, for suites that take too long to run whole each time."""
+    text = "run part K of N of the tests, chosen by their names; commit/N chooses K by the time of the last commit"
+    parser.addoption("--part", metavar="K/N", help=text)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where kernels are tested, they are imported before another test's module imports Triton: see the file that does it.
+    """Import the kernel tests' conftest before any test module imports Triton; see there for the reason.
 
-    Until all is collected, nothing is garbage: see `pytest_collection_finish`.
+    Garbage collection is off until all tests are collected; see `pytest_collection_finish`.
     """
     gc.disable()
     kernels = Path(__file__).parent / "kernels"
@@ -46,14 +46,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(params=PORTIONS)
 def portion(request: pytest.FixtureRequest) -> Portion:
-    """Takes a sample of many cases, or the rest of them: `for case in portion.of(cases, every=10)`."""
+    """A sample of many cases, or the remaining cases: `for case in portion.of(cases, every=10)`."""
     chosen: Portion = request.param
     return chosen
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
-    """Of the items that a test function becomes, `./run test` takes a sample: see `tests.support.sample`."""
+    """Mark the items of a test function that `./run test` leaves out; see `tests.support.sample`."""
     made = yield
     if isinstance(made, list):
         mark_all_but_a_sample(made)
@@ -62,8 +62,10 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist a worker takes a file at a time, but for tests of it that name a group of their own. Files whose tests
-    start processes come first: they take the longest, and the short ones at the end let the workers finish together.
+    """Choose the part of the tests, and group and order them for pytest-xdist.
+
+    A worker takes a file at a time, except for tests with a group of their own. Files whose tests start processes come
+    first: they take longest, and short files at the end let the workers finish together.
     """
     if [Path(path).resolve() for path in config.args] == [Path(__file__).parent]:
         config.stash[FOUND] = [(item.nodeid, item) for item in items]
@@ -88,13 +90,13 @@ def _starts_processes(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What is alive now stays alive: the collector need not go through torch and the tests again and again."""
+    """Freeze all live objects, to spare the garbage collector repeated visits of torch and the tests."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many combinations the tables ran, and how far they were off."""
+    """Print how many combinations the tables ran, and their largest errors."""
     reports = [each for outcome in ("passed", "failed") for each in terminalreporter.getreports(outcome)]
     if ran := lines(reports):
         terminalreporter.section("tables of every mesh and plan")

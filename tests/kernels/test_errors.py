@@ -282,17 +282,17 @@ def test_shapes_that_do_not_go_together_name_the_remedy(name: str) -> None:
 
 # How the operands of a call lie, and what is said of it.
 LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "add": ("add", ("tp: S(0)", "tp: R"), "it shards dim 0 of x, but not dim 0 of y; reshard y to (tp: S(0))"),
+    "add": ("add", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of y; reshard y to (tp: S(0))"),
     "add_rms_norm": ("add_rms_norm", ("tp: R", "tp: S(0)", "tp: R"), "reshard x to (tp: S(0))"),
     "dropout": ("dropout", ("tp: S(0)", "tp: R"), "but not dim 0 of the residual; reshard the residual to (tp: S(0))"),
     "gelu": ("gelu", ("tp: P(sum)",), "reshard x to (tp: R)"),
-    "swiglu": ("swiglu", ("tp: R", "tp: S(1)"), "it shards dim 1 of up, but not dim 1 of gate; reshard gate to (tp: S(1))"),
-    "linear": ("linear", ("tp: S(1)", "tp: R", "tp: R"), "it shards dim 1 of input, but not dim 1 of weight; reshard weight"),
+    "swiglu": ("swiglu", ("tp: R", "tp: S(1)"), "the axis shards dim 1 of up, but not dim 1 of gate; reshard gate to (tp: S(1))"),
+    "linear": ("linear", ("tp: S(1)", "tp: R", "tp: R"), "the axis shards dim 1 of input, but not dim 1 of weight; reshard weight"),
     "all_gather_matmul": ("all_gather_matmul", ("tp: S(1)", "tp: R"), "all_gather_matmul: on axis 'tp'"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", ("tp: R", "tp: S(0)"), "matmul_reduce_scatter: on axis 'tp'"),
-    "qkv_linear": ("qkv_linear", ("tp: R", "tp: S(1)", *["tp: R"] * 3), "it shards dim 1 of q_weight, but not dim 1 of input"),
+    "qkv_linear": ("qkv_linear", ("tp: R", "tp: S(1)", *["tp: R"] * 3), "the axis shards dim 1 of q_weight, but not dim 1 of input"),
     "grouped_matmul": (
-        "grouped_matmul", ("tp: S(1)", *["tp: R"] * 4), "grouped_matmul: on axis 'tp' operands are S(1), R: it shards dim 1 of a, but not"
+        "grouped_matmul", ("tp: S(1)", *["tp: R"] * 4), "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not"
     ),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
     "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),

@@ -172,7 +172,7 @@ def test_a_layout_is_immutable():
         pytest.param(lambda: Layout(GRID, {"cp": Shard(0)}), "no axis 'cp'; its axes are dp, tp", id="unknown-axis"),
         pytest.param(lambda: Layout(GRID, "cp: R"), "no axis 'cp'", id="unknown-axis-in-text"),
         pytest.param(lambda: Layout(GRID, [Shard(0)]), "1 placements for the 2 axes", id="too-few"),
-        pytest.param(lambda: Layout(GRID, "dp: R, dp: R"), "axis 'dp' stands twice", id="twice-in-text"),
+        pytest.param(lambda: Layout(GRID, "dp: R, dp: R"), "axis 'dp' appears twice", id="twice-in-text"),
         pytest.param(lambda: Layout(GRID, "dp S(0)"), "is not 'axis: placement'", id="no-colon"),
         pytest.param(lambda: Layout.from_spec(GRID, ["dp", "dp"]), "uses axis 'dp' twice", id="spec-repeats"),
         pytest.param(
@@ -205,12 +205,12 @@ class TestPlainArguments:
         mesh = ProcessMesh.grid(dp=3, tp=5)
         layout = Layout(mesh, "tp: S(0)")
         for bad in (7.0, "7", None, [7], True):
-            with pytest.raises(ValueError, match="no int"):
+            with pytest.raises(ValueError, match="not an int"):
                 mesh.coordinate(bad)
-            with pytest.raises(ValueError, match="no int"):
+            with pytest.raises(ValueError, match="not an int"):
                 layout.local_slices((7,), bad)
         for shape in ((7.0,), ("7",), (True,)):
-            with pytest.raises(ValueError, match="no int"):
+            with pytest.raises(ValueError, match="not an int"):
                 layout.local_shape(shape, 0)
         coordinate = mesh.coordinate(numpy.int64(7))
         assert [type(index) for index in coordinate.values()] == [int, int]
@@ -219,7 +219,9 @@ class TestPlainArguments:
         assert numpy.int64(7) in mesh
         assert "7" not in mesh
 
-    @pytest.mark.parametrize("shape, message", [((-4,), "below 0"), (6, "no sequence of sizes"), (None, "no sequence")])
+    @pytest.mark.parametrize(
+        "shape, message", [((-4,), "below 0"), (6, "not a sequence of sizes"), (None, "not a sequence")]
+    )
     def test_a_bad_shape(self, shape, message):
         with pytest.raises(ValueError, match=message):
             Layout(LINE, "tp: S(0)").local_shape(shape, 0)
@@ -360,5 +362,5 @@ def test_axes_may_be_given_by_position():
     assert Layout(GRID, "dp: S(0)")[0] == Shard(0)
     with pytest.raises(LayoutError, match="the mesh has no axis 2; its axes are dp, tp"):
         Layout(GRID, {2: Shard(0)})
-    with pytest.raises(LayoutError, match="axis 'dp' stands twice"):
+    with pytest.raises(LayoutError, match="axis 'dp' appears twice"):
         Layout(GRID, {0: Shard(0), "dp": Shard(1)})

@@ -52,8 +52,8 @@ def test_placements_are_values():
 @pytest.mark.parametrize(
     "call, message",
     [
-        pytest.param(lambda: Shard(True), "the dim of Shard is True, which is no int", id="bool-dim"),
-        pytest.param(lambda: Shard(0.0), "the dim of Shard is 0.0, which is no int", id="float-dim"),
+        pytest.param(lambda: Shard(True), "the dim of Shard is True, which is not an int", id="bool-dim"),
+        pytest.param(lambda: Shard(0.0), "the dim of Shard is 0.0, which is not an int", id="float-dim"),
         pytest.param(lambda: Partial("mean"), "no op 'mean'; use one of sum, avg", id="op"),
         pytest.param(lambda: as_placement("S"), "'S' is not a placement; write R", id="text"),
         pytest.param(lambda: as_placement("S(--1)"), "'S\\(--1\\)' is not a placement", id="text-negative"),

@@ -168,7 +168,7 @@ def test_a_rank_outside_has_no_submesh(names):
 
 
 def test_a_name_alone_needs_a_process(monkeypatch):
-    with pytest.raises(RuntimeError, match=r"torch.distributed is not initialized; ask for mesh.submesh\(rank, 'tp'\)"):
+    with pytest.raises(RuntimeError, match=r"torch.distributed is not initialized; call mesh.submesh\(rank, 'tp'\)"):
         GRID["tp"]
     monkeypatch.delitem(sys.modules, "torch.distributed")
     with pytest.raises(RuntimeError, match=r"mesh\['dp', 'tp'\] is the part of the mesh that holds this process"):
@@ -307,7 +307,7 @@ def test_a_mesh_of_131_072_ranks_holds_nothing_for_each_rank():
 @pytest.mark.parametrize(
     "ranks, names, message",
     [
-        pytest.param([0, 1, 0], ["dp"], "rank 0 stands twice", id="duplicate"),
+        pytest.param([0, 1, 0], ["dp"], "rank 0 appears twice", id="duplicate"),
         pytest.param([0, -1], ["dp"], "rank -1 is not an int >= 0", id="negative"),
         pytest.param([0, 1.0], ["dp"], "rank 1.0 is not an int >= 0", id="float"),
         pytest.param([0, True], ["dp"], "rank True is not an int >= 0", id="bool"),
@@ -372,8 +372,8 @@ GRID = ProcessMesh.grid(dp=2, tp=3)
         pytest.param(lambda: GRID.rank_at(0, tp=0), "by position and some by name", id="rank-at-both"),
         pytest.param(lambda: GRID.rank_at(0, 3), "index 3 is outside axis 'tp'", id="rank-at-position"),
         pytest.param(lambda: GRID.select(pp=0), "no axis 'pp'", id="select-unknown"),
-        pytest.param(lambda: GRID.select(tp=1.0), "index along axis 'tp' is 1.0, which is no int", id="select-float"),
-        pytest.param(lambda: GRID.select(tp=slice(0, 2.0)), "has a bound that is no int", id="select-float-bound"),
+        pytest.param(lambda: GRID.select(tp=1.0), "along axis 'tp' is 1.0, which is not an int", id="select-float"),
+        pytest.param(lambda: GRID.select(tp=slice(0, 2.0)), "has a bound that is not an int", id="select-float-bound"),
         pytest.param(
             lambda: GRID.submesh(0), r"submesh\(\) must name one axis or more of dp, tp", id="submesh-of-none"
         ),

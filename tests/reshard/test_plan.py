@@ -284,7 +284,7 @@ def test_a_plan_that_cannot_be_is_refused(src, dst, shape, dtype, message):
 def test_simulate_refuses_parts_that_do_not_fit(lost):
     parts = split(whole_of((5,)), Layout(LINE, "tp: S(0)"))
     parts = {0: parts[0]} if lost == "missing" else {0: parts[1], 1: parts[1]}
-    with pytest.raises(LayoutError, match=r"rank [01] brings"):
+    with pytest.raises(LayoutError, match=r"rank [01] has a tensor of shape"):
         simulate(plan(Layout(LINE, "tp: S(0)"), Layout(LINE), (5,), torch.int64), parts)
 
 

@@ -38,9 +38,9 @@ def test_time_is_latency_and_bytes():
         pytest.param(lambda: Link(-1, 1), r"latency is -1 s; give a finite number", id="latency"),
         pytest.param(lambda: Link(math.inf, 1), "latency is inf", id="endless"),
         pytest.param(lambda: Link(0, 0), r"bandwidth is 0 bytes/s; give a number > 0", id="bandwidth"),
-        pytest.param(lambda: Topology({}), "without axes", id="empty"),
-        pytest.param(lambda: Topology({"tp": 3}), r"axis 'tp' has 3 for a link; give Link", id="no-link"),
-        pytest.param(lambda: GIVEN.link("pp"), "no link for axis 'pp'; it has dp, tp", id="unknown"),
+        pytest.param(lambda: Topology({}), "has no axes", id="empty"),
+        pytest.param(lambda: Topology({"tp": 3}), r"axis 'tp' has the link 3; give Link", id="no-link"),
+        pytest.param(lambda: GIVEN.link("pp"), "no link for axis 'pp'; its axes are dp, tp", id="unknown"),
         pytest.param(
             lambda: plan(Layout(ProcessMesh.grid(x=2), "x: S(0)"), Layout(ProcessMesh.grid(x=2)), (4,), F32).seconds,
             r"made without a topology.*give plan\(..., topology=",

@@ -1,4 +1,4 @@
-"""Counts the collectives that really start, below everything that could hide one."""
+"""Counts the collectives that really start, in a dispatch mode below DTensor and autograd, where nothing is hidden."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.reshard.running.issued import bytes_of_call, group_of_call, kind_of_op
 
-KINDS = {
+KINDS = {  # name of torch's op -> kind
     "allgather_": "all-gather",
     "_allgather_base_": "all-gather",
     "allgather_into_tensor_coalesced_": "all-gather",
@@ -24,21 +24,21 @@ KINDS = {
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with Collectives() as seen: ...`; then `seen.kinds` lists what this rank started, in order.
+    """`with Collectives() as seen: ...`; then `seen.kinds` lists the collectives started by this rank, in order.
 
-    names: of torch's ops. nbytes: that each brings from other ranks.
-    An all-gather and a reduce-scatter are all-to-alls on gloo: their kind is what is said of it where it starts.
+    On gloo, all-gathers and reduce-scatters are issued as all-to-alls. Their kind here is the kind declared at the
+    call.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kinds: list[str] = []
-        self.names: list[str] = []
-        self.nbytes: list[int] = []
+        self.names: list[str] = []  # names of torch's ops, one per collective
+        self.nbytes: list[int] = []  # bytes that each collective receives from other ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor unwraps it first, so that what it starts is seen too
+            return NotImplemented  # DTensor unwraps the op first, and the collectives of the inner ops are seen
         namespace, name = func.name().split("::")
         name = name.partition(".")[0]
         if namespace in ("c10d", "_c10d_functional"):

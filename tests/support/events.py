@@ -1,4 +1,4 @@
-"""What this rank starts and waits for, in order."""
+"""Records the collectives that this rank starts, and its waits, in order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.support.collectives import Collectives
 
 
 class Events(Collectives):
-    """`with Events() as seen: ...`; then `seen.events` has each collective that was started, and "waited" for each wait.
+    """`with Events() as seen: ...`; then `seen.events` has each collective started, and "waited" for each wait.
 
-    A test adds what it computes meanwhile.
+    A test may append its computations in between.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures that the tests and the benchmarks share."""
+"""Fixtures shared by tests and benchmarks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.pool import Pool
 
+# Where the workers keep answers of DTensor's sharding propagation from run to run.
 ANSWERS = Path(__file__).parents[2] / ".pytest_cache" / "propagation"
 
 

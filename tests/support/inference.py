@@ -1,6 +1,6 @@
-"""The proof of a layout rule by brute force: what it takes is right, and what it refuses is wrong whatever it answered.
+"""Proof of a layout rule by brute force: its answers are right, and where it refuses, any answer would be wrong.
 
-The operation runs on every rank's part, and the whole is put together again by the oracle of `shards`.
+The operation runs on every rank's part. The oracle `shards` puts the parts together again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ PARTIALS = tuple(map(Partial, ("sum", "avg", "min", "max", "product")))
 
 @dataclass(frozen=True)
 class Trial:
-    """One operation on one set of operands; of a rule for many operations, one of those.
+    """An operation applied to a set of operands. A rule for many operations is proved by trials of several."""
 
-    local: (rank, layouts, *parts) -> this rank's part of the output. whole: of the whole operands.
-    """
-
-    local: Callable[..., Tensor]
-    whole: Tensor
+    local: Callable[..., Tensor]  # (rank, layouts, *parts) -> the rank's part of the output
+    whole: Tensor  # the output for the whole operands
     operands: Sequence[Tensor]
 
 
 def trials(op: Callable[..., Tensor], *operands: Sequence[Tensor]) -> list[Trial]:
-    """One for each set of operands, of an operation that knows no ranks."""
+    """A trial for each set of operands, of an operation that does not depend on the rank."""
     return [Trial(lambda rank, layouts, *parts: op(*parts), op(*each), each) for each in operands]
 
 
@@ -44,10 +41,12 @@ def prove(
     partials: Sequence[Partial] = PARTIALS,
     reshaped: bool = False,
 ) -> int:
-    """How many combinations of layouts the rule takes; AssertionError for one that it takes or refuses wrongly.
+    """Prove a layout rule. Returns the number of combinations of layouts that the rule takes.
 
-    rule: from the operands' layouts. What it answers must be right in every trial; where it refuses, every answer, Partial
-    by `partials` too, must be wrong in one. reshaped: parts count as of the shape that a layout asks for, if they have as many elements.
+    rule: from the operands' layouts to the output's. An answer must be right in every trial. Where the rule refuses,
+        every possible answer, including Partial by each of `partials`, must be wrong in some trial.
+    reshaped: count a part as having the shape that a layout asks for, if it has as many elements.
+    Raises AssertionError for a combination that the rule takes or refuses wrongly.
     """
     shape = tried[0].whole.shape
     every = [_layouts(mesh, operand.ndim, partials) for operand in tried[0].operands]
@@ -58,13 +57,12 @@ def prove(
         ]
         for t in tried
     ]
-    taken = 0
+    accepted = 0
     for chosen in itertools.product(*every):
         shown = ", ".join(f"({layout})" for layout in chosen)
         given = [[split_[layout] for split_, layout in zip(by_layout, chosen, strict=True)] for by_layout in parts]
-        outputs = functools.cache(
-            functools.partial(_output_of, tried, chosen, given)
-        )  # most answers fail in the first trial
+        # Computed on demand, because most answers fail in the first trial.
+        outputs = functools.cache(functools.partial(_output_of, tried, chosen, given))
         try:
             answer = rule(*chosen)
         except LayoutError as error:
@@ -75,18 +73,18 @@ def prove(
                 )
                 assert wrong, f"{shown} was refused: {error}\nbut gives ({layout})"
             continue
-        taken += 1
+        accepted += 1
         shapes = {rank: part.shape for rank, part in split(tried[0].whole, answer).items()}
         for number, t in enumerate(tried):
             why = _why_wrong(outputs(number), answer, shapes, t.whole, reshaped)
             assert not why, f"{shown} gives ({answer}), which is wrong: {why}"
-    return taken
+    return accepted
 
 
 def _output_of(
     tried: Sequence[Trial], layouts: Sequence[Layout], given: Sequence[Sequence[dict[int, Tensor]]], number: int
 ) -> dict[int, Tensor] | None:
-    """The parts of a trial's output; None where the parts of a rank do not fit together."""
+    """Every rank's part of a trial's output; None where the parts of a rank do not fit together."""
     local, parts = tried[number].local, given[number]
     try:
         return {rank: local(rank, layouts, *(part[rank] for part in parts)) for rank in parts[0]}
@@ -95,7 +93,7 @@ def _output_of(
 
 
 def _check_remedy(rule: Callable[..., Layout], layouts: Sequence[Layout], error: LayoutError) -> None:
-    """The nearest layouts are taken, and the message names each reshard that leads to them."""
+    """The rule takes the error's nearest layouts, and the message names each reshard to them."""
     assert len(error.nearest) == len(layouts), str(error)
     rule(*error.nearest)
     changed = [after for before, after in zip(layouts, error.nearest, strict=True) if before != after]
@@ -106,7 +104,7 @@ def _check_remedy(rule: Callable[..., Layout], layouts: Sequence[Layout], error:
 
 
 def _layouts(mesh: ProcessMesh, ndim: int, partials: Sequence[Partial]) -> list[Layout]:
-    """Those of one reduction at most, for two would have no meaning."""
+    """All layouts with at most one reduction; with two, the value would depend on their order."""
     every = every_layout(mesh, ndim, partials)
     return [layout for layout in every if len({p for p in layout.placements if isinstance(p, Partial)}) < 2]
 
@@ -115,14 +113,14 @@ def _layouts(mesh: ProcessMesh, ndim: int, partials: Sequence[Partial]) -> list[
 def _outputs(
     mesh: ProcessMesh, shape: tuple[int, ...], partials: tuple[Partial, ...]
 ) -> dict[Layout, dict[int, torch.Size]]:
-    """Every layout that the output could have, with the shapes of its parts."""
+    """Every possible layout of the output, with the shapes of its parts."""
     every = _layouts(mesh, len(shape), partials)
     return {layout: {rank: part.shape for rank, part in split(torch.zeros(shape), layout).items()} for layout in every}
 
 
 @dataclass(frozen=True, eq=False)
 class _Unequal:
-    """What is printed only when it is asked for: a rule is right because thousands of other answers are wrong."""
+    """Two unequal tensors, formatted only when printed: a proof finds thousands of wrong answers."""
 
     found: Tensor
     expected: Tensor
@@ -134,7 +132,7 @@ class _Unequal:
 def _why_wrong(
     parts: dict[int, Tensor] | None, layout: Layout, shapes: dict[int, torch.Size], whole: Tensor, reshaped: bool
 ) -> str | _Unequal:
-    """Why the parts are not those of `whole` in the layout; empty where they are."""
+    """Why the parts are not the parts of `whole` in the layout; empty where they are."""
     if parts is None:
         return "the parts of some rank do not fit together"
     for rank, part in parts.items():

@@ -1,5 +1,5 @@
-"""How long the tests wait for something before they take it for hung."""
+"""How long tests wait before they take a process for hung."""
 
-# Seconds: ten times what the slowest takes, so that none is given up where other programs use the cores too. It is less than
-# the limit of a whole test, in noxfile.py, since who waits can say what for.
+# Seconds: ten times the slowest wait, because other programs may use the cores, too. Less than the limit of a whole
+# test in noxfile.py, because a failed wait can name the process that hangs.
 PATIENCE = 300.0

@@ -1,4 +1,4 @@
-"""A part of the tests, where all of them take too long for each commit: several commits have then run them all."""
+"""Parts of the tests, where all tests take too long for each commit: several commits together run all parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ COMMIT = "commit"
 
 
 def read_part(text: str, repository: Path) -> tuple[int, int]:
-    """(K, N) of "K/N", part K of N, counted from 1; of "commit/N" by the second in which the repository's last commit was made.
+    """(K, N) of a --part option.
 
-    Where git tells no commit, as in an archive, that is part 1. Raises ValueError for anything else.
+    "K/N" is part K of N, counted from 1. "commit/N" chooses K by the time, in seconds, of the repository's last
+    commit; K is 1 where git knows no commit, as in an archive. Raises ValueError for any other text.
     """
     found = re.fullmatch(rf"(\d+|{COMMIT})/(\d+)", text)
     if found is None:
@@ -26,11 +27,12 @@ def read_part(text: str, repository: Path) -> tuple[int, int]:
 
 
 def is_in(name: str, part: int, parts: int) -> bool:
-    """Whether the test of that name is in part `part` of `parts`. It follows from the name alone."""
+    """Whether the test called `name` is in part `part` of `parts`. The name alone decides."""
     return zlib.crc32(name.encode()) % parts == part - 1
 
 
 def _seconds(repository: Path) -> int:
+    """Time of the last commit, in seconds; 0 where git knows no commit."""
     done = subprocess.run(
         ["git", "log", "-1", "--format=%ct"], cwd=repository, capture_output=True, text=True, check=False
     )

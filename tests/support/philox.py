@@ -1,6 +1,6 @@
-"""The oracle of random numbers: Philox 4x32-10 and what follows from its bits, in numpy's 64-bit integers.
+"""Oracle of random numbers: Philox 4x32-10 and the distributions made from its bits, in numpy's 64-bit integers.
 
-It shares no code with what it judges. `KNOWN_ANSWERS` are those of Random123, the authors' own library.
+Shares no code with the kernels under test. `KNOWN_ANSWERS` come from Random123, the library of Philox's authors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _HIGH = np.uint64(32)
 
 
 def words(counter: Sequence[np.ndarray], key: Sequence[int]) -> list[np.ndarray]:
-    """Four words of 32 bits of the counter, uint64 arrays, and two of the key -> the four words of the block."""
+    """The four words of a counter's block, as uint64 arrays.
+
+    counter: four words, as uint64 arrays. key: two words. All words have 32 bits.
+    """
     c = [np.asarray(word, dtype=np.uint64) for word in counter]
     k0, k1 = key
     for _ in range(10):
@@ -36,7 +39,7 @@ def words(counter: Sequence[np.ndarray], key: Sequence[int]) -> list[np.ndarray]
 
 
 def bits(index: Tensor, key: int) -> Tensor:
-    """Word i % 4 of block i // 4 for each int64 index: int64 of its shape."""
+    """Word i % 4 of block i // 4 for each index i; int64, in the shape of `index`."""
     i = index.numpy().astype(np.uint64)
     block = i >> np.uint64(2)
     none = np.zeros_like(block)
@@ -46,23 +49,26 @@ def bits(index: Tensor, key: int) -> Tensor:
 
 
 def halves(index: Tensor, key: int) -> Tensor:
-    """Half i % 8 of block i // 8, the lower of each word first, for each int64 index: int64 of its shape."""
-    word = bits(index // 2, key)  # two halves a word, so eight a block
+    """Half-word i % 8 of block i // 8 for each index i; int64, in the shape of `index`.
+
+    The lower half of each word comes first.
+    """
+    word = bits(index // 2, key)  # eight halves in a block of four words
     return torch.where(index % 2 == 0, word % 2**16, word // 2**16)
 
 
 def kept(index: Tensor, p: float, key: int) -> Tensor:
-    """Whether dropout keeps the element of each index."""
+    """Whether dropout keeps the element at each index. p: the probability to drop an element."""
     return halves(index, key) >= round(p * 2**16)
 
 
 def uniform(index: Tensor, key: int) -> Tensor:
-    """Float32, exact: the upper 24 bits over 2**24."""
+    """Float32 numbers, exact: the upper 24 bits of each word over 2**24."""
     return (bits(index, key).double() / 2**8).floor().div(2**24).float()
 
 
 def normal(index: Tensor, key: int) -> Tensor:
-    """Float64: cosine and sine by Box and Muller, of each element's own pair of words."""
+    """Float64 numbers by Box and Muller: the cosine at even indices, the sine at odd ones, of a pair of words."""
     even = index - index % 2
     radius = (-2 * ((bits(even, key).double() + 1) / 2**32).log()).sqrt()
     angle = 2 * torch.pi * (bits(even + 1, key).double() / 2**32)
@@ -70,7 +76,7 @@ def normal(index: Tensor, key: int) -> Tensor:
 
 
 def ulps(found: Tensor, expected: Tensor) -> float:
-    """The largest distance of float32 numbers, in units in the last place of the expected ones."""
+    """The largest error of float32 numbers, in units in the last place of the expected numbers."""
     assert found.dtype == torch.float32
     if found.numel() == 0:
         return 0.0

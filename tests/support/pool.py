@@ -1,11 +1,12 @@
-"""Worker processes for distributed tests: they import torch once and are reused from test to test.
+"""Worker processes for distributed tests. They import torch once, and are reused by later tests.
 
     def gathered(x): ...  # a function of a test module; runs on every rank, with torch.distributed initialized
     results = pool.run(gathered, x, ranks=4)  # by rank
 
-The workers are forked from a server that has torch loaded already. Each call has a process group of its own (gloo).
-When a rank fails, dies or hangs, the workers of that call are killed and the next call gets new ones; so does a worker in which
-groups of earlier calls are still alive, since torch keeps them with what it compiled.
+The workers are forked from a server, where torch is imported already. Each call has its own process group (gloo).
+When a rank fails, dies or hangs, the workers of the call are killed, and the next call starts new workers. A worker is
+also replaced when too many groups of earlier calls are alive in the process: torch keeps groups alive with compiled
+code.
 """
 
 from __future__ import annotations
@@ -33,25 +34,28 @@ from typing import Any
 from tests.support.limits import PATIENCE
 
 MAX_RANKS = 8
-MAX_THREADS = 40  # that a worker may have left: three for each group, and each group's loop wakes up 100 times a second
-GRACE_SECONDS = 3.0  # how long the other ranks may take to answer once one has failed
-# What torch.compile imports when it is first called, too: a second and a half of every worker.
+# Threads allowed in a worker after a call. A live group has three, and a loop that wakes up 100 times a second.
+MAX_THREADS = 40
+GRACE_SECONDS = 3.0  # for the other ranks to answer after one has failed
+# Includes the imports of the first torch.compile, which would take a second and a half in every worker.
 PRELOADED = ["torch", "torch._inductor.compile_fx", "weft.models", "pytest", "tests.support.propagation", __name__]
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else a worker that compiles starts a pool of its own, which imports torch again
-    "TORCH_DIST_INIT_BARRIER": "1",  # else a rank with nothing to do leaves while others still connect, and they fail
+    # Otherwise a worker that compiles starts a pool of processes, which import torch again.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # Otherwise a rank with nothing to do leaves while other ranks still connect, and these ranks fail.
+    "TORCH_DIST_INIT_BARRIER": "1",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank failed. seconds: since the call began."""
+    """How a rank failed."""
 
     rank: int
-    seconds: float
+    seconds: float  # since the call began
     what: str
 
     def __str__(self) -> str:
@@ -59,7 +63,7 @@ class Failure:
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks of a call failed; `failures` has the cause first: ranks that died, then by time."""
+    """Some ranks of a call failed. `failures` has the cause first: ranks that died, then by time."""
 
     def __init__(self, function: str, ranks: int, failures: list[Failure]) -> None:
         self.failures = tuple(failures)
@@ -72,16 +76,16 @@ class _Call:
     arguments: tuple[Any, ...]
     rank: int
     ranks: int
-    store: str  # file where the ranks of this call meet
+    store: str  # file through which the ranks of the call connect
     timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    ok: bool
-    moment: float
-    value: Any  # what the function returned, or the traceback
-    threads: int = 0  # in the worker, with the call's groups gone
+    ok: bool  # whether the function returned
+    moment: float  # when it ended, by time.monotonic()
+    value: Any  # the function's result, or the traceback
+    threads: int = 0  # threads in the worker after the call's groups are destroyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +101,10 @@ class _Worker:
 
 
 class Pool:
-    """Gloo worker processes, started when first needed. Close it, or use it as a context."""
+    """Gloo worker processes, started when first needed. Close the pool, or use it as a context."""
 
     def __init__(self, answers: Path | None = None) -> None:
-        """answers: a folder for what torch says of layouts, from run to run; see `tests.support.propagation`."""
+        """answers: folder for answers of sharding propagation, kept between runs; see `tests.support.propagation`."""
         self._workers: list[_Worker] = []
         self._answers = answers
         self._folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
@@ -118,11 +122,13 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *arguments: Any, ranks: int = 4, timeout: float = PATIENCE
     ) -> list[Any]:
-        """Calls `function(*arguments)` on `ranks` processes and returns their results by rank.
+        """Call `function(*arguments)` on `ranks` processes; returns the results by rank.
 
-        function: of a module's top level; arguments and results are pickled, tensors are copied.
-        timeout: in seconds. Communication: a new gloo world of size `ranks`, gone when the call ends.
-        Raises RanksFailed when a rank raises, dies or does not answer in time; ValueError for a bad number of ranks.
+        function: at the top level of a module. Arguments and results are pickled; tensors are copied.
+        timeout: in seconds.
+        Communication: a new gloo world of size `ranks`, destroyed when the call ends.
+        Raises RanksFailed when a rank raises, dies or does not answer in time. Raises ValueError for a bad number of
+        ranks.
         """
         if not 1 <= ranks <= MAX_RANKS:
             raise ValueError(f"a pool runs 1 to {MAX_RANKS} ranks, not {ranks}")
@@ -148,18 +154,18 @@ class Pool:
         return [results[rank].value for rank in range(ranks)]
 
     def close(self) -> None:
-        """Ends all workers. The pool can be used again afterwards."""
+        """End all workers. The pool can be used again afterwards."""
         self._discard(list(self._workers))
 
     def _start(self) -> _Worker:
         self._started += 1
         stacks = Path(self._folder.name) / f"stacks-{self._started}"
-        mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, str(stacks), self._answers), daemon=True)
+        connection, workers_end = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(workers_end, str(stacks), self._answers), daemon=True)
         with _worker_environment():
             process.start()
-        theirs.close()
-        return _Worker(process, mine, stacks)
+        workers_end.close()
+        return _Worker(process, connection, stacks)
 
     def _discard(self, workers: list[_Worker]) -> None:
         for worker in workers:
@@ -168,7 +174,7 @@ class Pool:
 
 
 def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, _Answer], list[Failure]]:
-    """Waits for every worker: the answers by rank, and the failures, the cause first."""
+    """Wait for every worker. Returns the answers by rank, and the failures with the cause first."""
     start = time.monotonic()
     end = start + timeout
     results: dict[int, _Answer] = {}
@@ -177,7 +183,7 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, _Answer]
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     while waiting and (left := end - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
-            assert isinstance(connection, Connection)  # nothing else was waited for
+            assert isinstance(connection, Connection)  # only connections are waited for
             rank = waiting.pop(connection)
             try:
                 answer: _Answer = pickle.loads(connection.recv_bytes())
@@ -204,7 +210,7 @@ def _exit_text(code: int | None) -> str:
 
 
 def _stacks(worker: _Worker) -> str:
-    """Where a worker that does not answer stands."""
+    """The stacks of a worker that does not answer."""
     if worker.process.pid is None:
         return ""
     with suppress(ProcessLookupError):
@@ -212,7 +218,7 @@ def _stacks(worker: _Worker) -> str:
     deadline, stacks = time.monotonic() + 10.0, ""
     while time.monotonic() < deadline and worker.stacks.exists():
         before, stacks = stacks, worker.stacks.read_text()
-        if stacks and stacks == before:  # no more is written
+        if stacks and stacks == before:  # the worker has finished writing
             break
         time.sleep(0.1)
     return f"; its stacks, innermost call first:\n{stacks}" if stacks else ""
@@ -220,7 +226,7 @@ def _stacks(worker: _Worker) -> str:
 
 @contextmanager
 def _worker_environment() -> Iterator[None]:
-    """The environment that the server, and so the workers, start with: they take it from this process."""
+    """The environment that the fork server, and thus the workers, inherit from this process."""
     before = dict(os.environ)
     os.environ.update(WORKER_ENVIRONMENT)
     os.environ.pop("TRITON_INTERPRET", None)
@@ -233,14 +239,14 @@ def _worker_environment() -> Iterator[None]:
 
 
 def _serve(connection: Connection, stacks: str, answers: Path | None) -> None:
-    """A worker's life: a call, an answer, until the pool goes away."""
+    """The main loop of a worker: takes calls and answers them, until the pool closes the connection."""
     import torch
 
     from tests.support.propagation import keep_answers
 
     keep_answers(answers)
-    gc.freeze()  # torch is there to stay, and takes the collector long
-    # Of its own, since torch would take what it kept of other sources.
+    gc.freeze()  # torch's objects stay alive, and take the garbage collector long
+    # A folder of this pool's own, because torch would reuse code compiled from other sources.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(stacks).with_name("inductor"))
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
@@ -255,7 +261,7 @@ def _serve(connection: Connection, stacks: str, answers: Path | None) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """An `_Answer`, pickled."""
+    """Run a pickled call; returns its `_Answer`, pickled."""
     try:
         return pickle.dumps(replace(_in_a_world(pickle.loads(message)), threads=_threads()))
     except BaseException:
@@ -263,12 +269,13 @@ def _answer(message: bytes) -> bytes:
 
 
 def _threads() -> int:
-    """How many run in this process; 1 where the system does not tell."""
+    """Number of threads in this process; 1 where the system does not tell."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 1
 
 
 def _in_a_world(call: _Call) -> _Answer:
+    """Run a call in a new gloo world."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -277,12 +284,12 @@ def _in_a_world(call: _Call) -> _Answer:
         store=dist.FileStore(call.store, call.ranks),  # type: ignore[attr-defined]
         rank=call.rank,
         world_size=call.ranks,
-        timeout=timedelta(seconds=call.timeout + GRACE_SECONDS),  # the pool's limit comes first, and shows the stacks
+        timeout=timedelta(seconds=call.timeout + GRACE_SECONDS),  # later than the pool's limit, which shows stacks
     )
     try:
         return _Answer(True, time.monotonic(), call.function(*call.arguments))
-    except BaseException:  # noted before the group goes, which makes the other ranks fail
+    except BaseException:  # take the time now: destroying the group makes the other ranks fail
         return _Answer(False, time.monotonic(), traceback.format_exc())
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it holds meshes whose groups are gone
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # holds meshes of destroyed groups

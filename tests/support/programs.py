@@ -1,4 +1,4 @@
-"""Runs the programs that the documents show: a process of its own for each, or the ranks of a world that is there already."""
+"""Runs the programs shown in the documentation: each in a process of its own, or on the ranks of an existing world."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ as_shown_or_quickly = pytest.mark.parametrize(
 
 
 def run_alone(program: str, folder: Path, command: Sequence[str] = PYTHON) -> str:
-    """What the program prints, started by `command`."""
+    """The output of the program, run by `command` in a process of its own."""
     (folder / "program.py").write_text(program)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # a guide may use what the tests share
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # guides may import tests.support
     done = subprocess.run(
         [*command, "program.py"], cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
@@ -42,16 +42,16 @@ def run_alone(program: str, folder: Path, command: Sequence[str] = PYTHON) -> st
 
 
 def run_in_world(program: str, folder: Path, quickly: bool) -> str:
-    """What the program prints on this rank, of a world that is there already: torch is loaded once for all programs.
+    """The output of the program on this rank of an existing world, which has loaded torch already.
 
-    quickly: what it compiles runs as it is.
+    quickly: run compiled functions eagerly.
     """
     import torch
     import torch.distributed as dist
 
     printed = io.StringIO()
-    nothing: dict[str, Any] = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
+    existing_world: dict[str, Any] = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
     eager = torch.compiler.set_stance("force_eager") if quickly else contextlib.nullcontext()
-    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), patch.multiple(dist, **nothing), eager:
+    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), patch.multiple(dist, **existing_world), eager:
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     return printed.getvalue()

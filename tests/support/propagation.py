@@ -1,9 +1,9 @@
-"""What torch says of the layouts of an op on DTensors, kept from call to call of a worker process.
+"""A cache of DTensor's sharding propagation that survives the calls of a worker process.
 
-A worker forgets torch's own cache after each call, since its entries hold meshes whose groups are gone. To fill it anew takes half
-of the time of a small model's first step: for a sum of two gradients on three axes torch goes through thousands of placements,
-0.3 s. Here an answer is kept without its mesh, which is that of the question when it is read; and what took long is kept in a file,
-for other workers and for the next run.
+A worker clears torch's own cache after each call, because its entries hold meshes of destroyed groups. To fill torch's
+cache again takes half the time of a small model's first step: for the sum of two gradients on three axes, torch tries
+thousands of placements, in 0.3 s. This cache keeps answers without meshes, and puts in the question's meshes when an
+answer is read. Slow answers are also kept in files, for other workers and the next run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from weft.reshard.running.dtensor import as_process_mesh
 
 ask = ShardingPropagator.propagate_op_sharding_non_cached
-LONG = 0.005  # seconds
+LONG = 0.005  # seconds; slower answers are kept in files
 
 
 def keep_answers(folder: Path | None = None) -> None:
-    """From now on, in this process; what took long in a folder too, where there is one, apart for each torch."""
+    """Cache answers in this process from now on.
+
+    folder: where to keep slow answers, in a subfolder per version of torch; None to keep no files.
+    """
     answers = _Answers(None if folder is None else folder / f"{torch.__version__}-{torch.version.git_version}")
 
     def asked_once(self: ShardingPropagator, op_schema: OpSchema) -> OutputSharding:
@@ -59,7 +62,7 @@ def keep_answers(folder: Path | None = None) -> None:
 
 
 class _Answers:
-    """Answers by their questions, both as texts: of this process, and in files."""
+    """Answers by question, both pickled: in this process, and in files."""
 
     def __init__(self, folder: Path | None) -> None:
         self._here: dict[bytes, bytes] = {}
@@ -74,12 +77,12 @@ class _Answers:
     def keep(self, question: bytes, answer: bytes, seconds: float) -> None:
         self._here[question] = answer
         if self._folder is not None and seconds > LONG:
-            with suppress(OSError):  # a folder that takes no files costs time alone
+            with suppress(OSError):  # without a writable folder, only time is lost
                 self._folder.mkdir(parents=True, exist_ok=True)
                 file = self._file(self._folder, question)
                 part = file.with_suffix(f".{os.getpid()}")
                 part.write_bytes(answer)
-                part.replace(file)  # at once: another worker reads all of it or nothing
+                part.replace(file)  # atomic: other workers find the complete file or none
 
     @staticmethod
     def _file(folder: Path, question: bytes) -> Path:
@@ -87,16 +90,19 @@ class _Answers:
 
 
 class _Writer(pickle.Pickler):
-    """Writes what says the same in equal words: a mesh as its axes and ranks, a spec as what it was made of."""
+    """Pickles equal values as equal bytes: a mesh as its axes and ranks, a spec as its constructor's arguments."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.fast = True  # whether two equal values are one object does not count
+        self.fast = True  # no memo: equal objects are written alike, whether or not they are the same object
         self.meshes: dict[str, DeviceMesh] = {}
 
     @classmethod
     def text_of(cls, value: Any) -> tuple[bytes, dict[str, DeviceMesh]] | None:
-        """The text and the meshes named in it; None for what cannot be kept, as a size that is not known yet."""
+        """The pickled value, and the meshes named in the pickle.
+
+        None for a value that cannot be kept, such as a size not known yet.
+        """
         file = io.BytesIO()
         writer = cls(file)
         try:
@@ -108,14 +114,14 @@ class _Writer(pickle.Pickler):
     def persistent_id(self, value: Any) -> str | None:
         if not isinstance(value, DeviceMesh):
             return None
-        axes = value.mesh_dim_names, tuple(value.shape)  # in its own order: a mesh may be another permuted
+        axes = value.mesh_dim_names, tuple(value.shape)  # a permuted mesh differs in these
         name = f"{value.device_type} {axes} {as_process_mesh(value)!r}"
         self.meshes[name] = value
         return name
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            raise pickle.PicklingError("a tensor is no part of a question")
+            raise pickle.PicklingError("a tensor cannot be part of a question")
         if isinstance(value, DTensorSpec):
             order = None if value.use_strided_shard_as_shard_order else value.shard_order
             strided = value.use_strided_shard_as_shard_order
@@ -124,6 +130,8 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
+    """Unpickles an answer, with the meshes of the question in place of their names."""
+
     def __init__(self, text: bytes, meshes: dict[str, DeviceMesh]) -> None:
         super().__init__(io.BytesIO(text))
         self._meshes = meshes

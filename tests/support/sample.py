@@ -1,22 +1,22 @@
-"""What `./run test` runs of the many cases, and what it leaves to `./run test_exhaustive`: the rule.
+"""The rules by which `./run test` takes a sample of many cases, and leaves the rest to `./run test_exhaustive`.
 
-1. A test that has several parameters runs with each value of each, a device too; its other combinations are left.
-2. A test that goes through a list of cases takes from it what the fixture `portion` gives it: in `test` every n-th, in a
-   second item of that test the others.
+1. A test with several parameters runs with each value of each parameter, a device included. Other combinations of
+   values are left out.
+2. A test that loops over a list of cases takes the cases from the fixture `portion`. The test becomes two items: with
+   every n-th case in `test`, and with the remaining cases.
 
        def test_every_pair(portion):
            for src, dst in portion.of(itertools.product(layouts, repeat=2), every=10): ...
 
-3. What Hypothesis searches is `searched` (tests/support/search.py): with a tenth of the examples, and in a second item with all.
-4. What takes long and has a shorter sister is marked by hand: `@pytest.mark.exhaustive`.
-5. A table whose cases run together, as in one call of the worker processes, is given to `parametrize` by `together`: of the
-   cases that rule 1 takes and of the others a list each for every value of its first parameter.
+3. A search by Hypothesis uses `searched` (tests/support/search.py), and becomes two items: with a tenth of the
+examples, and with all. 4. A test that takes long, and has a shorter version, is marked by hand:
+`@pytest.mark.exhaustive`. 5. A table whose cases run together, as in one call of the worker processes, gets its
+parameters from `together`. Every value of the first parameter has two lists: the cases taken by rule 1, and the
+remaining cases. 6. A test in tests/models whose cases each run on several processes runs with the first two cases
+taken by these rules. Such tests vary meshes, plans and families; other files vary ops, rules and failures.
 
-6. A test in tests/models whose cases each run on several processes runs with the first two of those that the rules above take:
-   it goes through meshes, plans and families, where the other files go through ops, rules and failures.
-
-What is left has the mark `exhaustive`. Which cases are taken follows from their names alone: it is the same in every process,
-on every machine, and whatever else is selected.
+Cases left out have the mark `exhaustive`. The names of the cases alone decide: the sample is the same in every
+process, on every machine, and for any selection of tests.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from typing import Any, TypeVar
 import pytest
 
 Case = TypeVar("Case")
-Value = tuple[str, tuple[int, ...]]  # a parameter, and the identity of what it is
+Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of its values
 
-# Marks of tests that `./run test` leaves out as they stand.
+# Marks of tests that are never sampled.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
-A_FEW = 2  # cases of a test of models on several processes
+A_FEW = 2  # cases taken of a test of models on several processes
 
 
 def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> list[str]:
-    """The names of a few of the cases, which have all the values; each case is a name and its values.
+    """The names of a few cases, which together have all values. cases: the name and the values of each case.
 
-    Time and again the case with the most values that those before it lack; of several, by `number_of` the name.
+    Repeatedly takes the case with the most values still missing; among equals, the case with the greatest `number_of`.
     """
     taken: list[str] = []
-    lacking = frozenset[Any]().union(*(values for _, values in cases))
+    missing = frozenset[Any]().union(*(values for _, values in cases))
     in_order = sorted(cases, key=lambda case: number_of(case[0]), reverse=True)
-    while lacking:
-        name, values = max(in_order, key=lambda case: len(case[1] & lacking))  # the first of several
+    while missing:
+        name, values = max(in_order, key=lambda case: len(case[1] & missing))  # the first among equals
         taken.append(name)
-        lacking -= values
+        missing -= values
     return taken
 
 
 def number_of(case: object) -> int:
-    """A number that looks random, and is always the same for what prints the same."""
+    """A number that looks random, and depends only on the text that `case` prints as."""
     return zlib.crc32(str(case).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The sample of some cases, or the rest of them."""
+    """The sample of some cases, or the remaining cases."""
 
     is_sample: bool
 
     def of(self, cases: Iterable[Case], every: int) -> Iterator[Case]:
-        """Of the cases one in `every`, by `number_of`; or the others."""
+        """One in `every` of the cases, chosen by `number_of`; or the remaining cases."""
         return (case for case in cases if (number_of(case) % every == 0) == self.is_sample)
 
 
@@ -75,10 +75,10 @@ PORTIONS = [
 
 
 def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
-    """All combinations of what `pytest.param` makes, for `parametrize`: a value of `first`, and a list of what goes with it.
+    """All combinations of pytest.params, for `parametrize`: each value of `first`, with a list of combinations.
 
-    The list has the values of `others`, as one tuple for each combination. Both may have to be named: ("axes, plan, cases").
-    What of `first` is marked by hand is in no sample.
+    The list has a tuple of the values of `others` for each combination. Name both, as in ("axes, plan, cases"). A
+    value of `first` that is marked by hand is in no sample.
     """
     values, combined = list(first), list(itertools.product(*others))
     rows = [(value, rest, [value.id, *(each.id for each in rest)]) for value in values for rest in combined]
@@ -88,8 +88,8 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
     for (is_sample, word, marks), value in itertools.product(portions, values):
         cases = [
             tuple(itertools.chain(*(each.values for each in rest)))
-            for its, rest, ids in rows
-            if its is value and ("-".join(ids) in taken) == is_sample
+            for row_value, rest, ids in rows
+            if row_value is value and ("-".join(ids) in taken) == is_sample
         ]
         if cases:
             found.append(pytest.param(*value.values, cases, id=f"{value.id}-{word}", marks=marks))
@@ -97,14 +97,14 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
 
 
 def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
-    """Of the items of one test function, those that are in no sample become exhaustive."""
-    ours = [
+    """Mark as exhaustive the items of a test function outside its sample."""
+    sampled = [
         (item, values_of(item)) for item in items if ELSEWHERE.isdisjoint(mark.name for mark in item.iter_markers())
     ]
-    taken = sample([(item.name, values) for item, values in ours])
-    if any(_is_of_models_on_processes(item) for item, _ in ours):
+    taken = sample([(item.name, values) for item, values in sampled])
+    if any(_is_of_models_on_processes(item) for item, _ in sampled):
         taken = taken[:A_FEW]
-    for item, values in ours:
+    for item, values in sampled:
         if values and item.name not in taken:
             item.add_marker(pytest.mark.exhaustive)
 
@@ -114,11 +114,11 @@ def _is_of_models_on_processes(item: pytest.Item) -> bool:
 
 
 def values_of(item: pytest.Item) -> frozenset[Value]:
-    """The values of the item's parameters; what one `parametrize` lists together is one value."""
+    """The values of the item's parameters; parameters that a `parametrize` lists together have one joint value."""
     if not hasattr(item, "callspec"):
         return frozenset()
     parameters: dict[str, object] = item.callspec.params
     listed = [mark.args[0] for mark in item.iter_markers("parametrize")]
     together = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in listed]
-    alone = [[name] for name in parameters if not any(name in names for names in together)]  # of fixtures
+    alone = [[name] for name in parameters if not any(name in names for names in together)]  # parameters of fixtures
     return frozenset((names[0], tuple(id(parameters[name]) for name in names)) for names in together + alone)

@@ -13,7 +13,7 @@ from hypothesis.strategies import SearchStrategy
 def searched(
     *strategies: SearchStrategy[Any], examples: int = 100
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `hypothesis.given`; with a tenth of the examples, and in a second item, which is exhaustive, with all."""
+    """Like `hypothesis.given`, as two items: with a tenth of the examples, and, marked exhaustive, with all."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def item(most: int) -> Callable[[], None]:

@@ -1,6 +1,6 @@
-"""The oracle of layouts: whole tensors cut into every rank's part by torch.chunk, and put together again.
+"""Oracle of layouts: cuts whole tensors into every rank's part by torch.chunk, and puts the parts together again.
 
-It shares no code with what it judges: of a layout it reads the placements, the shard order and the coordinates alone.
+Shares no code with the layouts under test. Reads only their placements, shard order and coordinates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def every_layout(mesh: ProcessMesh, ndim: int, partials: Iterable[Partial] = (Pa
 
 
 def pairs_of(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """All pairs of a source and a target, up to the numbering of the tensor's dims.
+    """All pairs of a source and a target layout, up to the numbering of the tensor's dims.
 
-    The axes of the sources shard dim 0 first, then 1, then 2: any other pair is one of these with its dims, and its shape,
-    numbered anew.
+    In the sources, axes shard dim 0 first, then 1, then 2. Any other pair becomes such a pair by renumbering the dims
+    of layouts and shape.
     """
     sources = []
     for layout in layouts:
@@ -39,19 +39,19 @@ def pairs_of(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
 
 
 def whole_of(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of small integers that differ, -11 to 11."""
+    """A tensor of small integers from -11 to 11, unequal to its neighbours."""
     values = torch.arange(torch.Size(shape).numel()).mul(37).remainder(23).sub(11)
     return values.reshape(tuple(shape)).to(dtype)
 
 
 def chunks(whole: Tensor, count: int, dim: int) -> list[Tensor]:
-    """torch.chunk with the empty parts that it leaves out."""
+    """torch.chunk, with the empty parts left out by torch.chunk."""
     parts = list(torch.chunk(whole, count, dim)) if whole.shape[dim] else []
     return parts + [whole.narrow(dim, 0, 0)] * (count - len(parts))
 
 
 def addends(whole: Tensor, op: str, count: int) -> list[Tensor]:
-    """`count` different tensors whose reduction is `whole`; exact for integers."""
+    """`count` different tensors whose reduction by `op` is `whole`; exact for integers."""
     noise = [
         torch.arange(whole.numel()).reshape(whole.shape).add(3 * i).remainder(7).to(whole.dtype) for i in range(count)
     ]
@@ -64,12 +64,12 @@ def addends(whole: Tensor, op: str, count: int) -> list[Tensor]:
         return [functools.reduce(torch.mul, signs, whole), *signs]
     step = 1 if op == "min" else -1
     order = torch.arange(whole.numel()).reshape(whole.shape).mul(7).floor_divide(5)
-    owner = order.remainder(count)  # of the least, or greatest, addend: another one along every dim
+    owner = order.remainder(count)  # index of the least, or greatest, addend; varies along every dim
     return [torch.where(owner == i, whole, whole + step * (part + 1)) for i, part in enumerate(noise)]
 
 
 def split(whole: Tensor, layout: Layout) -> dict[int, Tensor]:
-    """Every rank's part of `whole`; where the layout is Partial, parts that differ and reduce to it."""
+    """Every rank's part of `whole`. Where the layout is Partial, different parts that reduce to the whole."""
     by_index: dict[tuple[int, ...], Tensor] = {(): whole}
     partial = _partial_axes(layout)
     for axis in partial:
@@ -85,7 +85,7 @@ def split(whole: Tensor, layout: Layout) -> dict[int, Tensor]:
 
 
 def rebuild(parts: Mapping[int, Tensor], layout: Layout, shape: Sequence[int]) -> Tensor:
-    """The whole tensor from every rank's part; asserts that replicas are equal and that no element is missing."""
+    """The whole tensor from every rank's part. Asserts that replicas are equal and that no element is missing."""
     partial = _partial_axes(layout)
     where = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape))
     wholes: dict[tuple[int, ...], Tensor] = {}
@@ -98,8 +98,8 @@ def rebuild(parts: Mapping[int, Tensor], layout: Layout, shape: Sequence[int]) -
         mine = _cut(where, layout, rank)
         assert mine.shape == parts[rank].shape, f"rank {rank} holds {tuple(parts[rank].shape)}, not {tuple(mine.shape)}"
         cells, values = mine.reshape(-1), parts[rank].reshape(-1)
-        again = written[index][cells]
-        assert torch.equal(wholes[index][cells][again], values[again]), f"rank {rank} holds another replica"
+        repeated = written[index][cells]
+        assert torch.equal(wholes[index][cells][repeated], values[repeated]), f"rank {rank} holds a different replica"
         wholes[index][cells] = values
         written[index][cells] = True
     assert all(bool(seen.all()) for seen in written.values()), "some elements are on no rank"

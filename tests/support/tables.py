@@ -1,4 +1,7 @@
-"""What the tables of every mesh and plan ran, told at the end of a run: how many combinations, and how far they were off at most."""
+"""The summary at the end of a run of the tables of every mesh and plan.
+
+It has the number of combinations that ran, and the largest errors of losses and gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from pathlib import PurePath
 import pytest
 
 PROPERTY = "combinations"
-OFF = ("loss", "gradient")  # that are compared
+OFF = ("loss", "gradient")  # quantities whose errors are reported
 
 
 @pytest.fixture
 def combinations(record_property: Callable[[str, object], None]) -> Callable[[int], None]:
-    """`combinations(12)` in a test says that it ran so many."""
+    """`combinations(12)` in a test reports 12 combinations."""
     return lambda count: record_property(PROPERTY, count)
 
 
 @pytest.fixture
 def greatest(record_property: Callable[[str, object], None]) -> Callable[[float, float], None]:
-    """`greatest(1e-7, 2e-6)` in a test says how far a loss and a gradient were off at most, relative to what they should be."""
+    """`greatest(1e-7, 2e-6)` in a test reports the largest relative errors of a loss and of a gradient."""
 
     def say(loss: float, gradient: float) -> None:
         for name, value in zip(OFF, (loss, gradient), strict=True):
@@ -30,7 +33,7 @@ def greatest(record_property: Callable[[str, object], None]) -> Callable[[float,
 
 
 def lines(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """A line for each file whose tests said how many they ran."""
+    """A line for each file whose tests reported combinations."""
     counts: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     off: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""A command as a user sees it: on a terminal of some width, by a pty."""
+"""Runs a command as a user sees it: on a terminal of a given width, made by a pty."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what it says of terminals, and with `changes`."""
-    kept = {name: value for name, value in os.environ.items() if name not in ABOUT_TERMINALS}
-    return {**kept, "TERM": "xterm-256color", **changes}
+    """This process's environment without settings of terminals, and with `changes`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ABOUT_TERMINALS}
+    return {**inherited, "TERM": "xterm-256color", **changes}
 
 
 def on_terminal(command: Sequence[str], *, columns: int = 80, **changes: str) -> tuple[int, str]:
-    """The exit status of `command`, and what it has sent to a terminal of `columns`."""
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (40, columns))
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment(**changes)) as process:
-        os.close(its)
+    """The exit status of `command`, and its output to a terminal of `columns`."""
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, columns))
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment(**changes)
+    ) as process:
+        os.close(terminal)
         sent = bytearray()
-        with suppress(OSError):  # the end of a terminal whose last process has closed it
-            while part := os.read(ours, 65536):
+        with suppress(OSError):  # raised at the end, when the last process has closed the terminal
+            while part := os.read(controller, 65536):
                 sent += part
-    os.close(ours)
+    os.close(controller)
     return process.returncode, sent.decode().replace("\r\n", "\n")
 
 
 def in_pipe(command: Sequence[str], **changes: str) -> tuple[int, str]:
-    """The exit status of `command`, and what it has written to a pipe, errors too."""
+    """The exit status of `command`, and its output to a pipe, errors included."""
     done = subprocess.run(
         command, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Parts of the tests: each test is in one of them, and a commit chooses one."""
+"""Parts of the tests: each test is in exactly one part, and each commit chooses a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of worker processes: what it returns, what it reuses, and how it fails."""
+"""The pool of worker processes: results, reuse of workers, and failures."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def fails_while_others_sleep() -> None:
     a_long_sleep()
 
 
-HELD: list[dist.ProcessGroup] = []  # what outlives its call
+HELD: list[dist.ProcessGroup] = []  # groups that outlive their call
 
 
 def holds_groups(count: int) -> int:

@@ -1,4 +1,4 @@
-"""What torch says of an op's layouts is kept in a worker, and the meshes are not."""
+"""A worker keeps answers of sharding propagation, and no meshes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.pool import Pool
 
 
 def added(names: tuple[str, str], size: int) -> tuple[int, Tensor]:
-    """How often torch was asked in an addition, and the sum; it is on the mesh of this call."""
+    """The number of questions to torch in an addition, and the sum, which is on this call's mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     x = DTensor.from_local(torch.arange(3.0 * size).reshape(3, size), mesh, [Shard(0), Partial()])
     with patch.object(propagation, "ask", wraps=propagation.ask) as asked:
@@ -37,7 +37,7 @@ def test_torch_is_asked_once_for_each_mesh_and_shape() -> None:
 
 
 def added_for_long(size: int) -> int:
-    """How often torch was asked, where every answer took long."""
+    """The number of questions to torch, where every answer counts as slow."""
     with patch.object(propagation, "LONG", 0.0):
         return added(("a", "b"), size)[0]
 
@@ -51,7 +51,7 @@ def test_other_workers_read_what_took_long(tmp_path: Path) -> None:
 
 
 def twice_from_equal_values() -> list[int]:
-    """How often torch is asked of an optimizer's step by a model, and by another that is made as it was."""
+    """The numbers of questions to torch in the optimizer steps of two models made alike."""
     counts = []
     for _ in range(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))

@@ -1,4 +1,4 @@
-"""The rule by which `./run test` takes a sample: every value, every n-th case, and nothing left out of both."""
+"""The rules of the sample of `./run test`: every value, every n-th case, and each case in a single selection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_alone(): ...
 
 @pytest.fixture
 def select(pytester: pytest.Pytester) -> Select:
-    """Names the items of MODULE that pytest selects by marks; of one of them, where a name is given."""
+    """Names of the items of MODULE that are selected by marks, or of a single test of MODULE."""
     path = pytester.makepyfile(MODULE)
 
     def select(marks: str, name: str = "") -> list[str]:
@@ -59,7 +59,7 @@ def select(pytester: pytest.Pytester) -> Select:
     return select
 
 
-SELECTED: list[list[str]] = []  # of MODULE, by the first test that asks: pytester is of one test
+SELECTED: list[list[str]] = []  # selections of MODULE, made by the first test: a pytester serves a single test
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_portions_are_told_apart_by_what_cases_print_as() -> None:
     assert sorted(taken + left) == cases
     assert 3 <= len(taken) <= 20
     assert list(Portion(True).of(reversed(cases), every=9)) == taken[::-1]
-    assert number_of((3, "c")) == 0x88963BFB  # in every process: `hash` of a text is not
+    assert number_of((3, "c")) == 0x88963BFB  # the same in every process, unlike `hash` of a text
 
 
 def test_few_are_a_tenth_of_the_examples() -> None:

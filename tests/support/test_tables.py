@@ -1,4 +1,4 @@
-"""What the tables of every mesh and plan ran is counted by file."""
+"""The summary of the tables of every mesh and plan counts combinations by file."""
 
 from __future__ import annotations
 

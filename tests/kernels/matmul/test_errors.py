@@ -81,8 +81,10 @@ def of_addends() -> list[str]:
 
 
 # Axis, both layouts, which dim of which operand is cut, and what to make of the other.
-LEFT = "matmul: on axis 'tp' operands are S(1), R: it shards dim 1 of a, but not dim 0 of b; reshard b to (tp: S(0))"
-RIGHT = "linear: on axis 'tp' operands are R, S(1): it shards dim 1 of weight, but not dim 1 of input; reshard input to (tp: S(1))"
+LEFT = (
+    "matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not dim 0 of b; reshard b to (tp: S(0))"
+)
+RIGHT = "linear: on axis 'tp' operands are R, S(1): the axis shards dim 1 of weight, but not dim 1 of input; reshard input to (tp: S(1))"
 
 
 def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:

@@ -38,28 +38,28 @@ def line(layout=""):
     [
         pytest.param(
             einsum("mk,kn->mn", "tp: S(1)", ""),
-            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: it shards dim 1 of operand 0 \('mk'\), but not dim 0 of operand 1 \('kn'\); "
+            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: the axis shards dim 1 of operand 0 \('mk'\), but not dim 0 of operand 1 \('kn'\); "
             r"reshard operand 1 \('kn'\) to \(dp: R, tp: S\(0\)\)$",
             id="contracted-in-one",
         ),
         pytest.param(
             lambda: infer.einsum("mk,kn->mn", line("tp: S(1)"), line(), name="matmul", operands=("a", "b")),
-            r"^matmul: on axis 'tp' operands are S\(1\), R: it shards dim 1 of a, but not dim 0 of b; reshard b to \(tp: S\(0\)\)$",
+            r"^matmul: on axis 'tp' operands are S\(1\), R: the axis shards dim 1 of a, but not dim 0 of b; reshard b to \(tp: S\(0\)\)$",
             id="named",
         ),
         pytest.param(
             lambda: infer.elementwise("swiglu", False, line("tp: S(1)"), line(), operands=("gate", "up")),
-            r"^swiglu: .* it shards dim 1 of gate, but not dim 1 of up; reshard up to \(tp: S\(1\)\)$",
+            r"^swiglu: .* the axis shards dim 1 of gate, but not dim 1 of up; reshard up to \(tp: S\(1\)\)$",
             id="named-elementwise",
         ),
         pytest.param(
             einsum("mk,kn->mn", "tp: S(0)", "tp: S(1)"),
-            r"it shards dim 0 of operand 0 \('mk'\) and dim 1 of operand 1 \('kn'\), which do not go together; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
+            r"the axis shards dim 0 of operand 0 \('mk'\) and dim 1 of operand 1 \('kn'\), which do not go together; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
             id="two-indices",
         ),
         pytest.param(
             einsum("mk,kn->mn", "tp: P", "tp: P"),
-            r"operands are P\(sum\), P\(sum\): what the ranks compute would not reduce to the result; reshard",
+            r"operands are P\(sum\), P\(sum\): the ranks' outputs would not reduce to the result; reshard",
             id="two-partials",
         ),
         pytest.param(
@@ -75,12 +75,12 @@ def line(layout=""):
         ),
         pytest.param(
             einsum("mk->km", "dp: P(max), tp: P"),
-            r"the output would be P\(sum\) on axis 'tp' and another on others; reshard",
+            r"the output would be P\(sum\) on axis 'tp' and Partial by another op on another axis; reshard",
             id="two-reductions",
         ),
         pytest.param(
             einsum("kk->k", "tp: S(0)"),
-            r"it shards dim 0 of operand 0 \('kk'\), which is the same index as another dim of it",
+            r"the axis shards dim 0 of operand 0 \('kk'\), which is the same index as another of its dims",
             id="diagonal",
         ),
         pytest.param(einsum("mk,kn->mn", ""), "has 2 operands, got 1", id="too-few"),
@@ -91,12 +91,12 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.elementwise("add", True, line(), line("tp: S(0)")),
-            r"add: on axis 'tp' operands are R, S\(0\): it shards dim 0 of operand 1, but not dim 0 of operand 0; reshard operand 0 to \(tp: S\(0\)\)$",
+            r"add: on axis 'tp' operands are R, S\(0\): the axis shards dim 0 of operand 1, but not dim 0 of operand 0; reshard operand 0 to \(tp: S\(0\)\)$",
             id="add-alike",
         ),
         pytest.param(
             lambda: infer.elementwise("add", True, line("tp: P"), line()),
-            r"operands are P\(sum\), R: what the ranks compute would not reduce to the result",
+            r"operands are P\(sum\), R: the ranks' outputs would not reduce to the result",
             id="add-once",
         ),
         pytest.param(
@@ -106,12 +106,12 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.whole("rms_norm", "x", line("tp: S(1)"), 1),
-            r"rms_norm: on axis 'tp' it is S\(1\): rms_norm needs dim 1 of x whole; reshard x to \(tp: S\(0\)\)$",
+            r"rms_norm: on axis 'tp' the placement is S\(1\): rms_norm needs dim 1 of x whole; reshard x to \(tp: S\(0\)\)$",
             id="norm",
         ),
         pytest.param(
             lambda: infer.reduction("avg", line("tp: S(0)"), (5,)),
-            r"avg over dims \(0,\) of \(5,\): on axis 'tp' it is S\(0\): averages of parts that differ in size differ in weight",
+            r"avg over dims \(0,\) of \(5,\): on axis 'tp' the placement is S\(0\): averages of parts that differ in size differ in weight",
             id="uneven-mean",
         ),
         pytest.param(
@@ -119,21 +119,23 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.reshape(line("tp: S(0)"), (2, 3), (3, 2)),
-            r"reshape from \(2, 3\) to \(3, 2\): no layout of the new shape .* reshard it to \(tp: R\)$",
+            r"reshape from \(2, 3\) to \(3, 2\): no layout of the new shape .* reshard the operand to \(tp: R\)$",
             id="reshape",
         ),
         pytest.param(
             lambda: infer.embedding(line("tp: S(0)"), line("tp: S(0)"), 2),
-            r"it shards dim 0 of the tokens and dim 0 of the table, which do not go together; reshard the table to \(tp: R\)$",
+            r"the axis shards dim 0 of the tokens and dim 0 of the table, which do not go together; reshard the table to \(tp: R\)$",
             id="embedding",
         ),
         pytest.param(
             lambda: infer.concat(0, line("tp: S(0)"), line("tp: S(0)")),
-            "the parts of dim 0 together are no part of the whole dim",
+            "shards of dim 0 side by side are not a shard of the output",
             id="concat",
         ),
         pytest.param(
-            lambda: infer.split(line("tp: S(0)"), 0), "a piece of dim 0 lies on some of its ranks alone", id="split"
+            lambda: infer.split(line("tp: S(0)"), 0),
+            "only some ranks would hold elements of a piece of dim 0",
+            id="split",
         ),
         pytest.param(
             lambda: infer.einsum("m,m->m", line(), Layout(LINE.rename(tp="pp"))), "different meshes", id="meshes"
@@ -155,24 +157,24 @@ def test_a_refusal_says_why_and_what_to_reshard(call, message):
         ),
         pytest.param(
             lambda: infer.reduction("sum", line(), (4,), (1,)),
-            r"sum: dim 1 is none of the tensor's; there are 1",
+            r"sum: dim 1 is not a dim of the tensor, which has 1; count",
             id="dim",
         ),
         pytest.param(lambda: infer.reduction("sum", line("tp: S(1)"), (4,)), "dim 1", id="sharded-dim"),
-        pytest.param(lambda: infer.transpose(line(), (0, 0)), r"transpose: dims \(0, 0\) name one twice", id="dims"),
+        pytest.param(lambda: infer.transpose(line(), (0, 0)), r"transpose: dims \(0, 0\) name a dim twice", id="dims"),
         pytest.param(lambda: infer.reshape(line(), (4,), (5,)), "4 elements are not 5", id="elements"),
         pytest.param(
             lambda: infer.gather(line(), line(), 2, 2),
-            "gather: dim 2 is none of the tensor's; there are 2",
+            "gather: dim 2 is not a dim of the tensor, which has 2; count",
             id="gather",
         ),
         pytest.param(
-            lambda: infer.whole("softmax", "x", line("tp: S(1)"), -2), "dim -2 is none of", id="whole-negative"
+            lambda: infer.whole("softmax", "x", line("tp: S(1)"), -2), "dim -2 is not a dim of", id="whole-negative"
         ),
-        pytest.param(lambda: infer.split(line(), -1), "split: dim -1 is none of", id="split-negative"),
-        pytest.param(lambda: infer.concat(-1, line(), line()), "concat: dim -1 is none of", id="concat-negative"),
+        pytest.param(lambda: infer.split(line(), -1), "split: dim -1 is not a dim of", id="split-negative"),
+        pytest.param(lambda: infer.concat(-1, line(), line()), "concat: dim -1 is not a dim of", id="concat-negative"),
         pytest.param(
-            lambda: infer.reduction("sum", line(), [4], 0.5), "sum: a dim is 0.5, which is no int", id="float-dim"
+            lambda: infer.reduction("sum", line(), [4], 0.5), "sum: a dim is 0.5, which is not an int", id="float-dim"
         ),
         pytest.param(lambda: infer.reshape(line(), (4,), (-1, -4)), "below 0", id="negative-size"),
         pytest.param(lambda: infer.embedding(line(), line(), -1), "below 0", id="embedding"),
@@ -211,7 +213,7 @@ class TestPytorch163193:
         ],
     )
     def test_is_refused(self, call):
-        with pytest.raises(LayoutError, match="what the ranks compute would not reduce to the result"):
+        with pytest.raises(LayoutError, match="the ranks' outputs would not reduce to the result"):
             call(line("tp: P"))
 
 

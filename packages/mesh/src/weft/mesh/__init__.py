@@ -1,4 +1,4 @@
-"""Meshes, layouts, inference and mesh-independent keys; the standard library alone."""
+"""Meshes, layouts, layout inference and mesh-independent random keys; needs nothing but the standard library."""
 
 from typing import TYPE_CHECKING
 
@@ -23,5 +23,5 @@ __all__ = [
 ]
 
 __version__: str
-if not TYPE_CHECKING:  # to a type checker it would be every name there is
+if not TYPE_CHECKING:  # a type checker would take a module `__getattr__` to define every name
     __getattr__ = version_of(__name__)

@@ -1,4 +1,7 @@
-"""Ints, shapes and names as callers write them, made plain: numpy's ints, torch's sizes, members of enums."""
+"""Ints, shapes and axis names as callers pass them, checked and converted to plain Python values.
+
+Callers may pass numpy ints, a `torch.Size` or members of enums.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def as_int(what: str, value: Any) -> int:
-    """`value` as an int of Python's own. ValueError for what is no whole number; True and False are none either."""
+def as_int(name: str, value: Any) -> int:
+    """`value` as a plain Python int.
+
+    name: what the error calls the value, as "a rank".
+    Raises ValueError for anything but a whole number, bools included.
+    """
     if type(value) is int:
         return value
     try:
@@ -16,15 +23,18 @@ def as_int(what: str, value: Any) -> int:
             raise TypeError
         return int(operator.index(value))
     except TypeError:
-        raise ValueError(f"{what} is {value!r}, which is no int") from None
+        raise ValueError(f"{name} is {value!r}, which is not an int") from None
 
 
 def as_shape(shape: Iterable[Any]) -> tuple[int, ...]:
-    """The sizes of a tensor's dims. ValueError for one that is no int >= 0."""
+    """The sizes of a tensor's dims as plain ints.
+
+    Raises ValueError for anything but a sequence of ints >= 0.
+    """
     try:
         sizes = tuple(shape)
     except TypeError:
-        raise ValueError(f"shape {shape!r} is no sequence of sizes; give a tuple, (6,) for one dim") from None
+        raise ValueError(f"shape {shape!r} is not a sequence of sizes; give a tuple, (6,) for one dim") from None
     if not all(type(size) is int for size in sizes):
         sizes = tuple(as_int(f"a size in shape {sizes}", size) for size in sizes)
     if sizes and min(sizes) < 0:
@@ -33,9 +43,13 @@ def as_shape(shape: Iterable[Any]) -> tuple[int, ...]:
 
 
 def as_name(name: Any) -> str:
-    """The name of an axis. ValueError for what is no identifier."""
+    """An axis name as a plain str.
+
+    Raises ValueError for anything but an identifier, and for `first_rank`, which is an argument of `ProcessMesh.grid`.
+    """
     if not isinstance(name, str) or not name.isidentifier() or name == "first_rank":
         raise ValueError(
-            f"axis name {name!r} is not an identifier, or is an argument of ProcessMesh.grid; name axes like 'dp' or 'tp'"
+            f"axis name {name!r} is not an identifier, or is an argument of ProcessMesh.grid; "
+            f"name axes like 'dp' or 'tp'"
         )
-    return str.__str__(name)  # a member of an enum prints otherwise
+    return str.__str__(name)  # the plain str behind a member of a str enum

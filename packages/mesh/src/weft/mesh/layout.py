@@ -1,4 +1,4 @@
-"""A mesh plus one placement per axis: what each rank holds of a tensor."""
+"""Layouts: a mesh plus a placement per axis, which together say what each rank holds of a tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Spec = Sequence[str | Sequence[str] | None]
 
 
 class LayoutError(ValueError):
-    """A tensor's layout does not fit what is asked of it; the message names the reshard that would.
+    """A tensor's layout does not fit the request; the message says how to change the layout, mostly by a reshard.
 
-    nearest: where layout inference refuses, layouts that the operands could have instead, each where its operand stands;
-        empty where there are none, and in other errors.
+    nearest: set where layout inference refuses the operands. Layouts that the rule takes, one per operand in order;
+        empty where there are none. Empty in all other errors.
     """
 
     def __init__(self, message: str, nearest: tuple[Layout, ...] = ()) -> None:
@@ -29,21 +29,27 @@ class LayoutError(ValueError):
 
 
 class Layout:
-    """How a tensor lies on a mesh.
+    """How a tensor is distributed over a mesh.
 
     mesh: a ProcessMesh, or torch's DeviceMesh.
-    placements: {"dp": Shard(0)} (absent axes replicate), a sequence with one placement per axis, or text such as
-        "dp: S(0), tp: P(sum)". Where several axes shard one dim, the first is the major one: in a mapping or a
-        sequence that is the mesh's order; in text the order as written, so "tp: S(0), dp: S(0)" cuts by tp first.
-        A dim below 0 counts from the end; what does not know how many dims there are asks for `resolved(shape)`.
-    Raises LayoutError for an axis that the mesh does not have, or a number of placements that is not its own.
+    placements: a mapping such as {"dp": Shard(0)} (axes left out replicate), a sequence with a placement per axis, or
+        text such as "dp: S(0), tp: P(sum)".
+
+    Where several axes shard the same dim, the first of these axes is the major one and cuts the dim first. The order
+    is the mesh's order for a mapping or a sequence, and the written order for text: "tp: S(0), dp: S(0)" cuts by tp
+    first.
+
+    A negative dim counts from the end. `resolved(shape)` counts every dim from the front. Methods that need the number
+    of dims, and are given no shape, raise LayoutError.
+
+    Raises LayoutError for an axis outside the mesh, and for a sequence with more or fewer placements than axes.
     """
 
     __slots__ = ("__dict__", "_orders", "mesh", "placements", "shard_order")
-    _orders: tuple[tuple[str, ...], ...]  # axes that may shard one dim, major first
+    _orders: tuple[tuple[str, ...], ...]  # groups of axes that shard, or may shard, the same dim; major first
     mesh: ProcessMesh
-    placements: tuple[Placement, ...]
-    shard_order: Mapping[int, tuple[str, ...]]
+    placements: tuple[Placement, ...]  # in the order of the mesh's axes
+    shard_order: Mapping[int, tuple[str, ...]]  # sharded dim -> the axes that shard it, major first
 
     def __init__(self, mesh: ProcessMesh | Any, placements: Mapping[Any, Any] | Sequence[Any] | str = ()) -> None:
         mesh = as_mesh(mesh)
@@ -60,7 +66,7 @@ class Layout:
         self._set(mesh, placements, names)
 
     def _set(self, mesh: ProcessMesh, placements: Mapping[Any, Any], names: Sequence[str] | None = None) -> None:
-        """names: the axes, major first where several shard one dim; by default as `placements` lists them."""
+        """names: the axes, major first where several shard the same dim; by default in the order of `placements`."""
         if not set(placements).issubset(mesh.axis_names):
             placements = _named(mesh, placements)
         listed = dict.fromkeys((*placements, *mesh.axis_names) if names is None else names)
@@ -70,7 +76,7 @@ class Layout:
             if isinstance(placement, Shard):
                 order.setdefault(placement.dim, []).append(name)
         orders = tuple(tuple(order[dim]) for dim in sorted(order))
-        if order and min(order) < 0 <= max(order):  # they may turn out to be one dim
+        if order and min(order) < 0 <= max(order):  # dims counted from either end may be the same dim
             orders = (tuple(name for name, placement in by_name.items() if isinstance(placement, Shard)),)
         object.__setattr__(self, "_orders", orders)
         object.__setattr__(self, "mesh", mesh)
@@ -79,22 +85,28 @@ class Layout:
 
     @classmethod
     def from_spec(cls, mesh: ProcessMesh, spec: Spec) -> Layout:
-        """The layout with, per dim, the axes that shard it, major first: `[("tp", "dp"), None]`."""
+        """The layout whose dim i is sharded by the axes `spec[i]`, major first: `[("tp", "dp"), None]`.
+
+        Raises LayoutError for a repeated axis, and for an axis outside the mesh.
+        """
         written: dict[str, Placement] = {}
         for dim, axes in enumerate(spec):
             if not isinstance(axes, str | Sequence | None):
                 raise LayoutError(
-                    f"spec {list(spec)} has {axes!r} for dim {dim}; give the name of an axis, several, or None"
+                    f"spec {list(spec)} has {axes!r} for dim {dim}; give the name of an axis, several names, or None"
                 )
             for name in (axes,) if isinstance(axes, str) else axes or ():
                 if name in written:
-                    raise LayoutError(f"spec {list(spec)} uses axis {name!r} twice; an axis shards one dim")
+                    raise LayoutError(f"spec {list(spec)} uses axis {name!r} twice; an axis can shard only one dim")
                 written[name] = Shard(dim)
         return cls.in_order(mesh, written)
 
     @classmethod
     def in_order(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Layout:
-        """The layout with the axes as `placements` lists them: where several shard one dim, the first is the major one."""
+        """The layout whose axes have the order of `placements`.
+
+        Where several axes shard the same dim, the first axis listed is the major one.
+        """
         layout = cls.__new__(cls)
         layout._set(as_mesh(mesh), placements)
         return layout
@@ -137,61 +149,69 @@ class Layout:
 
     @property
     def spec(self) -> tuple[tuple[str, ...], ...]:
-        """Per dim, the axes that shard it, major first; as long as the last sharded dim needs."""
+        """Per dim, the axes that shard it, major first; ends at the last sharded dim.
+
+        Raises LayoutError where a dim is counted from the end.
+        """
         self.check_counted()
         return tuple(self.shard_order.get(dim, ()) for dim in range(max(self.shard_order, default=-1) + 1))
 
     def replace(self, /, **placements: Placement | str) -> Layout:
-        """This layout with other placements on the named axes; those that newly shard a dim are its minor ones, in order."""
+        """This layout with new placements on the named axes.
+
+        An axis that newly shards a dim becomes the dim's minor axis. Several such axes keep the order given.
+        """
         wanted = {name: as_placement(placement) for name, placement in placements.items()}
         changed = {name: placement for name, placement in wanted.items() if placement != self[name]}
-        kept = {name: self[name] for order in self._orders for name in order if name not in changed}
-        others = {name: self[name] for name in self.mesh.axis_names if name not in changed}
-        return Layout.in_order(self.mesh, kept | others | changed)
+        still_sharding = {name: self[name] for order in self._orders for name in order if name not in changed}
+        unchanged = {name: self[name] for name in self.mesh.axis_names if name not in changed}
+        return Layout.in_order(self.mesh, still_sharding | unchanged | changed)
 
     def parts(self, dim: int) -> int:
-        """In how many parts dim `dim` is cut."""
+        """The number of parts that dim `dim` is cut into."""
         self.check_counted()
         return self.mesh.axis_size(*self.shard_order.get(dim, ()))
 
     def explain(self, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> str:
-        """The layout and a picture of who holds what, as lines of ASCII; with the shape, the indices of each part.
+        """The layout as text, with an ASCII picture of the ranks that hold each part.
 
-        width: columns that a picture should not exceed; fewer cells and shorter lists of ranks are drawn to that end.
+        global_shape: adds the indices of each part to the picture.
+        width: the columns that the picture should fit in; to fit, fewer cells and shorter lists of ranks are drawn.
         """
         drawn = self if global_shape is None else self.resolved(global_shape)
         return "\n".join([f"{self} on {self.mesh}", *draw(drawn, global_shape, width=width)])
 
     def __rich__(self) -> Any:
-        """What `rich.print(layout)` shows: `explain` in colour, where the terminal has it."""
+        """What `rich.print(layout)` shows: the text of `explain()`, in colour where the terminal has it."""
         return coloured(self.explain())
 
     def is_partial(self) -> bool:
+        """Whether the tensor is Partial on any axis."""
         return any(isinstance(placement, Partial) for placement in self.placements)
 
     def check_shape(self, global_shape: Sequence[int]) -> None:
-        """Raises LayoutError where a dim is sharded that a tensor of this shape does not have."""
+        """Raise LayoutError where a sharded dim is outside a tensor of this shape."""
         ndim = len(global_shape)
         for dim, axes in self.shard_order.items():
             if not -ndim <= dim < ndim:
                 raise LayoutError(
                     f"axis {axes[0]!r} shards dim {dim} of a tensor of shape {tuple(global_shape)}, which has "
-                    f"{ndim} dims; shard one of those, or replicate"
+                    f"{ndim} dims; shard one of its dims, or replicate"
                 )
 
     def check_counted(self) -> None:
-        """Raises LayoutError where a dim is counted from the end."""
+        """Raise LayoutError where the layout counts a dim from the end."""
         for dim, axes in self.shard_order.items():
             if dim < 0:
                 raise LayoutError(
-                    f"axis {axes[0]!r} of ({self}) shards dim {dim}, counted from the end of a tensor that is not known here; "
-                    f"count it from the front, or give the shape, as to layout.resolved(shape)"
+                    f"axis {axes[0]!r} of ({self}) shards dim {dim}, counted from the end of a tensor whose number of "
+                    f"dims is not known here; count the dim from the front, or first call layout.resolved(shape)"
                 )
 
     def resolved(self, global_shape: Sequence[int]) -> Layout:
-        """The layout of a tensor of this shape, each dim counted from the front.
+        """This layout for a tensor of this shape, with every dim counted from the front.
 
-        Raises LayoutError where a dim is sharded that a tensor of this shape does not have.
+        Raises LayoutError where a sharded dim is outside the tensor.
         """
         self.check_shape(global_shape)
         if min(self.shard_order, default=0) >= 0:
@@ -202,19 +222,20 @@ class Layout:
         return Layout.in_order(self.mesh, placements)
 
     def local_slices(self, global_shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """The part of the global tensor that `rank` holds, one slice per dim: nested `torch.chunk`s, major axis first.
+        """The part of the global tensor on `rank`, a slice per dim.
 
-        A rank outside the mesh holds nothing: empty slices.
+        The axes that shard a dim cut it in turn by `torch.chunk`, major axis first. A rank outside the mesh has empty
+        slices.
         """
         return _local_slices(self, as_shape(global_shape), as_int("a rank", rank))
 
     def local_shape(self, global_shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Shape of the local part; a rank outside the mesh holds an empty part of shape (0,)."""
+        """Shape of the part on `rank`; (0,) for a rank outside the mesh."""
         slices = self.local_slices(global_shape, rank)
         return tuple(part.stop - part.start for part in slices) if rank in self.mesh else (0,)
 
     def largest_local_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the local part of the mesh's first rank, which no other's exceeds in any dim."""
+        """Shape of the part on the mesh's first rank; no rank has a larger part in any dim."""
         return self.local_shape(global_shape, next(iter(self.mesh)))
 
 
@@ -235,7 +256,7 @@ def _local_slices(layout: Layout, global_shape: tuple[int, ...], rank: int) -> t
 
 
 def _named(mesh: ProcessMesh, placements: Mapping[Any, Any]) -> dict[str, Any]:
-    """By the names of axes, where some are given by position."""
+    """`placements` by the names of axes, where some axes are given by position."""
     named: dict[str, Any] = {}
     for axis, placement in placements.items():
         try:
@@ -243,12 +264,13 @@ def _named(mesh: ProcessMesh, placements: Mapping[Any, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise LayoutError(str(error)) from None
         if name in named:
-            raise LayoutError(f"axis {name!r} stands twice in {dict(placements)}, by name and by position")
+            raise LayoutError(f"axis {name!r} appears twice in {dict(placements)}, by name and by position")
         named[name] = placement
     return named
 
 
 def _parse(text: str) -> dict[str, Placement]:
+    """The placements in `text` by the names of axes, in the order written."""
     written: dict[str, Placement] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, colon, placement = item.partition(":")
@@ -256,6 +278,6 @@ def _parse(text: str) -> dict[str, Placement]:
         if not colon:
             raise LayoutError(f"{item!r} in layout {text!r} is not 'axis: placement'; write it like 'dp: S(0), tp: R'")
         if name in written:
-            raise LayoutError(f"axis {name!r} stands twice in layout {text!r}")
+            raise LayoutError(f"axis {name!r} appears twice in layout {text!r}")
         written[name] = as_placement(placement.strip())
     return written

@@ -1,4 +1,4 @@
-"""Who holds what, drawn in ASCII: the cells that a layout cuts a tensor into, and the ranks in each."""
+"""ASCII pictures of layouts: the cells that a layout cuts a tensor into, and the ranks that hold each cell."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from .process_mesh import ProcessMesh
 if TYPE_CHECKING:
     from rich.text import Text
 
-CELLS = 6  # drawn along a dim; of more, the first ones and the last
-ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first two and how many there are
-WIDTH = 72  # of a picture, if nothing else is asked for; the first of FITS that is not wider is drawn
-SLICES = 4  # drawn where more than two dims are cut; of more, a table of ranks
-LINES = 16  # of that table
-COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on a terminal; the text says it all without
-FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))  # columns, items
+CELLS = 6  # cells drawn along a dim; of more, the first ones and the last
+ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first two and their number
+WIDTH = 72  # default columns of a picture; the first of FITS that is not wider is drawn
+SLICES = 4  # grids drawn at most, where more than two dims are cut; beyond, a table with a line per rank
+LINES = 16  # ranks in the table at most
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on a terminal; they add no information
+# (columns of cells, items in a cell), widest first
+FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))
 
 Coordinate = dict[str, int]
 Shape = tuple[int, ...] | None
-Index = int | None  # of a dim, or of a part of one; None for none
+Index = int | None  # a dim, or a part of a dim; None for no dim, or for parts left out
 
 
 class Drawable(Protocol):
-    """What a picture is drawn of: as much of a Layout as it looks at."""
+    """The part of `Layout` that drawing uses. A protocol, because `layout.py` imports this module."""
 
     @property
     def mesh(self) -> ProcessMesh: ...
@@ -42,21 +43,27 @@ class Drawable(Protocol):
 
 
 class Cell(NamedTuple):
-    """Who holds a part."""
+    """The ranks that hold one part of a tensor."""
 
-    addends: list[list[str]]  # ranges of the ranks with a replica of each of the first ITEMS addends, ITEMS + 1 at most
-    replicas: int
-    total: int  # addends
-    op: str
+    # For each of the first ITEMS addends: ranges of the ranks with a replica of the addend; enough to fill a cell.
+    addends: list[list[str]]
+    replicas: int  # ranks that hold each addend
+    total: int  # number of addends
+    op: str  # reduction of the addends
 
 
 def draw(layout: Drawable, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> list[str]:
-    """Lines of a grid: rows are the first dim that is cut, columns the second; of one cut dim, rows if it is dim 0.
+    """The picture of a layout, as lines: a grid whose rows cut the first sharded dim and whose columns cut the second.
 
-    A cell names the ranks that hold it; where the layout is Partial, those of each addend: `0+1`, `max(0, 1)`. With the
-    shape, the indices of each cut stand beside it, and the one dim of a vector is drawn as columns. Where further dims
-    are cut, a grid for each of their parts; of more than four, a line for each rank.
-    Raises LayoutError where a dim is sharded that a tensor of this shape does not have.
+    A single sharded dim is drawn as rows if it is dim 0, else as columns; with the shape, a vector is drawn as
+    columns. A cell names the ranks that hold it. Where the layout is Partial, a cell names the ranks of each addend:
+    `0+1`, `max(0, 1)`. With the shape, the indices of each part are written beside the grid.
+
+    Where more than two dims are sharded, each part of the further dims has a grid of its own. Instead of more than
+    SLICES grids, a table has a line per rank.
+
+    width: the columns that the picture should fit in.
+    Raises LayoutError where a sharded dim is outside a tensor of this shape.
     """
     shape = None if global_shape is None else tuple(global_shape)
     if shape is not None:
@@ -65,14 +72,14 @@ def draw(layout: Drawable, global_shape: Sequence[int] | None = None, *, width: 
     vector = shape is not None and len(shape) == 1
     row = cut[0] if len(cut) > 1 or (cut == [0] and not vector) else None
     column = next((dim for dim in cut if dim != row), None)
-    others = cut[2:]
-    if math.prod(map(layout.parts, others)) > SLICES:
+    further = cut[2:]
+    if math.prod(map(layout.parts, further)) > SLICES:
         return _table(layout, shape, cut)
     lines = []
     if cut[:2] not in ([], [0], [1], [0, 1]):
         lines.append(", ".join(f"{side}: dim {d}" for side, d in (("rows", row), ("columns", column)) if d is not None))
-    for index in product(*(range(layout.parts(dim)) for dim in others)):
-        at = {dim: _coordinate(layout, dim, part) for dim, part in zip(others, index, strict=True)}
+    for index in product(*(range(layout.parts(dim)) for dim in further)):
+        at = {dim: _coordinate(layout, dim, part) for dim, part in zip(further, index, strict=True)}
         if at:
             lines.append(", ".join(f"dim {dim}: {_label(layout, shape, dim, part)}" for dim, part in at.items()))
         fixed = {axis: i for part in at.values() for axis, i in part.items()}
@@ -81,7 +88,7 @@ def draw(layout: Drawable, global_shape: Sequence[int] | None = None, *, width: 
 
 
 def coloured(picture: str) -> Text:
-    """Text with pictures, also side by side, for a terminal, by rich: cells that hold the same are of one colour."""
+    """A text with pictures, also side by side, as rich's Text; cells with the same content get the same colour."""
     from rich.text import Text
 
     text = Text(picture)
@@ -93,7 +100,10 @@ def coloured(picture: str) -> Text:
 
 
 def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coordinate, width: int) -> list[str]:
-    """Rows and columns of cells, with fewer columns and shorter lists of ranks until they fit the width."""
+    """The lines of one grid, with fewer columns and shorter lists of ranks until the lines fit the width.
+
+    row, column: the dims drawn. fixed: the part of every further dim, as indices along the axes that cut the dim.
+    """
     down, most = _drawn(layout, row, CELLS), _drawn(layout, column, CELLS)
     cells: dict[tuple[Index, Index], Cell] = {
         (i, j): _cell(layout, fixed | _coordinate(layout, row, i) | _coordinate(layout, column, j))
@@ -116,7 +126,7 @@ def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coor
 
 
 def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
-    """A line for each rank: its part of each cut dim, and which addend it holds over each Partial axis."""
+    """A line per rank: its part of each sharded dim, and its addend along each Partial axis."""
     mesh = layout.mesh
     partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
     rows = [["rank", *(f"dim {dim}" for dim in cut), *(f"{axis}: {layout[axis]}" for axis in partial)]]
@@ -130,13 +140,13 @@ def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
 
 
 def _drawn(layout: Drawable, dim: Index, most: int) -> list[Index]:
-    """The parts of a dim that are drawn; None for those left out."""
+    """The parts of a dim that are drawn; None stands for the parts left out."""
     count = 1 if dim is None else layout.parts(dim)
     return [*range(most - 2), None, count - 1] if count > most else [*range(count)]
 
 
 def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
-    """The coordinate of a part of a dim, along the axes that cut it."""
+    """The coordinate of part `part` of a dim: an index along each axis that cuts the dim."""
     found: Coordinate = {}
     if dim is not None and part is not None:
         for axis in reversed(layout.shard_order[dim]):
@@ -145,7 +155,7 @@ def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
 
 
 def _label(layout: Drawable, shape: Shape, dim: Index, at: Coordinate) -> str:
-    """The indices of the part of a dim at a coordinate; without the shape, its number."""
+    """The indices of the part of a dim at a coordinate, as 0:2; without the shape its number, as 0 of 4."""
     if dim is None:
         return ""
     if shape is not None:
@@ -159,6 +169,7 @@ def _label(layout: Drawable, shape: Shape, dim: Index, at: Coordinate) -> str:
 
 
 def _cell(layout: Drawable, at: Coordinate) -> Cell:
+    """The ranks at the coordinate `at` of the sharding axes, as a list per addend."""
     mesh = layout.mesh
     at = dict.fromkeys((axis for axes in layout.shard_order.values() for axis in axes), 0) | at
     added = {a: p.op for a in mesh.axis_names if isinstance(p := layout[a], Partial) and mesh.axis_size(a) > 1}
@@ -170,12 +181,12 @@ def _cell(layout: Drawable, at: Coordinate) -> Cell:
 
 
 def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
-    """The ranks at a coordinate of some of the axes, in increasing order."""
+    """The ranks at a coordinate that may leave out axes, in increasing order."""
     return sorted(mesh.select(**at)) if len(at) < mesh.ndim else [mesh.rank_at(**at)]
 
 
 def _text(cell: Cell, items: int) -> str:
-    """The cell with at most `items` addends, and of each at most `items` ranges of ranks."""
+    """The cell as text, with at most `items` addends and at most `items` ranges of ranks in each."""
     shown = cell.addends if cell.total <= max(items, 1) else cell.addends[: min(2, items)]
     pattern = "({})" if min(cell.replicas, cell.total) > 1 else "{}"
     addends = [pattern.format(_listed(runs, cell.replicas, items)) for runs in shown]
@@ -185,17 +196,21 @@ def _text(cell: Cell, items: int) -> str:
 
 
 def _listed(runs: list[str], count: int, items: int) -> str:
+    """The ranges of ranks as text; of more than `items`, the first two and the number of ranks."""
     if len(runs) <= max(items, 1):
         return " ".join(runs)
     return f"{' '.join(runs[: min(2, items)])} ... {count} ranks" if items else f"{count} ranks"
 
 
 def _runs(ranks: list[int]) -> list[str]:
-    """Increasing ranks, three consecutive ones or more as a range; no more than tell that there are more than ITEMS."""
+    """Increasing ranks as texts; three or more consecutive ranks become a range.
+
+    Stops after more than ITEMS texts, too many to be listed.
+    """
     runs: list[str] = []
     start = 0
     while start < len(ranks) and len(runs) <= ITEMS:
-        # ranks[i] - i does not decrease, and stays the same within a run
+        # ranks[i] - i is constant within a run and grows after the run, so bisect finds the run's end.
         stop = bisect_right(range(len(ranks)), ranks[start] - start, lo=start, key=lambda i: ranks[i] - i)
         runs += [f"{ranks[start]}-{ranks[stop - 1]}"] if stop - start > 2 else map(str, ranks[start:stop])
         start = stop
@@ -203,7 +218,7 @@ def _runs(ranks: list[int]) -> list[str]:
 
 
 def _boxed(grid: list[list[str]], *, head: bool) -> list[str]:
-    """Cells in boxes; with `head`, the first row and column stand outside them."""
+    """Cells in boxes; with `head`, the first row and the first column are labels outside the boxes."""
     widths = [max(map(len, cells)) for cells in zip(*grid, strict=True)]
     first = 1 if head else 0
     margin = widths[0] + 1 if head and widths[0] else 0

@@ -1,4 +1,4 @@
-"""What one mesh axis does to a tensor: Shard, Replicate or Partial."""
+"""Placements: what one mesh axis does to a tensor. Shard, Replicate or Partial."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dim `dim` is cut along the axis, as `torch.chunk` cuts it; one below 0 is counted from the tensor's last, -1."""
+    """The axis cuts dim `dim` as `torch.chunk` does; a negative dim counts from the end, -1 being the last."""
 
     dim: int
 
@@ -26,7 +26,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank of the axis holds the same."""
+    """Every rank along the axis holds the same values."""
 
     def __str__(self) -> str:
         return "R"
@@ -34,7 +34,10 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction by `op` of what the ranks of the axis hold; "prod" is "product"."""
+    """The tensor is the reduction by `op` of the values on the ranks along the axis.
+
+    op: see REDUCTIONS; torch's "prod" becomes "product".
+    """
 
     op: str = "sum"
 
@@ -54,7 +57,10 @@ _TEXT = re.compile(r"R|S\((-?\d+)\)|P(?:\((\w+)\))?", re.ASCII)
 
 
 def parse_placement(text: str) -> Placement:
-    """The placement that prints as `text`: "R", "S(0)", "P(sum)"; "P" is "P(sum)"."""
+    """The placement printed as `text`: "R", "S(0)", "P(sum)"; "P" means "P(sum)".
+
+    Raises ValueError for any other text.
+    """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a placement; write R, S(dim) or P(op), such as S(0) or P(sum)")
@@ -65,9 +71,9 @@ def parse_placement(text: str) -> Placement:
 
 
 def as_placement(value: Any) -> Placement:
-    """`value` as a placement of ours; text and torch's own placements are taken too.
+    """`value` as Shard, Replicate or Partial; text such as "S(0)" and torch's own placements are taken too.
 
-    torch is not imported: its placements are known by their class names and public attributes.
+    torch is not imported: its placements are recognized by their class names, and read by public attributes.
     """
     if isinstance(value, Shard | Replicate | Partial):
         return value

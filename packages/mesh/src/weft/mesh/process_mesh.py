@@ -1,4 +1,4 @@
-"""A grid of ranks with named axes: an immutable value, equal by content."""
+"""Meshes: ranks on named axes, as an immutable value that is equal by content."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from typing import Any, overload
 from .arguments import as_int, as_name
 from .ranks import Ranks
 
-Axis = str | int  # its name, or its position among the axes, below 0 from the end
+Axis = str | int  # an axis by its name, or by its position; a negative position counts from the end
 Index = int | slice
-MOST_RANKS = 2**24  # of a mesh: 100 times the processes of the largest machines
+MOST_RANKS = 2**24  # limit of `ProcessMesh.grid`: 100 times the processes of the largest machines
 
 
 class ProcessMesh:
     """Ranks laid out on named axes, row-major: the last axis varies fastest.
 
-    ranks: nested sequences or an array of distinct ints >= 0, one level an axis; an int is a mesh of that one process.
-    axis_names: one for each level; without them axis0, axis1, … Wherever an axis is asked for, its position does too.
-    Two meshes with the same names, shape and ranks are the same mesh, in every process and whatever was made
-    before them: equal, same hash, same digest. A part of a grid is held as strides, at no cost for each rank.
+    ranks: nested sequences or an array of distinct ints >= 0, a level per axis; an int makes a mesh of one process.
+    axis_names: a name per level; by default axis0, axis1, … Methods take an axis by name or by position.
+
+    Two meshes with the same names, shape and ranks are the same mesh, in every process and whatever was created
+    earlier: equal, with the same hash and digest. A part of a grid is stored as strides, and takes no memory per rank.
+    Raises ValueError for ranks that repeat, are ragged or are not ints >= 0, and for names that do not fit the ranks.
     """
 
     __slots__ = ("__dict__", "_ranks", "axis_names")
@@ -39,16 +41,20 @@ class ProcessMesh:
         flat = [_as_rank(rank) for rank in flat]
         if len(set(flat)) != len(flat):
             [(repeated, _)] = Counter(flat).most_common(1)
-            raise ValueError(f"rank {repeated} stands twice in the mesh; a rank has one coordinate")
+            raise ValueError(f"rank {repeated} appears twice in the mesh; a rank has one coordinate")
         self._set(names, Ranks.listed(shape, flat))
 
     @classmethod
     def grid(cls, /, *, first_rank: int = 0, **sizes: int) -> ProcessMesh:
-        """The mesh of consecutive ranks: `ProcessMesh.grid(dp=2, tp=4)` holds ranks 0 to 7. Raises ValueError above MOST_RANKS."""
+        """The mesh of consecutive ranks: `ProcessMesh.grid(dp=2, tp=4)` has ranks 0 to 7.
+
+        Raises ValueError for more than MOST_RANKS ranks.
+        """
         shape = tuple(_as_size(name, size) for name, size in sizes.items())
         if math.prod(shape) > MOST_RANKS:
             raise ValueError(
-                f"a mesh of sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} is too large; it has {MOST_RANKS:,} ranks at most"
+                f"a mesh of sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} is too large; "
+                f"a mesh has {MOST_RANKS:,} ranks at most"
             )
         return cls._make(_checked_names(shape, tuple(sizes)), Ranks.consecutive(shape, _as_rank(first_rank)))
 
@@ -68,7 +74,7 @@ class ProcessMesh:
     def __reduce__(self) -> tuple[Any, ...]:
         return ProcessMesh._make, (self.axis_names, self._ranks)
 
-    # What it is
+    # Content and identity
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,17 +90,17 @@ class ProcessMesh:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All of them, row-major. Made when first asked for; to look at some of many, iterate over the mesh."""
+        """All ranks, row-major. Made on first use; to look at a few of many ranks, iterate over the mesh."""
         return tuple(self._ranks)
 
     @property
     def strides(self) -> tuple[int, ...] | None:
-        """How far apart neighbours along each axis are, 0 along an axis of size 1; None where that is not regular."""
+        """Distance of neighbouring ranks along each axis, 0 along an axis of size 1; None for irregular ranks."""
         return self._ranks.strides if self._ranks.table is None else None
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of the content, the same in every process."""
+        """Hex digest of the mesh's content, the same in every process."""
         ranks = self._ranks
         text = repr((self.axis_names, ranks.shape, ranks.first, ranks.strides, ranks.table))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -114,7 +120,7 @@ class ProcessMesh:
         return self._hash
 
     def __iter__(self) -> Iterator[int]:
-        """Its ranks, row-major."""
+        """The ranks, row-major."""
         return iter(self._ranks)
 
     def __contains__(self, rank: object) -> bool:
@@ -132,35 +138,35 @@ class ProcessMesh:
         return f"ProcessMesh({sizes}, ranks=[{shown}{f', ... {self.size} ranks' if self.size > 16 else ''}])"
 
     def axis(self, name: Axis) -> int:
-        """Position of axis `name` among the axes."""
+        """Position of axis `name` among the axes. Raises ValueError for an unknown axis."""
         try:
             return self.axis_names.index(name) if isinstance(name, str) else range(self.ndim)[as_int("an axis", name)]
         except (ValueError, IndexError):
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(self.axis_names)}") from None
 
     def axis_name(self, name: Axis) -> str:
-        """The name of an axis that is given by name or position."""
+        """Name of an axis given by name or by position."""
         return self.axis_names[self.axis(name)]
 
     def axis_size(self, *names: Axis) -> int:
-        """Ranks along an axis, or along several together."""
+        """Number of ranks along an axis, or along several axes together."""
         return math.prod(self.shape[self.axis(name)] for name in names)
 
     def coordinate(self, rank: int) -> dict[str, int] | None:
-        """Index of `rank` along each axis; None for a rank outside the mesh."""
+        """Index of `rank` along each axis, by name; None for a rank outside the mesh."""
         index = _index(self, as_int("a rank", rank))
         return None if index is None else dict(zip(self.axis_names, index, strict=True))
 
     def rank_at(self, /, *position: int, **index: int) -> int:
-        """The rank at one index per axis, by name or in their order: `mesh.rank_at(dp=0, tp=1)`, `mesh.rank_at(0, 1)`.
+        """The rank at an index per axis, by name or in mesh order: `mesh.rank_at(dp=0, tp=1)`, `mesh.rank_at(0, 1)`.
 
-        An index below 0 counts from the end.
+        A negative index counts from the end.
         """
         if position:
             if index or len(position) != self.ndim:
                 raise ValueError(
-                    f"rank_at got {len(position)} indices by position{' and some by name' if index else ''}; give one for "
-                    f"each of {', '.join(self.axis_names)}, in this order or by name"
+                    f"rank_at got {len(position)} indices by position{' and some by name' if index else ''}; "
+                    f"give one for each of {', '.join(self.axis_names)}, in this order or by name"
                 )
             index = dict(zip(self.axis_names, position, strict=True))
         if set(index) != set(self.axis_names):
@@ -168,24 +174,26 @@ class ProcessMesh:
         return self._ranks.at([self._checked(name, index[name]) for name in self.axis_names])
 
     def _checked(self, name: str, index: int) -> int:
+        """`index` counted from the front. Raises ValueError outside the axis."""
         size, index = self.axis_size(name), as_int(f"the index along axis {name!r}", index)
         if not -size <= index < size:
             raise ValueError(
-                f"index {index} is outside axis {name!r} of size {size}; use 0 to {size - 1}, or {-size} to -1 from the end"
+                f"index {index} is outside axis {name!r} of size {size}; "
+                f"use 0 to {size - 1}, or {-size} to -1 from the end"
             )
         return index % size
 
-    # Meshes made from it
+    # Meshes derived from this one
 
     def select(self, /, **index: Index) -> ProcessMesh:
-        """The part at `index`: an int drops its axis, a slice keeps it."""
+        """The sub-mesh at the given indices: an int drops its axis, a slice keeps it."""
         names, picks = self._part({self.axis(name): at for name, at in index.items()})
         if not names:
             raise ValueError(f"select({index}) drops every axis; use rank_at for a single rank")
         return self._make(names, self._ranks.take(picks))
 
     def _part(self, index: dict[int, Index]) -> tuple[tuple[str, ...], list[range | int]]:
-        """The axes that are left of the part at `index`, by position, and what is picked along each axis."""
+        """The axis names of the sub-mesh at `index`, keyed by axis position, and the indices picked along all axes."""
         picks: list[range | int] = [range(size) for size in self.shape]
         for axis, at in index.items():
             name = self.axis_names[axis]
@@ -197,11 +205,11 @@ class ProcessMesh:
     @overload
     def __getitem__(self, index: str | tuple[str, ...]) -> ProcessMesh | None: ...
     def __getitem__(self, index: Index | str | tuple[Index, ...] | tuple[str, ...]) -> ProcessMesh | None:
-        """`mesh[0]`, `mesh[:, 1:]`: the part at those indices, as of an array; `mesh["tp"]`, `mesh["dp", "tp"]`: this process's.
+        """A sub-mesh by indices, like an array's: `mesh[0]`, `mesh[:, 1:]`. By names, this process's: `mesh["tp"]`.
 
-        An int drops its axis; of one int for each axis, the mesh of that one process.
-        With names it is `submesh` of this process's rank in torch.distributed, as of a DeviceMesh. Raises RuntimeError
-        where that is not initialized; `submesh(rank, *names)` and `groups(*names)` need no processes.
+        An int drops its axis; an int for every axis gives the mesh of that process alone. By names, the result is
+        `submesh(rank, *names)` for this process's rank in torch.distributed, as of a DeviceMesh.
+        Raises RuntimeError where torch.distributed is not initialized; `submesh` and `groups` need no processes.
         """
         indices: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
         if any(isinstance(at, str) for at in indices):
@@ -215,14 +223,17 @@ class ProcessMesh:
         return ProcessMesh(self._ranks.at([pick for pick in picks if isinstance(pick, int)]))
 
     def get_mesh_with_dim(self, name: Axis, index: int | None = None) -> ProcessMesh:
-        """The mesh with axis `name` first; with `index`, that slice along it, and no mesh made in between."""
+        """The mesh with axis `name` first; with `index`, the slice at that index of the axis.
+
+        The slice is taken directly, without a permuted mesh in between.
+        """
         first = self.axis_name(name)
         if index is not None:
             return self.select(**{first: index})
-        return self.permute(first, *(other for other in self.axis_names if other != first))
+        return self.permute(first, *(axis for axis in self.axis_names if axis != first))
 
     def submesh(self, rank: int, *names: Axis) -> ProcessMesh | None:
-        """The sub-mesh along `names` that holds `rank`; None for a rank outside the mesh."""
+        """The sub-mesh along the axes `names` around `rank`; None for a rank outside the mesh."""
         chosen = self._check_axes("submesh", names)
         coordinate = self.coordinate(rank)
         if coordinate is None:
@@ -230,13 +241,14 @@ class ProcessMesh:
         return self.select(**{name: at for name, at in coordinate.items() if name not in chosen}).permute(*chosen)
 
     def groups(self, *names: Axis) -> tuple[ProcessMesh, ...]:
-        """Every sub-mesh along `names`, in row-major order of the other axes."""
+        """Every sub-mesh along the axes `names`, in row-major order of the remaining axes."""
         chosen = self._check_axes("groups", names)
-        others = [name for name in self.axis_names if name not in chosen]
-        indices = product(*(range(self.axis_size(name)) for name in others))
-        return tuple(self.select(**dict(zip(others, at, strict=True))).permute(*chosen) for at in indices)
+        remaining = [name for name in self.axis_names if name not in chosen]
+        indices = product(*(range(self.axis_size(name)) for name in remaining))
+        return tuple(self.select(**dict(zip(remaining, at, strict=True))).permute(*chosen) for at in indices)
 
     def _check_axes(self, call: str, names: Sequence[Axis]) -> tuple[str, ...]:
+        """The names of the axes. Raises ValueError for no axis or a repeated axis. call: the method's name."""
         chosen = tuple(map(self.axis_name, names))
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError(
@@ -261,7 +273,7 @@ class ProcessMesh:
         return self._make(_checked_names(self.shape, renamed), self._ranks)
 
     def flatten(self, names: Sequence[Axis], *, into: str) -> ProcessMesh:
-        """Neighbouring axes `names`, major first, made into the one axis `into`."""
+        """The mesh with the neighbouring axes `names`, major first, merged into axis `into`."""
         axes = [self.axis(name) for name in names]
         if not axes or axes != list(range(axes[0], axes[0] + len(axes))):
             raise ValueError(f"axes {tuple(names)} are not neighbours in {self.axis_names}; permute the mesh first")
@@ -271,7 +283,7 @@ class ProcessMesh:
         return self._make(_checked_names(ranks.shape, flat), ranks)
 
     def unflatten(self, name: Axis, /, **sizes: int) -> ProcessMesh:
-        """Axis `name` cut into the axes `sizes`, major first: `mesh.unflatten("dp", replica=2, shard=4)`."""
+        """The mesh with axis `name` split into `sizes`, major first: `mesh.unflatten("dp", replica=2, shard=4)`."""
         at = self.axis(name)
         sizes = {part: _as_size(part, size) for part, size in sizes.items()}
         if not sizes or math.prod(sizes.values()) != self.shape[at]:
@@ -282,9 +294,9 @@ class ProcessMesh:
 
 
 def as_mesh(value: Any) -> ProcessMesh:
-    """`value` as a mesh of ours; torch's DeviceMesh is taken too.
+    """`value` as a ProcessMesh; torch's DeviceMesh is taken too.
 
-    torch is not imported: a DeviceMesh is known by its public attributes.
+    torch is not imported: a DeviceMesh is recognized and read by its public attributes.
     """
     if isinstance(value, ProcessMesh):
         return value
@@ -295,28 +307,32 @@ def as_mesh(value: Any) -> ProcessMesh:
 
 @lru_cache(maxsize=65536)
 def _index(mesh: ProcessMesh, rank: int) -> tuple[int, ...] | None:
-    """Of `rank` along each axis. Kept, as every process asks for its own again and again."""
+    """The index of `rank` along each axis. Cached: every process asks for its own rank again and again."""
     return mesh._ranks.find(rank)
 
 
 def _this_rank(names: tuple[str, ...]) -> int:
-    """This process's rank in torch.distributed, which is not imported: who has not cannot have joined other processes."""
+    """This process's rank in torch.distributed. names: the axes asked for, for the error.
+
+    torch is not imported here: a process without it cannot have joined a process group.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        told = ", ".join(map(repr, names))
+        shown = ", ".join(map(repr, names))
         raise RuntimeError(
-            f"mesh[{told}] is the part of the mesh that holds this process, and torch.distributed is not initialized; "
-            f"ask for mesh.submesh(rank, {told}), or mesh.groups({told})"
+            f"mesh[{shown}] is the part of the mesh that holds this process, but torch.distributed is not initialized; "
+            f"call mesh.submesh(rank, {shown}) or mesh.groups({shown})"
         )
     return int(distributed.get_rank())
 
 
 def _numbered(count: int) -> tuple[str, ...]:
-    """The names of axes that were given none."""
+    """Default names of `count` axes."""
     return tuple(f"axis{position}" for position in range(count))
 
 
 def _checked_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
+    """The axis names as a tuple. Raises ValueError for repeated names, or a number of names unlike the axes'."""
     if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
         raise ValueError(f"axis_names is {axis_names!r}; give a sequence of names, one for each level of ranks")
     names = tuple(axis_names)
@@ -342,29 +358,30 @@ def _as_size(name: str, value: Any) -> int:
     return _at_least(1, value, lambda: f"axis {name!r} has size {value!r}; a size is an int >= 1")
 
 
-def _at_least(least: int, value: Any, otherwise: Callable[[], str]) -> int:
-    """`value` as an int. ValueError with the message `otherwise` for what is no int, or less than `least`."""
+def _at_least(least: int, value: Any, message: Callable[[], str]) -> int:
+    """`value` as an int. Raises ValueError with the text `message()` for anything but an int >= `least`."""
     try:
         number = as_int("a number", value)
         if number >= least:
             return number
     except ValueError:
         pass
-    raise ValueError(otherwise())
+    raise ValueError(message())
 
 
 def _picked(name: str, size: int, at: slice) -> range:
+    """The indices that a slice picks along an axis. Raises ValueError for none."""
     try:
         pick = range(size)[at]
     except TypeError:
-        raise ValueError(f"{at} of axis {name!r} has a bound that is no int") from None
+        raise ValueError(f"{at} of axis {name!r} has a bound that is not an int") from None
     if not pick:
         raise ValueError(f"{at} of axis {name!r} of size {size} holds no rank; its indices are 0 to {size - 1}")
     return pick
 
 
 def _flatten(ranks: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """The shape of nested sequences, and what is in them."""
+    """The shape of nested sequences, and their elements in row-major order."""
     if hasattr(ranks, "tolist"):
         ranks = ranks.tolist()
     if isinstance(ranks, set | frozenset | dict | str | bytes | Iterator) or ranks is None:
@@ -375,7 +392,7 @@ def _flatten(ranks: Any) -> tuple[tuple[int, ...], list[Any]]:
     if not parts:
         return (0,), []
     shape = parts[0][0]
-    for position, (other, _) in enumerate(parts):
-        if other != shape:
-            raise ValueError(f"ranks are ragged: part 0 has shape {shape}, part {position} has shape {other}")
+    for position, (part_shape, _) in enumerate(parts):
+        if part_shape != shape:
+            raise ValueError(f"ranks are ragged: part 0 has shape {shape}, part {position} has shape {part_shape}")
     return (len(parts), *shape), [rank for _, flat in parts for rank in flat]

@@ -1,6 +1,6 @@
-"""A mesh and one whose axes are parts of its axes, as `unflatten` makes them: layouts of the one said on the other.
+"""Layouts rewritten between a coarse mesh and a fine mesh, which splits axes of the coarse one as `unflatten` does.
 
-Nothing moves between the two: every rank holds what it held.
+No data moves: under both layouts every rank holds the same elements.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .process_mesh import ProcessMesh
 
 @lru_cache(maxsize=1024)
 def axes_of(mesh: ProcessMesh, axis: str) -> tuple[str, ...]:
-    """The axes of `mesh` that make up `axis`: itself, or its parts, whose names begin with its own, as tp_heads does of tp.
+    """The axes of `mesh` that make up `axis`: the axis itself, or its parts.
 
-    None where the mesh has neither.
+    The name of a part begins with the axis's name, as tp_heads is a part of tp. Empty where the mesh has neither.
     """
     if axis in mesh.axis_names:
         return (axis,)
@@ -26,53 +26,60 @@ def axes_of(mesh: ProcessMesh, axis: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def parts_of_axes(fine: ProcessMesh, coarse: ProcessMesh) -> dict[str, tuple[str, ...]] | None:
-    """For each axis of `coarse`, major first, the neighbouring axes of `fine` that it is cut into; None where it is not."""
+    """For each axis of `coarse`, the neighbouring axes of `fine` that it is split into, major first.
+
+    None where `fine` does not come from `coarse` by splitting axes.
+    """
     parts: dict[str, tuple[str, ...]] = {}
-    left = list(fine.axis_names)
+    remaining = list(fine.axis_names)
     for axis, size in zip(coarse.axis_names, coarse.shape, strict=True):
-        taken: list[str] = []
-        while left and (not taken or fine.axis_size(*taken) < size):
-            taken.append(left.pop(0))
-        if not taken or fine.axis_size(*taken) != size:
+        split: list[str] = []
+        while remaining and (not split or fine.axis_size(*split) < size):
+            split.append(remaining.pop(0))
+        if not split or fine.axis_size(*split) != size:
             return None
-        parts[axis] = tuple(taken)
-    if left:
+        parts[axis] = tuple(split)
+    if remaining:
         return None
     merged = fine
-    for axis, taken_ in parts.items():
-        merged = merged.flatten(taken_, into=axis) if taken_ != (axis,) else merged
+    for axis, names in parts.items():
+        merged = merged.flatten(names, into=axis) if names != (axis,) else merged
     return parts if merged == coarse else None
 
 
 @lru_cache(maxsize=65536)
 def refined(layout: Layout, fine: ProcessMesh, shape: Sequence[int]) -> Layout:
-    """The layout of a tensor of this shape, said on a mesh whose axes are parts of its own.
+    """The layout of a tensor of this shape, rewritten for the mesh `fine`, which splits axes of the layout's own mesh.
 
-    Raises LayoutError where `fine` is no such mesh, and where shards are uneven: cut by parts of an axis, they would be others.
+    Raises LayoutError where `fine` does not come from the layout's mesh by splitting axes. Also where a split axis
+    cuts a dim unevenly, because its parts would cut the dim into different shards.
     """
     parts = parts_of_axes(fine, layout.mesh)
     if parts is None:
-        raise LayoutError(f"{fine} does not come of {layout.mesh} by unflattening axes")
+        raise LayoutError(f"{fine} does not split axes of {layout.mesh}; make the fine mesh with unflatten")
     for dim, axes in layout.resolved(shape).shard_order.items():
-        ways = layout.mesh.axis_size(*axes)
-        if shape[dim] % ways and any(len(parts[axis]) > 1 for axis in axes):
+        shards = layout.mesh.axis_size(*axes)
+        if shape[dim] % shards and any(len(parts[axis]) > 1 for axis in axes):
             raise LayoutError(
-                f"dim {dim} of size {shape[dim]} is not cut evenly over {', '.join(map(repr, axes))} of size {ways}, so that "
-                f"({layout}) cannot be said on {fine}; pad it to a multiple of {ways}"
+                f"dim {dim} of size {shape[dim]} is not cut evenly over {', '.join(map(repr, axes))} of size {shards}, "
+                f"so ({layout}) has no equal on {fine}; pad the dim to a multiple of {shards}"
             )
-    return Layout.in_order(fine, {part: layout[axis] for axis in _in_order(layout) for part in parts[axis]})
+    return Layout.in_order(fine, {part: layout[axis] for axis in _axes_in_order(layout) for part in parts[axis]})
 
 
 @lru_cache(maxsize=65536)
 def coarsened(layout: Layout, coarse: ProcessMesh, shape: Sequence[int]) -> Layout | None:
-    """The layout of a tensor of this shape, said on a mesh of whose axes its own are parts; None where it cannot be."""
+    """The layout of a tensor of this shape, rewritten for the mesh `coarse`, whose axes the layout's mesh splits.
+
+    None where no layout on `coarse` gives every rank the same elements.
+    """
     parts = parts_of_axes(layout.mesh, coarse)
     if parts is None:
         return None
     wanted: dict[str, Placement] = {}
-    for own in _in_order(layout):
-        axis = next(axis for axis, names in parts.items() if own in names)
-        if wanted.setdefault(axis, layout[own]) != layout[own]:
+    for part in _axes_in_order(layout):
+        axis = next(axis for axis, names in parts.items() if part in names)
+        if wanted.setdefault(axis, layout[part]) != layout[part]:
             return None
     found = Layout.in_order(coarse, wanted)
     try:
@@ -82,7 +89,7 @@ def coarsened(layout: Layout, coarse: ProcessMesh, shape: Sequence[int]) -> Layo
     return found if same else None
 
 
-def _in_order(layout: Layout) -> list[str]:
-    """The axes of its mesh, those that shard a dim together in their order."""
+def _axes_in_order(layout: Layout) -> list[str]:
+    """The axes of the layout's mesh: first those that shard a dim, in shard order, then the rest."""
     sharding = [axis for axes in layout.shard_order.values() for axis in axes]
     return [*sharding, *(axis for axis in layout.mesh.axis_names if not isinstance(layout[axis], Shard))]

@@ -1,4 +1,7 @@
-"""The version of each package of Weft, read from what is installed when it is asked for: reading takes longer than importing."""
+"""The version of each Weft package, read from the installed metadata only when asked for.
+
+Reading the metadata takes longer than importing `weft.mesh`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from collections.abc import Callable
 
 
 def version_of(module: str) -> Callable[[str], str]:
-    """The `__getattr__` of a package, as "weft.mesh": its `__version__`, and AttributeError for another name."""
+    """The `__getattr__` of a package: returns `__version__`, and raises AttributeError for any other name.
+
+    module: the package's import name, as "weft.mesh".
+    """
 
     def attribute(name: str) -> str:
         if name != "__version__":

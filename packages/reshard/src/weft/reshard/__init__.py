@@ -1,4 +1,4 @@
-"""Planning and running layout changes of DTensors, within a mesh and across meshes, with autograd."""
+"""Plans and runs layout changes of DTensors, within a mesh and between meshes, with autograd."""
 
 from typing import TYPE_CHECKING
 
@@ -59,5 +59,5 @@ __all__ = [
 ]
 
 __version__: str
-if not TYPE_CHECKING:  # to a type checker it would be every name there is
+if not TYPE_CHECKING:  # a type checker would take a module `__getattr__` to define every name
     __getattr__ = version_of(__name__)

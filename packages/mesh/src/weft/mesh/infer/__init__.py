@@ -1,7 +1,7 @@
-"""Which layout an operation gives when it is computed on local parts, and which layouts it needs for that.
+"""Layout inference: from the operands' layouts to the output's, for operations computed by each rank on its own shards.
 
-A rule refuses what would be wrong: it raises a LayoutError that names the nearest layouts that would do, which it also
-holds as `nearest`. Nothing here communicates, or looks at a tensor.
+A rule refuses operands whose local results would be wrong. The LayoutError gives the nearest layouts accepted by the
+rule, in the message and as `nearest`. Rules do not communicate and see no tensors.
 """
 
 from .gradients import gradient

@@ -1,4 +1,4 @@
-"""The layout of an operand's gradient, for operations whose local parts do not depend on one another."""
+"""The layout of an operand's gradient, for operations computed by each rank on its own shards independently."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ from .terms import one_mesh
 
 
 def gradient(output: Layout, grad: Layout, operand: Layout, operands: Sequence[Layout]) -> Layout:
-    """Layout of an operand's gradient, computed on local parts from a gradient that lies as `grad`.
+    """Layout of an operand's gradient, computed by each rank from its part of the upstream gradient.
 
-    For operations that are linear in what is Partial(avg), as `einsum` and linear `elementwise` ones are. The gradient is
-    that of the whole value, so of a Partial one it is replicated. On each axis, a gradient that is Partial(sum) stays so; a
-    sharded operand's lies as the operand; a replicated operand's is Partial where another operand is not replicated, as
-    each rank sees what its own part of that one brings.
-    Raises LayoutError for a gradient that lies otherwise than the output, or is Partial where the operands are not whole;
-    for one that would be Partial by two reductions; for an output that is Partial by min, max or product, or an average
-    that the operation itself took; ValueError for an operand that is none of `operands`.
+    output: the layout of the operation's output. grad: the layout of the upstream gradient.
+    operand: the layout of the operand whose gradient is asked for. operands: the layouts of all operands.
+
+    The operation must be linear in every Partial(avg) operand, as `einsum` and linear `elementwise` operations are.
+    The result is the gradient of the whole operand, so a Partial operand has a replicated gradient.
+
+    On each axis, the first case that applies decides.
+    Where all operands replicate and the upstream gradient is Partial(sum), the gradient is Partial(sum).
+    Where the operand is sharded, the gradient is sharded alike.
+    Where the operand replicates and another operand does not, the gradient is Partial, because each rank sees only the
+    contribution of its part of the other operand. The op is avg where the output is Partial(avg), else sum.
+    Otherwise the gradient replicates.
+
+    Raises ValueError for an operand missing from `operands`.
+    Raises LayoutError for an upstream gradient with a layout unlike the output's (Replicate where the output is
+    Partial), except Partial(sum) where all operands replicate.
+    Raises LayoutError for a gradient that would be Partial by two reductions, for an output Partial by min, max or
+    product, and for an output averaged by the operation itself.
     """
     if operand not in operands:
-        raise ValueError(f"operand ({operand}) is none of the operands {', '.join(f'({each})' for each in operands)}")
+        raise ValueError(f"operand ({operand}) is not among the operands {', '.join(f'({each})' for each in operands)}")
     return _gradient(output, grad, operand, tuple(operands))
 
 
@@ -35,10 +46,10 @@ def _gradient(output: Layout, grad: Layout, operand: Layout, operands: tuple[Lay
         got, out, own = grad[axis], output[axis], operand[axis]
         if isinstance(out, Partial) and out.op != "sum" and not (out.op == "avg" and _any(operands, axis, out)):
             raise LayoutError(
-                f"the output is {out} on axis {axis!r}, by an operation that gives every rank's part another share of the "
-                f"gradient; reshard the operands to Replicate() on {axis!r} before it"
+                f"the output is {out} on axis {axis!r}: no rank knows its part's share of the gradient; "
+                f"reshard the operands to Replicate() on {axis!r} before the operation"
             )
-        replicated = all(isinstance(other[axis], Replicate) for other in operands)
+        replicated = all(isinstance(each[axis], Replicate) for each in operands)
         passes = replicated and got == Partial("sum")
         needed[axis] = got if passes else Replicate() if isinstance(out, Partial) else out
         if passes:
@@ -57,8 +68,8 @@ def _gradient(output: Layout, grad: Layout, operand: Layout, operands: tuple[Lay
     averaged = [axis for axis, placement in placements.items() if placement == Partial("avg")]
     if averaged and Partial("sum") in placements.values():
         raise LayoutError(
-            f"the gradient of an operand ({operand}) would be Partial by sum and, on axis {averaged[0]!r}, by avg; reshard "
-            f"the other operand, which is P(avg), to Replicate() on {averaged[0]!r} before it is used"
+            f"the gradient of an operand ({operand}) would be Partial by sum and, on axis {averaged[0]!r}, by avg; "
+            f"reshard the other operand, which is P(avg), to Replicate() on {averaged[0]!r} before the operation"
         )
     return operand.replace(**placements)
 

@@ -1,4 +1,7 @@
-"""The nearest layout of one tensor that an operation takes, where its shape is known: by the bytes that a rank receives."""
+"""Search for the nearest layout of a single tensor that an operation takes, where the tensor's shape is known.
+
+Nearest is the layout that the busiest rank reaches by receiving the fewest elements.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from ..extents import overlap, volume
 from ..layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard
 
-CANDIDATES = 2048  # of more, an axis shards what it shards or is replicated
-TRIED = 256  # of the candidates, nearest first; after them all is replicated, which every operation takes
-ASKED = 16  # of the ranks
+CANDIDATES = 2048  # combinations of placements; above, an axis either keeps its placement or replicates
+TRIED = 256  # candidates asked about, nearest first; then all is replicated, which every operation takes
+COUNTED_RANKS = 16  # ranks whose received elements are counted
 
 
 def nearest(layout: Layout, shape: tuple[int, ...], takes: Callable[[Layout], bool]) -> Layout:
-    """Of the layouts that `takes` is true of the one to which the fewest bytes lead; of those the one most like it."""
+    """The layout accepted by `takes` that costs the fewest received elements to reach from `layout`.
+
+    Among equally cheap layouts, the fewest axes change. Where `takes` accepts no candidate, all axes replicate.
+    """
     whole = Layout(layout.mesh)
     ranked = sorted(
         dict.fromkeys(_candidates(layout, shape)),
@@ -26,7 +32,10 @@ def nearest(layout: Layout, shape: tuple[int, ...], takes: Callable[[Layout], bo
 
 
 def _candidates(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """Layouts in which the axes that do something do something else, those of one dim in the order of now or of the mesh."""
+    """Layouts to try: new placements for the axes that do not replicate now.
+
+    Axes that shard the same dim are tried in their present order and in the mesh's order.
+    """
     axes = [axis for axis in layout.mesh.axis_names if not isinstance(layout[axis], Replicate)]
     dims: list[Placement] = [Shard(dim) for dim, size in enumerate(shape) if size > 1]
     options = [list(dict.fromkeys((layout[axis], *dims, Replicate()))) for axis in axes]
@@ -39,18 +48,21 @@ def _candidates(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
 
 
 def _received(before: Layout, after: Layout, shape: tuple[int, ...]) -> float:
-    """Elements that the busiest of some ranks receives: what it needs and does not hold, and what a reduction brings."""
+    """Elements received by the busiest of the first ranks: those needed and not held, and those of reductions."""
     return max(
         volume(needed)
         - volume(overlap(needed, before.local_slices(shape, rank)))
         + _reduced(before, after, volume(needed))
-        for rank in islice(before.mesh, ASKED)
+        for rank in islice(before.mesh, COUNTED_RANKS)
         for needed in [after.local_slices(shape, rank)]
     )
 
 
 def _reduced(before: Layout, after: Layout, elements: int) -> float:
-    """A reduce-scatter brings p - 1 parts, an all-reduce twice (p - 1) / p of the whole."""
+    """Elements received by a rank for reductions. elements: the rank's elements after the reductions.
+
+    A reduce-scatter receives p - 1 times its result; an all-reduce receives 2 (p - 1) / p of the tensor.
+    """
     total = 0.0
     for axis, size in zip(before.mesh.axis_names, before.mesh.shape, strict=True):
         if isinstance(before[axis], Partial) and before[axis] != after[axis]:

@@ -1,4 +1,4 @@
-"""Operations that leave elements, or rows, where they are."""
+"""Layout rules of operations that keep elements, or rows, in place: elementwise operations, softmax, norms, sorts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def elementwise(
     shapes: Sequence[Sequence[int]] | None = None,
     operands: tuple[str, ...] = (),
 ) -> Layout:
-    """Layout of an elementwise operation: all operands lie alike.
+    """Layout of an elementwise operation, whose operands must all have the same layout.
 
-    linear: in all operands together, as an addition is, so that Partial(sum) passes where all are, and Partial(avg),
-        of which a replicated operand is one too. For a product, in each operand alone, see `einsum`.
-    shapes: of the operands, where they are broadcast as torch does; otherwise they have one shape.
-    operands: what messages call them; without, operand 0 and so on.
-    Raises LayoutError for operands that lie otherwise, and for Partial ones that do not pass; ValueError for shapes that
-    do not go together.
+    name: the operation, in messages.
+    linear: whether the operation is linear in all operands together, as addition is. Then Partial(sum) passes where
+        all operands are Partial(sum), and Partial(avg) where each operand is Partial(avg) or replicated. Products are
+        linear in each operand alone; use `einsum` for them.
+    shapes: the operands' shapes, where they are broadcast as in torch; by default all have the same shape.
+    operands: the operands' names in messages; by default operand 0, operand 1, …
+    Raises LayoutError for operands that differ in layout, and for Partial operands that do not pass. Raises ValueError
+    for shapes that cannot be broadcast together, and for more or fewer shapes or names than operands.
     """
     if operands and len(operands) != len(layouts):
         raise ValueError(f"{name}: {len(operands)} names for {len(layouts)} layouts; give one for each operand")
@@ -59,7 +61,7 @@ def _elementwise(
 
 
 def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], str]:
-    """The operands' indices and the output's; a dim that is broadcast has one of its own."""
+    """The terms of the operands and the output's term; a dim that is broadcast gets an index of its own."""
     dims = max(map(len, shapes), default=0)
     output = letters(dims)
     padded = [(1,) * (dims - len(shape)) + shape for shape in shapes]
@@ -72,23 +74,25 @@ def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[st
     new = iter(letters(dims * (1 + len(shapes)))[dims:])
     return tuple(
         "".join(
-            next(new) if size == 1 != whole else index
-            for size, whole, index in list(zip(shape, sizes, output, strict=True))[dims - len(given) :]
+            next(new) if size == 1 != full_size else index
+            for size, full_size, index in list(zip(shape, sizes, output, strict=True))[dims - len(given) :]
         )
         for shape, given in zip(padded, shapes, strict=True)
     ), output
 
 
 def _linear(placements: Placements) -> Placement | None:
+    """The Partial placement that passes through a linear operation; None for any other mix."""
     partial = one_reduction(placements)
     return partial if partial is not None and partial.op in ("sum", "avg") else None
 
 
 def whole(name: str, what: str, layout: Layout, dims: int | Sequence[int]) -> Layout:
-    """Layout of an operation that needs `dims` of its operand whole and keeps its shape, as softmax, norms and sorts do.
+    """Layout of an operation that keeps its operand's shape and needs `dims` unsharded: softmax, norms, sorts.
 
-    what: the operand, in the message. dims: one or several, counted from the front.
-    Raises LayoutError where one of them is sharded, or the layout is Partial; ValueError for a dim below 0.
+    what: the operand's name in messages. dims: a dim or several, counted from the front.
+    Raises LayoutError where a dim of `dims` is sharded or the operand is Partial. Raises ValueError for a negative
+    dim.
     """
     return _whole(name, what, layout, checked_dims(name, dims))
 

@@ -1,4 +1,4 @@
-"""Sums of products: matrix products, dot products, scalings, outer products."""
+"""Layout rule of sums of products: matrix products, dot products, scalings, outer products."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .terms import Operation, Placements, infer, one_reduction
 
 @lru_cache(maxsize=65536)
 def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str, ...] = ()) -> Layout:
-    """Layout of `torch.einsum(equation, ...)` computed on the local parts.
+    """Layout of `torch.einsum(equation, ...)` where each rank computes on its own shards.
 
-    An axis that shards a contracted index leaves the output Partial(sum); one that shards a kept index shards the
-    output. One operand may be Partial(sum) or Partial(avg) on an axis where the others replicate, for einsum is linear
-    in each. Where nothing is contracted, one operand alone may be Partial by any reduction, and all by product.
-    name, operands: what messages call the operation and its operands; without them the equation and its terms.
-    Raises LayoutError where the local parts do not fit together, and for an equation that does not fit the layouts.
+    An axis that shards a contracted index leaves the output Partial(sum). An axis that shards a kept index shards the
+    output. Because einsum is linear in each operand, Partial(sum) and Partial(avg) pass where a single operand has
+    them and the others replicate. Where nothing is contracted, a sole operand passes with any reduction, and several
+    operands pass where all are Partial(product).
+
+    name, operands: names of the operation and its operands in messages; by default the equation and its terms.
+    Raises LayoutError where the operands' shards do not fit together, and for an equation unlike the layouts.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = tuple(inputs.split(","))

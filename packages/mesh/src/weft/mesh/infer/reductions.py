@@ -1,4 +1,4 @@
-"""Operations that reduce dims to one element each, or to none."""
+"""Layout rule of reductions: sum, avg, min, max and product over some dims."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from ..placement import Partial, Placement
 from .nearest import nearest
 from .terms import Operation, Placements, checked_dims, judge, letters
 
+# Reduction -> the ops of Partial operands that pass through the reduction.
 PASSING = {"sum": ("sum", "avg"), "avg": ("sum", "avg"), "min": ("min",), "max": ("max",), "product": ("product",)}
 
 
 def reduction(
     op: str, layout: Layout, shape: Sequence[int], dims: int | Sequence[int] | None = None, *, keepdim: bool = False
 ) -> Layout:
-    """Layout of the sum, avg, min, max or product over `dims`, of all elements where none are given.
+    """Layout of the sum, avg, min, max or product over `dims`; over all elements where `dims` is None.
 
-    An axis that shards a reduced dim leaves the output Partial(op). A tensor that is Partial passes where the two
-    reductions can change places: sum and avg with both, the others with themselves.
-    shape: of the whole tensor, for an average needs even parts, and the least and the greatest one element at least.
-    Raises LayoutError where the result would be wrong; ValueError for an unknown op or a dim that does not exist.
+    An axis that shards a reduced dim leaves the output Partial(op). A Partial operand passes where both reductions can
+    be taken in either order: sum and avg with each other, min, max and product only with themselves.
+
+    shape: the global shape. An average needs parts of equal size, min and max an element on every rank.
+    Raises LayoutError where the result would be wrong. Raises ValueError for an unknown op or a dim outside the
+    tensor.
     """
     if op not in PASSING:
-        raise ValueError(f"no reduction {op!r}; use one of {', '.join(PASSING)}, or `whole` for another")
+        raise ValueError(f"no reduction {op!r}; use one of {', '.join(PASSING)}, or infer.whole for any other")
     sizes = as_shape(shape)
     every = range(len(sizes)) if dims is None else dims
     return _reduction(op, layout, sizes, checked_dims(op, every, len(sizes)), keepdim)
@@ -45,24 +48,24 @@ def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int,
     def judged(given: Layout) -> Layout | str:
         misfits, why = _misfits(op, given, shape, dims)
         whole = "".join(term[dim] for dim in misfits)
-        operation = Operation(name, (term,), output, partial, Partial(op), whole, why, operands=("it",))
+        operation = Operation(name, (term,), output, partial, Partial(op), whole, why, operands=("the operand",))
         return judge(operation, (given,))
 
     answer = judged(layout)
     if isinstance(answer, Layout):
         return answer
     near = nearest(layout, shape, lambda given: isinstance(judged(given), Layout))
-    raise LayoutError(f"{name}: {answer}; reshard it to ({near})", (near,))
+    raise LayoutError(f"{name}: {answer}; reshard the operand to ({near})", (near,))
 
 
 def _misfits(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[list[int], str]:
-    """The dims that the layout must not shard as it does, and why."""
+    """The reduced dims that are sharded in a way that makes the result wrong, and the reason."""
     if op == "avg":
         uneven = [dim for dim in dims if shape[dim] % layout.parts(dim)]
         return uneven, "averages of parts that differ in size differ in weight"
     if op in ("min", "max"):
         mesh = layout.mesh
         last = mesh.rank_at(**{axis: size - 1 for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)})
-        held = layout.local_shape(shape, last)  # the last part of each dim is its smallest
+        held = layout.local_shape(shape, last)  # the last part of each dim is the smallest
         return [dim for dim in dims if not held[dim]], f"a rank without elements has no {op}"
     return [], ""

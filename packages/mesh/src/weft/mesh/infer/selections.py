@@ -1,4 +1,4 @@
-"""Operations that pick elements, or put tensors side by side."""
+"""Layout rules of embedding and gather, which pick elements by index, and of concat and split."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .terms import Operation, Placements, checked_dims, infer, least_ndim, lette
 
 
 def embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
-    """Layout of the rows of `weight` [V, H] that `tokens`, of `tokens_ndim` dims, name.
+    """Layout of the rows of `weight` [V, H] picked by `tokens`, which have `tokens_ndim` dims.
 
-    An axis that shards V leaves the output Partial(sum): each rank gives zeros for the tokens that are not its own. So
-    the tokens must be whole there. Raises LayoutError for other layouts, and for tokens that are Partial.
+    An axis that shards V leaves the output Partial(sum): each rank gives zeros for the tokens outside its rows. The
+    tokens must replicate on this axis. Raises LayoutError for other layouts, and for Partial tokens.
     """
     return _embedding(tokens, weight, *as_shape((tokens_ndim,)))
 
@@ -26,7 +26,7 @@ def _embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
     lead, vocabulary, width = term[:tokens_ndim], *term[tokens_ndim:]
     return infer(
         Operation(
-            "embedding", (lead, vocabulary + width), lead + width, _of(1), Partial("sum"),
+            "embedding", (lead, vocabulary + width), lead + width, _partial_of(1), Partial("sum"),
             operands=("the tokens", "the table"),
         ),
         (tokens, weight),
@@ -34,11 +34,12 @@ def _embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
 
 
 def gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
-    """Layout of `torch.take_along_dim(input, index, dim)`, of tensors of `ndim` dims that differ in size along `dim` alone.
+    """Layout of `torch.take_along_dim(input, index, dim)`.
 
-    An axis that shards `dim` of the input leaves the output Partial(sum): each rank gives zeros for the indices outside
-    its part. One that shards another dim shards it in both.
-    Raises LayoutError for other layouts, and for indices that are Partial; ValueError for a dim that does not exist.
+    Both tensors have `ndim` dims, and differ in size along `dim` only. An axis that shards `dim` of the input leaves
+    the output Partial(sum): each rank gives zeros for the indices outside its part. An axis that shards another dim
+    must shard this dim in both tensors.
+    Raises LayoutError for other layouts, and for Partial indices. Raises ValueError for a dim outside `ndim`.
     """
     (dim,) = checked_dims("gather", dim, ndim)
     return _gather(input, index, dim, ndim)
@@ -49,7 +50,7 @@ def _gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
     term, picked = letters(ndim + 1)[:-1], letters(ndim + 1)[-1]
     return infer(
         Operation(
-            "gather", (term[:dim] + picked + term[dim + 1 :], term), term, _of(0), Partial("sum"),
+            "gather", (term[:dim] + picked + term[dim + 1 :], term), term, _partial_of(0), Partial("sum"),
             operands=("the input", "the index"),
         ),
         (input, index),
@@ -57,10 +58,11 @@ def _gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
 
 
 def concat(dim: int, *layouts: Layout) -> Layout:
-    """Layout of tensors of one layout put side by side along `dim`, which must be whole.
+    """Layout of tensors concatenated along `dim`: all have the same layout, which does not shard `dim`.
 
-    Partial passes where all are Partial by one reduction; a replicated one is its own avg, min and max.
-    Raises LayoutError for other layouts; ValueError for a dim below 0.
+    Partial passes where all tensors are Partial by the same op. A replicated tensor counts as Partial by avg, min or
+    max.
+    Raises LayoutError for other layouts. Raises ValueError for a negative dim.
     """
     return _concat(*checked_dims("concat", dim), layouts)
 
@@ -68,16 +70,16 @@ def concat(dim: int, *layouts: Layout) -> Layout:
 @lru_cache(maxsize=65536)
 def _concat(dim: int, layouts: tuple[Layout, ...]) -> Layout:
     term = letters(least_ndim(layouts, dim))
-    why = f"the parts of dim {dim} together are no part of the whole dim"
+    why = f"shards of dim {dim} side by side are not a shard of the output"
     return infer(
         Operation("concat", (term,) * len(layouts), term, one_reduction, whole=term[dim], why_whole=why), layouts
     )
 
 
 def split(layout: Layout, dim: int) -> Layout:
-    """Layout of each piece of a tensor cut along `dim`, which must be whole; so of a slice along it.
+    """Layout of each piece of a tensor that is split, or sliced, along `dim`, which must not be sharded.
 
-    Raises LayoutError where the dim is sharded; ValueError for a dim below 0.
+    Raises LayoutError where the dim is sharded. Raises ValueError for a negative dim.
     """
     return _split(layout, *checked_dims("split", dim))
 
@@ -85,14 +87,18 @@ def split(layout: Layout, dim: int) -> Layout:
 @lru_cache(maxsize=65536)
 def _split(layout: Layout, dim: int) -> Layout:
     term = letters(least_ndim((layout,), dim))
-    why = f"a piece of dim {dim} lies on some of its ranks alone"
+    why = f"only some ranks would hold elements of a piece of dim {dim}"
     return infer(
-        Operation("split", (term,), term, one_reduction, whole=term[dim], why_whole=why, operands=("it",)), (layout,)
+        Operation("split", (term,), term, one_reduction, whole=term[dim], why_whole=why, operands=("the operand",)),
+        (layout,),
     )
 
 
-def _of(source: int) -> Callable[[Placements], Placement | None]:
-    """Of the tensor at `source`, whose elements are picked, any reduction passes; of the other, which says which, none."""
+def _partial_of(source: int) -> Callable[[Placements], Placement | None]:
+    """The rule for Partial operands of a pick: where the indices replicate, the placement of the elements passes.
+
+    source: the position of the operand with the elements; the remaining operand has the indices.
+    """
 
     def partial(placements: Placements) -> Placement | None:
         return placements[source] if isinstance(placements[1 - source], Replicate) else None

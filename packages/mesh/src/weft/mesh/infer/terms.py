@@ -1,7 +1,8 @@
-"""What most rules share: an operation written as its operands' indices, inferred one mesh axis at a time.
+"""The engine of most layout rules: an operation written by the indices of its operands, inferred per mesh axis.
 
-"mk,kn->mn" says all of a matrix product: an axis may shard one index, of every operand that has it; if the output lacks
-that index, what is left is Partial. The rules differ in how they write an operation, and in what they do with Partial.
+"mk,kn->mn" describes a matrix product completely. An axis may shard a single index, in every operand that has the
+index. Where the output lacks the index, the output is Partial. Rules differ in how they write an operation, and in how
+they treat Partial operands.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement, Replicate, Shard
 from ..process_mesh import ProcessMesh
 
-Placements = tuple[Placement, ...]  # of all operands on one axis
-Why = Callable[[], str]  # a reason, put in words for those who ask: a remedy tries many that fail
-SHOWN = 4  # of the operands to reshard, in a message
-IDEMPOTENT = ("avg", "min", "max")  # of one value and itself these give that value
+Placements = tuple[Placement, ...]  # an axis's placement for each operand
+Why = Callable[[], str]  # the text of a reason, made on demand: the search for a remedy fails many times
+SHOWN = 4  # operands to reshard that a message lists
+IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation as its rules see it.
+    """An operation as layout rules see it. A rule makes one and calls `infer` with the operands' layouts.
 
-    terms: for each operand, a letter for each dim. output: the same for the output, with "." for a new dim.
-    partial: the output's placement on an axis where the operands are Partial or replicated; None where it is wrong.
-    contracted: what is left where an axis shards an index that the output lacks.
-    whole: indices that no axis may shard, and why.
+    name: the operation, in messages.
+    terms: per operand, a letter for each dim.
+    output: a letter for each dim of the output, "." for a new dim.
+    partial: a function from the operands' placements on an axis, all Partial or replicated, to the output's placement;
+        None where the result would be wrong.
+    contracted: the output's placement on an axis that shards an index missing from the output.
+    whole, why_whole: indices that no axis may shard, and the reason for messages.
+    operands: the operands' names in messages; by default operand 0, operand 1, …
     """
 
     name: str
@@ -41,16 +46,17 @@ class Operation:
     operands: tuple[str, ...] = ()
 
     def operand(self, position: int) -> str:
-        """What messages call an operand."""
+        """The operand's name in messages."""
         return self.operands[position] if self.operands else f"operand {position}"
 
 
 def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
-    """The output's layout.
+    """Layout of the operation's output, from the layouts of its operands.
 
-    Raises LayoutError where the local parts do not fit together, or would not give the output's.
+    Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. The
+    message and `nearest` name the nearest layouts that the operation takes.
     """
-    layouts = [_counted(operation, position, layout) for position, layout in enumerate(layouts)]
+    layouts = [_resolved(operation, position, layout) for position, layout in enumerate(layouts)]
     answer = judge(operation, layouts)
     if isinstance(answer, Layout):
         return answer
@@ -66,17 +72,17 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
 
 
 def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
-    """The output's layout, or why there is none."""
+    """The output's layout; where there is none, the reason as text."""
     mesh = one_mesh(layouts)
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
-        placement = _on_axis(operation, tuple(layout[axis] for layout in layouts))
+        placement = _output_on_axis(operation, tuple(layout[axis] for layout in layouts))
         if callable(placement):
             return f"on axis {axis!r} {placement()}"
-        if not _goes_with(placement, placements.values()):
-            return f"the output would be {placement} on axis {axis!r} and another on others"
+        if not _can_be_with(placement, placements.values()):
+            return f"the output would be {placement} on axis {axis!r} and Partial by another op on another axis"
         placements[axis] = placement
-    orders: dict[str, tuple[str, ...]] = {}  # of each index, the axes that shard it, major first
+    orders: dict[str, tuple[str, ...]] = {}  # index -> the axes that shard the index, major first
     for position, (term, layout) in enumerate(zip(operation.terms, layouts, strict=True)):
         for dim, axes in layout.shard_order.items():
             order = orders.setdefault(term[dim], axes)
@@ -88,8 +94,11 @@ def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
     return Layout.in_order(mesh, majors_first | placements)
 
 
-def _counted(operation: Operation, position: int, layout: Layout) -> Layout:
-    """An operand's layout, each dim counted from the front. Raises LayoutError for a dim that the operand does not have."""
+def _resolved(operation: Operation, position: int, layout: Layout) -> Layout:
+    """An operand's layout with each dim counted from the front.
+
+    Raises LayoutError where a sharded dim is outside the operand.
+    """
     ndim = len(operation.terms[position])
     for dim, axes in layout.shard_order.items():
         if not -ndim <= dim < ndim:
@@ -101,22 +110,28 @@ def _counted(operation: Operation, position: int, layout: Layout) -> Layout:
 
 
 def least_ndim(layouts: Sequence[Layout], *dims: int) -> int:
-    """The dims that there are at least, where `dims` are named. Raises LayoutError for one of a layout's that is counted from the end."""
+    """The smallest number of dims that has all of `dims` and all dims sharded by the layouts.
+
+    Raises LayoutError where a layout counts a dim from the end.
+    """
     for layout in layouts:
         layout.check_counted()
     return 1 + max((*dims, *(dim for layout in layouts for dim in layout.shard_order)), default=-1)
 
 
 def one_mesh(layouts: Sequence[Layout], operation: str = "") -> ProcessMesh:
-    """The mesh of all layouts; LayoutError where there are two, or no layouts, in which `operation` is named."""
+    """The mesh of all layouts. operation: a name for messages.
+
+    Raises LayoutError for layouts on different meshes, for no layouts, and for dims counted from the end.
+    """
     if not layouts:
         raise LayoutError("no operands: give the layout of each")
     first = layouts[0].mesh
     for layout in layouts:
         layout.check_counted()
         if layout.mesh != first:
-            told = str(first) != str(layout.mesh)
-            names = (first, layout.mesh) if told else (f"{mesh} {mesh.digest[:8]}" for mesh in (first, layout.mesh))
+            distinct = str(first) != str(layout.mesh)
+            names = (first, layout.mesh) if distinct else (f"{mesh} {mesh.digest[:8]}" for mesh in (first, layout.mesh))
             where = f"{operation}: " if operation else ""
             raise LayoutError(
                 f"{where}operands lie on different meshes: {' and '.join(map(str, names))}; reshard one to the other"
@@ -125,26 +140,30 @@ def one_mesh(layouts: Sequence[Layout], operation: str = "") -> ProcessMesh:
 
 
 def letters(count: int) -> str:
-    """An index for each of `count` dims; beyond the alphabet, signs that no one sees."""
+    """A distinct index for each of `count` dims: a, b, …; beyond z, characters that messages do not show."""
     return "".join(chr(ord("a") + i) if i < 26 else chr(0x100 + i) for i in range(count))
 
 
 def checked_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) -> tuple[int, ...]:
-    """Dims as a tuple. ValueError for one that is below 0 or, where `ndim` is known, that there is not, or stands twice."""
+    """`dims` as a tuple of ints. name: the operation, in messages.
+
+    Raises ValueError for a negative dim, a repeated dim, and, where `ndim` is given, a dim beyond it.
+    """
     chosen = tuple(as_int(f"{name}: a dim", dim) for dim in (dims if isinstance(dims, Iterable) else (dims,)))
     for dim in chosen:
         if dim < 0 or (ndim is not None and dim >= ndim):
-            there_are = "" if ndim is None else f"; there are {ndim}"
-            raise ValueError(f"{name}: dim {dim} is none of the tensor's{there_are}; count from the front, from 0 on")
+            known = "" if ndim is None else f", which has {ndim}"
+            raise ValueError(f"{name}: dim {dim} is not a dim of the tensor{known}; count dims from the front, from 0")
     if len(set(chosen)) != len(chosen):
-        raise ValueError(f"{name}: dims {chosen} name one twice; name each once")
+        raise ValueError(f"{name}: dims {chosen} name a dim twice; name each once")
     return chosen
 
 
 def one_reduction(placements: Placements) -> Partial | None:
-    """How all operands are Partial, if they are so alike: whatever picks elements gives the same of what it picks.
+    """The rule for Partial operands of an operation that only moves or picks elements.
 
-    A replicated operand is its own average, minimum and maximum.
+    Where all operands are Partial by the same op, the output is Partial by this op; None for any other mix. A
+    replicated operand counts as Partial by avg, min and max.
     """
     found = {placement for placement in placements if isinstance(placement, Partial)}
     if len(found) != 1:
@@ -154,15 +173,15 @@ def one_reduction(placements: Placements) -> Partial | None:
 
 
 def never(placements: Placements) -> None:
-    """For operations that no reduction passes through."""
+    """The rule for Partial operands of an operation that no reduction passes through."""
 
 
-def _on_axis(operation: Operation, placements: Placements) -> Placement | Why:
-    """The output's placement, or why there is none."""
+def _output_on_axis(operation: Operation, placements: Placements) -> Placement | Why:
+    """The output's placement on an axis, or the reason why there is none."""
     indices = {term[p.dim] for term, p in zip(operation.terms, placements, strict=True) if isinstance(p, Shard)}
     if any(isinstance(placement, Partial) for placement in placements):
         result = None if indices else operation.partial(placements)
-        return result or (lambda: f"{_shown(placements)}: what the ranks compute would not reduce to the result")
+        return result or (lambda: f"{_shown(placements)}: the ranks' outputs would not reduce to the result")
     if not indices:
         return Replicate()
     if len(indices) > 1:
@@ -170,10 +189,10 @@ def _on_axis(operation: Operation, placements: Placements) -> Placement | Why:
     (index,) = indices
     for position, (term, placement) in enumerate(zip(operation.terms, placements, strict=True)):
         if term.count(index) > 1:
-            return lambda: f"{_sharded(operation, placements)}, which is the same index as another dim of it"
+            return lambda: f"{_sharded(operation, placements)}, which is the same index as another of its dims"
         if index in term and not isinstance(placement, Shard):
-            other = f"dim {term.index(index)} of {operation.operand(position)}"
-            return lambda: f"{_sharded(operation, placements)}, but not {other}"
+            unsharded = f"dim {term.index(index)} of {operation.operand(position)}"
+            return lambda: f"{_sharded(operation, placements)}, but not {unsharded}"
     if index not in operation.whole:
         if index in operation.output:
             return Shard(operation.output.index(index))
@@ -183,31 +202,41 @@ def _on_axis(operation: Operation, placements: Placements) -> Placement | Why:
 
 
 def _shown(placements: Placements) -> str:
-    return "it is " + str(placements[0]) if len(placements) == 1 else "operands are " + ", ".join(map(str, placements))
+    return (
+        "the placement is " + str(placements[0])
+        if len(placements) == 1
+        else "operands are " + ", ".join(map(str, placements))
+    )
 
 
 def _sharded(operation: Operation, placements: Placements) -> str:
     dims = (f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard))
-    return f"{_shown(placements)}: it shards {' and '.join(dims)}"
+    return f"{_shown(placements)}: the axis shards {' and '.join(dims)}"
 
 
-def _goes_with(placement: Placement, others: Iterable[Placement]) -> bool:
-    """Whether a tensor can lie so on one axis and so on others: by two reductions its value would depend on their order."""
+def _can_be_with(placement: Placement, others: Iterable[Placement]) -> bool:
+    """Whether a tensor can have this placement on an axis and `others` on the remaining axes.
+
+    Partial by two different ops would make the value depend on the order of the reductions.
+    """
     return not isinstance(placement, Partial) or all(o == placement for o in others if isinstance(o, Partial))
 
 
 def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
-    """Layouts that the operation takes; an axis at a time, those for which the fewest bytes move if all operands are of one size."""
+    """The nearest layouts that the operation takes, a layout per operand.
+
+    Chosen axis by axis for the fewest bytes moved, as if all operands had the same size.
+    """
     mesh = layouts[0].mesh
     chosen: dict[str, Placements] = {}
     output: list[Placement] = []
     for axis in mesh.axis_names:
         given = tuple(layout[axis] for layout in layouts)
-        answers = {choice: _on_axis(operation, choice) for choice in _choices(operation, given)}
-        fitting = {c: a for c, a in answers.items() if not callable(a) and _goes_with(a, output)}
+        answers = {choice: _output_on_axis(operation, choice) for choice in _choices(operation, given)}
+        fitting = {c: a for c, a in answers.items() if not callable(a) and _can_be_with(a, output)}
         chosen[axis] = min(fitting, key=partial(_cost, mesh.axis_size(axis), given))
         output.append(fitting[chosen[axis]])
-    orders: dict[str, list[str]] = {}  # of each index, the axes that will shard it: as they do where they do already
+    orders: dict[str, list[str]] = {}  # index -> the axes that will shard the index; present axes first
     for number, layout in enumerate(layouts):
         axes = (axis for order in layout.shard_order.values() for axis in order)
         for axis in dict.fromkeys((*axes, *mesh.axis_names)):
@@ -222,7 +251,11 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _choices(operation: Operation, given: Placements) -> list[Placements]:
-    """What an axis could do: shard one index; keep what is Partial, or one of it, or let all be so; replicate the rest."""
+    """The operands' placements to try on an axis.
+
+    As given; an index sharded; Partial operands kept, all or a single operand; as many operands as possible Partial by
+    the same op; all replicated.
+    """
     whole: Placements = tuple(Replicate() for _ in given)
     choices = [given]
     for index in dict.fromkeys("".join(operation.terms)):
@@ -237,15 +270,16 @@ def _choices(operation: Operation, given: Placements) -> list[Placements]:
 
 
 def _cost(parts: int, given: Placements, wanted: Placements) -> tuple[int, int]:
-    """(bytes that a rank receives if all operands are of one size, in L (p - 1) / p**2; operands that change)
+    """(bytes that a rank receives, in units of L (p - 1) / p**2; number of operands that change)
 
-    parts: the axis's size p. L: the size of an operand.
+    parts: the axis's size p. L: the size of every operand, taken to be equal.
     """
     changed = [(before, after) for before, after in zip(given, wanted, strict=True) if before != after]
     return sum(_received(parts, before, after) for before, after in changed), len(changed)
 
 
 def _received(parts: int, before: Placement, after: Placement) -> int:
+    """The cost of changing an operand from one placement to another, in the units of `_cost`."""
     match before, after:
         case Replicate(), _:  # a slice
             return 0

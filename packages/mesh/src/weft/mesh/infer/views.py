@@ -1,4 +1,4 @@
-"""Operations that give the same elements another shape; they cost nothing, and any reduction passes through them."""
+"""Layout rules of views: operations that give the same elements another shape, at no cost."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..placement import Placement, Replicate, Shard
 from .nearest import nearest
 from .terms import Operation, checked_dims, infer, letters, one_reduction
 
-Slab = tuple[tuple[int, int, int], ...]  # for each dim its size, and the start and stop of what is held
+Slab = tuple[tuple[int, int, int], ...]  # per dim: its size, and the start and stop of the indices held
 
 
 def transpose(layout: Layout, dims: Sequence[int]) -> Layout:
     """Layout of `tensor.permute(dims)`: dim i of the output is dim dims[i] of the input.
 
-    Raises LayoutError for a layout of more dims; ValueError for dims that are no permutation.
+    Raises LayoutError for a layout that shards a further dim. Raises ValueError for dims that are not a permutation.
     """
     return _transpose(layout, checked_dims("transpose", dims, len(tuple(dims))))
 
@@ -29,15 +29,17 @@ def transpose(layout: Layout, dims: Sequence[int]) -> Layout:
 def _transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
     term = letters(len(dims))
     output = "".join(term[dim] for dim in dims)
-    return infer(Operation(f"transpose to dims {dims}", (term,), output, one_reduction, operands=("it",)), (layout,))
+    return infer(
+        Operation(f"transpose to dims {dims}", (term,), output, one_reduction, operands=("the operand",)), (layout,)
+    )
 
 
 def reshape(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> Layout:
-    """Layout of a tensor of `shape` given `new_shape`, as `view` and `flatten` do, by reshaping each local part.
+    """Layout of a tensor of `shape` after each rank reshapes its own part, as for `view` and `flatten` to `new_shape`.
 
-    It is the layout in which every rank holds the elements that it held; Partial passes by any reduction.
-    Raises LayoutError where there is none: a part would begin or end in the middle of a row, or lie in pieces.
-    Raises ValueError for two shapes of different size.
+    In this layout every rank holds the same elements as before. Partial passes by any reduction.
+    Raises LayoutError where there is no such layout: a part would begin or end in the middle of a row, or be in
+    several pieces. Raises ValueError for shapes of different size.
     """
     return _reshape(layout, as_shape(shape), as_shape(new_shape))
 
@@ -53,61 +55,63 @@ def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...])
     if found is None:
         near = nearest(layout, shape, lambda given: _reshaped(given, shape, new_shape) is not None)
         raise LayoutError(
-            f"reshape from {shape} to {new_shape}: no layout of the new shape gives each rank of ({layout}) the elements "
-            f"that it holds; reshard it to ({near})",
+            f"reshape from {shape} to {new_shape}: no layout of the new shape gives each rank of ({layout}) "
+            f"the elements that it holds; reshard the operand to ({near})",
             (near,),
         )
     return found
 
 
 def _reshaped(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
-    """The layout of the new shape in which every rank holds what it held.
+    """The layout of the new shape in which every rank holds the same elements as before; None for none.
 
-    Found axis by axis, in the order of the elements: where it is right for some axes it is right for the first of them
-    alone, the others replicated, for then each rank holds the union of what these would have.
+    Found axis by axis, in the order of the elements. A layout that is right for some axes is also right for the first
+    of these axes with the rest replicated, because each rank then holds the union of the parts along the rest.
     """
     sharding = [axis for axes in layout.shard_order.values() for axis in axes]
 
-    def whole_but(chosen: dict[str, Placement]) -> dict[str, Placement]:
-        """The layout with `chosen` for some axes, and those that shard otherwise replicated."""
-        others = (axis for axis in layout.mesh.axis_names if axis not in chosen)
-        return chosen | {axis: Replicate() if axis in sharding else layout[axis] for axis in others}
+    def with_rest_replicated(chosen: dict[str, Placement]) -> dict[str, Placement]:
+        """`chosen` for some axes; every other axis that shards is replicated."""
+        rest = (axis for axis in layout.mesh.axis_names if axis not in chosen)
+        return chosen | {axis: Replicate() if axis in sharding else layout[axis] for axis in rest}
 
     found: list[dict[str, Placement]] = [{}]
     options: list[Placement] = [*map(Shard, range(len(new_shape))), Replicate()]
     for count in range(1, len(sharding) + 1):
-        before = Layout.in_order(layout.mesh, whole_but({axis: layout[axis] for axis in sharding[:count]}))
+        before = Layout.in_order(layout.mesh, with_rest_replicated({axis: layout[axis] for axis in sharding[:count]}))
         wider = [{**chosen, sharding[count - 1]: placement} for chosen in found for placement in options]
         found = []
         for chosen in wider:
-            after = Layout.in_order(layout.mesh, whole_but(chosen))
-            ranks = _ranks_to_ask(sharding[:count], before, shape, after, new_shape)
+            after = Layout.in_order(layout.mesh, with_rest_replicated(chosen))
+            ranks = _deciding_ranks(sharding[:count], before, shape, after, new_shape)
             if all(_held(before, shape, rank) == _held(after, new_shape, rank) for rank in ranks):
                 found.append(chosen)
-    return Layout.in_order(layout.mesh, whole_but(found[0])) if found else None
+    return Layout.in_order(layout.mesh, with_rest_replicated(found[0])) if found else None
 
 
-def _ranks_to_ask(
+def _deciding_ranks(
     axes: Sequence[str], layout: Layout, shape: tuple[int, ...], after: Layout, new_shape: tuple[int, ...]
 ) -> Iterator[int]:
-    """Ranks that tell whether two layouts give every rank the same elements.
+    """The ranks that decide whether two layouts give every rank the same elements.
 
-    Where a part begins is a multiple of its index, until the dim ends. So two layouts that agree at the first two indices
-    of an axis, where either comes to the end of a dim, and at the last one, agree everywhere.
+    A part begins at a multiple of its index along the axis, until the dim ends. Two layouts agree on all ranks if they
+    agree at every axis's first two indices, at the last index, and where a dim ends under either layout.
     """
     mesh = layout.mesh
-    asked = {axis: _ends(layout, shape, axis) | _ends(after, new_shape, axis) for axis in axes}
-    for index in product(*(sorted(asked.get(axis, {0})) for axis in mesh.axis_names)):
+    indices = {
+        axis: _deciding_indices(layout, shape, axis) | _deciding_indices(after, new_shape, axis) for axis in axes
+    }
+    for index in product(*(sorted(indices.get(axis, {0})) for axis in mesh.axis_names)):
         yield mesh.rank_at(**dict(zip(mesh.axis_names, index, strict=True)))
 
 
-def _ends(layout: Layout, shape: tuple[int, ...], axis: str) -> set[int]:
-    """The first indices of an axis, the last, and those about which a part of what it cuts is short or empty."""
+def _deciding_indices(layout: Layout, shape: tuple[int, ...], axis: str) -> set[int]:
+    """Indices of an axis to compare: the first two, the last, and those around the first short or empty part."""
     size = layout.mesh.axis_size(axis)
     found = {0, 1, size - 1}
     placement = layout[axis]
     if isinstance(placement, Shard):
-        extents = {shape[placement.dim]}  # of what the axis cuts: the parts of the axes before it
+        extents = {shape[placement.dim]}  # sizes of the parts that the axis cuts, made by the axes before
         for outer in layout.shard_order[placement.dim]:
             parts = layout.mesh.axis_size(outer)
             steps = {extent: largest_part(extent, parts) for extent in extents if extent}
@@ -119,9 +123,9 @@ def _ends(layout: Layout, shape: tuple[int, ...], axis: str) -> set[int]:
 
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:
-    """The elements that a rank holds, written in one way whatever the shape is; None for none.
+    """The elements that a rank holds, in a form independent of the shape; None for no elements.
 
-    A dim is merged into the one before it where all of it is held, or one index of that other.
+    A dim is merged into the previous dim where the rank holds the whole dim, or a single index of the previous dim.
     """
     slab: list[tuple[int, int, int]] = []
     for size, part in zip(shape, layout.local_slices(shape, rank), strict=True):

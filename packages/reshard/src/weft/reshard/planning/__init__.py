@@ -1,1 +1,1 @@
-"""What plans: values, from layouts, shapes and sizes alone. Nothing here knows a process group."""
+"""Planning: pure functions and values of layouts, shapes and sizes. Nothing here uses a process group."""

@@ -1,8 +1,8 @@
-"""From a layout on one mesh to a layout on another: reduce, exchange, spread.
+"""Plans from a layout on one mesh to a layout on another: reduce, exchange, gather.
 
-What is Partial is reduced where it is, into shards; each of them is sent once, to one rank of the target; and the
-target's ranks gather what they all need. Where the meshes share ranks, sending everybody what it lacks may take fewer
-bytes, as ranks keep what they have.
+A Partial source is first reduced to shards on its own mesh. Each shard is then sent once, to a single rank of the
+target mesh. Last, the ranks of the target mesh gather the elements needed by several of them. Where the meshes share
+ranks, sending every rank all its missing elements may take fewer bytes, because ranks keep the elements they hold.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Shape = tuple[int, ...]
 def cheapest_across(
     src: Layout, dst: Layout, shape: Shape, *, itemsize: int, topology: Links | None, fits: Fits | None
 ) -> tuple[Step, ...] | None:
-    """Steps from `src` to `dst` on another mesh; None where `fits` takes none of those found.
+    """Steps from `src` to `dst` on another mesh; None where `fits` accepts none of the plans found.
 
-    Disjoint meshes: each byte crosses once. Meshes that share ranks: the fewest bytes received by the busiest rank.
+    Between disjoint meshes each byte crosses once. Between meshes that share ranks, the plan found has the fewest
+    bytes received by the busiest rank.
     """
     target = without_partial(dst)
-    made = tuple(
+    partials = tuple(
         MakePartial(axis, placement.op)
         for axis, placement in zip(dst.mesh.axis_names, dst.placements, strict=True)
         if isinstance(placement, Partial)
@@ -39,12 +40,12 @@ def cheapest_across(
         else sorted((target, spread), key=lambda way: _received(reduced, way, target, shape))
     )
     for first in dict.fromkeys((*ways, target, spread)):
-        ahead = cheapest(src, reduced, shape, itemsize=itemsize, topology=topology)
-        behind = cheapest(first, target, shape, itemsize=itemsize, topology=topology)
-        assert ahead is not None and behind is not None, "without `fits` there is always a way"
+        before = cheapest(src, reduced, shape, itemsize=itemsize, topology=topology)
+        after = cheapest(first, target, shape, itemsize=itemsize, topology=topology)
+        assert before is not None and after is not None, "without `fits` there is always a way"
         moved = any(messages_of(reduced, first, shape, rank).receives for rank in first.mesh.ranks)
         crossing: Step = Exchange(first) if moved else Relabel(first)
-        steps = (*ahead, crossing, *behind, *made)
+        steps = (*before, crossing, *after, *partials)
         if fits is None or fits(steps):
             return steps
     return None
@@ -55,7 +56,10 @@ def _disjoint(src: Layout, dst: Layout) -> bool:
 
 
 def _received(reduced: Layout, first: Layout, target: Layout, shape: Shape) -> tuple[int, int, int]:
-    """If `first` is exchanged and then gathered: elements for the busiest rank, for all ranks, and those that cross."""
+    """Elements received where `reduced` is exchanged for `first`, and `first` is then gathered to `target`.
+
+    Returns the elements of the busiest rank, of all ranks, and of all ranks in the exchange alone.
+    """
     ranks = first.mesh.ranks
     crossing = [messages_of(reduced, first, shape, rank).received_elements for rank in ranks]
     gathered = [messages_of(first, target, shape, rank).received_elements for rank in ranks]
@@ -64,7 +68,7 @@ def _received(reduced: Layout, first: Layout, target: Layout, shape: Shape) -> t
 
 
 def _scattered(src: Layout, target: Layout, shape: Shape) -> Layout:
-    """`src` with shards where it is Partial, over the dims that the target cuts first, else the largest."""
+    """`src` with Shard for every Partial, over a dim sharded by the target where possible, else over the largest."""
     for axis, placement in zip(src.mesh.axis_names, src.placements, strict=True):
         if isinstance(placement, Partial):
             dim = _dim_to_cut(src, axis, shape, prefer=[*target.shard_order])
@@ -73,7 +77,7 @@ def _scattered(src: Layout, target: Layout, shape: Shape) -> Layout:
 
 
 def _spread(target: Layout, shape: Shape) -> Layout:
-    """`target` with shards where it replicates."""
+    """`target` with Shard for every Replicate."""
     for axis, placement in zip(target.mesh.axis_names, target.placements, strict=True):
         if isinstance(placement, Replicate) and target.mesh.axis_size(axis) > 1:
             dim = _dim_to_cut(target, axis, shape, prefer=[])
@@ -83,7 +87,10 @@ def _spread(target: Layout, shape: Shape) -> Layout:
 
 
 def _dim_to_cut(layout: Layout, axis: str, shape: Shape, prefer: list[int]) -> int | None:
-    """The dim to shard over `axis`: one that divides evenly, a preferred one, the largest; in that order."""
+    """The dim to shard over `axis`; None for a scalar.
+
+    Dims that divide evenly come first, then dims in `prefer`, then larger dims.
+    """
     local = layout.largest_local_shape(shape)
     dims = sorted(
         range(len(shape)),

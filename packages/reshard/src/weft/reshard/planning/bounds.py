@@ -1,14 +1,17 @@
-"""Elements that some rank must receive whatever the plan.
+"""A lower bound: elements that some rank must receive under any plan.
 
-Without anything to reduce, a rank must receive what it needs and does not hold, and one uneven all-to-all attains it.
+Without a reduction, a rank must receive the elements that it needs and does not hold. An uneven all-to-all attains
+this bound.
 
-With p addends to reduce, an element that `copies` ranks need in the end takes at least p - 1 messages until some rank has
-the sum, and then one for each other rank: p + copies - 2, and one more if no rank that needs it had an addend. Of all
-these the busiest rank receives its share at least. That is (p - 1) / p of the tensor for a reduce-scatter and 2 (p - 1) / p for an all-reduce (Patarasu and Yuan, 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations"). And no rank holds any of the sum before.
+With a reduction of p addends, no rank holds elements of the sum at the start, so a rank must receive as many elements
+as it needs. A second bound counts the messages of all ranks. An element needed by `copies` ranks takes at least p - 1
+messages until some rank has the sum, then a message for each other rank: p + copies - 2 in all. There is another
+message if no rank that needs the element had an addend. The busiest rank receives at least its share of all messages:
+(p - 1) / p of the tensor for a reduce-scatter, 2 (p - 1) / p for an all-reduce (Patarasu and Yuan, 2009, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations").
 
-A target that is Partial over an axis where the source was not is counted at index 0 of the axis, which holds the value;
-where the source is sharded over it, the ranks along it may share what is to be received.
+Where the target is Partial over an axis and the source is not, the value is counted at index 0 of the axis, the index
+with the value. Where the source is sharded over the axis, the ranks along the axis may share the elements to receive.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from itertools import islice
 from weft.mesh import Layout, Partial, Replicate, Shard
 from weft.mesh.extents import overlap, volume
 
-LOOKED_AT = 4096  # ranks: on a larger mesh the first ones are looked at, which bounds the busiest of all as well
+LOOKED_AT = 4096  # ranks inspected; the busiest of the first ranks bounds the busiest of all from below
 
 
 def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
-    """Elements that the busiest rank receives on the way from `src` to `dst`, at least."""
+    """Elements that the busiest rank must receive from `src` to `dst`, at least, under any plan."""
     shape = tuple(shape)
     if src.mesh != dst.mesh:
         return _across(src, dst, shape)
@@ -48,12 +51,13 @@ def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     elements = math.prod(shape) * instances
     messages = elements * (addends + copies - 2)
     if mesh.size <= LOOKED_AT:
-        at_home = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
-        messages += max(0, elements - at_home)
+        already_there = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
+        messages += max(0, elements - already_there)
     return max(busiest, -(-messages // mesh.size))
 
 
 def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, reduced: bool) -> int:
+    """The most elements needed and not held by a rank. reduced: held elements are addends, and do not count."""
     most = 0
     for rank in islice(dst.mesh, LOOKED_AT):
         need = dst.local_slices(shape, rank)
@@ -65,13 +69,16 @@ def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, re
 
 
 def _across(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
-    """Across meshes: what a rank needs and does not hold; all that it needs where the source is to be reduced."""
+    """The bound between two meshes: elements that a rank needs and does not hold.
+
+    Where the source must be reduced, all elements that a rank needs count.
+    """
     target = dst.replace(**{axis: Replicate() for axis in dst.mesh.axis_names if isinstance(dst[axis], Partial)})
     return _needed_and_not_held(src, target, shape, reduced=src.is_partial())
 
 
 def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str], shared: list[str]) -> int:
-    """Shard -> Partial: the ranks along `shared` need together what none of them holds, and share it."""
+    """The bound of Shard -> Partial: the ranks along `shared` need together the elements held by none of them."""
     if reduced:
         return 0
     most = 0
@@ -79,6 +86,6 @@ def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str]
         group = dst.mesh.submesh(rank, *shared)
         assert group is not None, "a rank of the mesh"
         need = dst.local_slices(shape, rank)
-        held = sum(volume(overlap(need, src.local_slices(shape, other))) for other in group)
+        held = sum(volume(overlap(need, src.local_slices(shape, member))) for member in group)
         most = max(most, -(-(volume(need) - held) // group.size))
     return most

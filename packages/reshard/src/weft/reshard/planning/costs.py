@@ -1,13 +1,13 @@
-"""What a step costs a rank, exactly: elements received from other ranks, and elements alive at once.
+"""What a step costs a rank, exactly: elements received from other ranks, and elements alive at the same time.
 
 all-gather       p - 1 parts padded to the largest, as in a ring
 reduce-scatter   the same
 all-reduce       a reduce-scatter and an all-gather of the flattened tensor: 2 (p - 1) parts of ceil(n / p) elements
-all-to-all, permute, exchange    the messages of `exchange.py`: what the rank needs and lacks
-reduce-exchange  the messages of its dual, backwards
+all-to-all, permute, exchange    the messages of `exchange.py`: elements needed and lacked by the rank
+reduce-exchange  the messages of the dual exchange, backwards
 slice, make-partial, relabel     nothing
 
-Alive at once are the step's input, its result and the buffers that the executor sends from and receives into.
+Alive at the same time are the step's input, its result, and the executor's send and receive buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .steps import (
 
 
 def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
-    """Elements that arrive at `rank` from other ranks when `step` starts from `layout`."""
+    """Elements that `rank` receives from other ranks when `step` starts from `layout`."""
     shape = tuple(shape)
     match step:
         case Slice() | MakePartial() | Relabel():
@@ -64,7 +64,10 @@ def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: in
 
 
 def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence[int]) -> list[int]:
-    """Shape of the largest part of a local tensor of shape `whole` that the step gathers or scatters."""
+    """Shape of the largest part gathered or scattered by the step.
+
+    whole: shape of the local tensor after the gather, or before the scatter.
+    """
     part = list(whole)
     for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
         part[dim] = largest_part(part[dim], layout.mesh.axis_size(axis))
@@ -72,12 +75,12 @@ def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence
 
 
 def backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], rank: int) -> Messages:
-    """The messages of the exchange that a ReduceExchange runs backwards."""
+    """The messages of the exchange that the ReduceExchange runs backwards."""
     return messages_of(dual_layout(step.target), dual_layout(layout), shape, rank)
 
 
 def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
-    """Elements alive at once on `rank` during the step, its input and its result included."""
+    """Elements alive at the same time on `rank` during the step, its input and its result included."""
     shape = tuple(shape)
     after = follow(step, layout)
     held, result = (math.prod(at.local_shape(shape, rank)) for at in (layout, after))
@@ -91,22 +94,21 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
         case AllGather():
             part = math.prod(padded_part(step, layout, after.local_shape(shape, rank)))
             whole = part + received_elements(step, layout, shape, rank)
-            even = whole == result  # else the part is padded first, and the whole put together before it is cut
+            even = whole == result  # otherwise the part is padded first, and padding is cut from a gathered copy
             return held + whole + result if even else held + part + whole + whole + result
         case ReduceScatter():
             part = math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
             whole = part * layout.mesh.axis_size(*axes_of(step))
-            again = (
-                whole if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
-            )  # put in order, or exchanged
-            return held + again + (whole + result if whole == held else whole + whole + part + result)
+            # Parts of several axes are put in order first. For min, max and product the parts are exchanged.
+            extra = whole if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
+            return held + extra + (whole + result if whole == held else whole + whole + part + result)
         case ReduceExchange():
             messages = backwards(layout, step, shape, rank).reversed()
         case AllToAll() | Exchange() | Permute():
             messages = messages_of(layout, after, shape, rank)
     is_sent_in_place = run_of((box for _, box in messages.sends), layout.local_slices(shape, rank)) is not None
     is_received_in_place = (
-        not isinstance(step, ReduceExchange)  # which adds what arrives
+        not isinstance(step, ReduceExchange)  # adds up the received boxes
         and run_of((box for _, box in messages.receives), after.local_slices(shape, rank)) is not None
     )
     sent, received = messages.sent_elements, messages.received_elements
@@ -114,7 +116,10 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
 
 
 def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Links) -> float:
-    """Time of the step on the busiest rank, as the search prices it; between meshes, by the messages of each rank."""
+    """Time of the step on the busiest rank, by the prices of the search.
+
+    Between meshes, by the messages that each rank receives.
+    """
     after = follow(step, layout)
     if after.mesh != layout.mesh:
         costs = [messages_of(layout, after, shape, rank) for rank in after.mesh.ranks]

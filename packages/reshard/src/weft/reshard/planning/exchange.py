@@ -1,8 +1,9 @@
-"""Who sends what to whom when a tensor goes from one layout to another in one step, on one mesh or across two.
+"""The messages of an exchange, which changes any layout to any other in a single step, on one mesh or between two.
 
-A rank needs its part of the target and lacks what it does not hold of the source; each piece that it lacks comes from
-one holder, the least loaded of the nearest. All of it follows from the layouts and the shape, so that every rank finds
-the same messages. A rank holds one box of the tensor and needs one, so two ranks exchange at most one box.
+Each rank lacks the elements of its target part that are outside its source part. A single holder sends each missing
+piece: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
+computes the same messages. A rank holds a single box of the tensor and needs a single box, so any rank sends another
+at most one box.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from .spec import moving, spec_of
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What one rank sends, receives and keeps: boxes of the global tensor, by rank, in the order of ranks."""
+    """The boxes of the global tensor that a rank sends, receives and keeps."""
 
-    sends: tuple[tuple[int, Box], ...]
-    receives: tuple[tuple[int, Box], ...]
-    kept: Box | None
+    sends: tuple[tuple[int, Box], ...]  # (receiver, box), in the order of receivers
+    receives: tuple[tuple[int, Box], ...]  # (sender, box), in the order of senders
+    kept: Box | None  # the box that the rank both holds and needs
 
     def reversed(self) -> Messages:
         """The same messages sent back."""
@@ -41,14 +42,20 @@ class Messages:
 
 
 def exchanging_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """The axes, of one mesh, over which an exchange moves data; along the others every rank finds all that it needs."""
+    """The axes over which an exchange between two layouts of the same mesh moves data.
+
+    Along the remaining axes, no rank needs anything from another.
+    """
     ndim = max((*src.shard_order, *dst.shard_order), default=-1) + 1
     axes = moving(spec_of(src, ndim), spec_of(dst, ndim))
     return tuple(axis for axis in src.mesh.axis_names if axis in axes)
 
 
 def taking_part(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks, ascending, that `rank` may exchange with; those of one sub-mesh, or of both meshes."""
+    """The ranks, ascending, that `rank` may exchange messages with, itself included.
+
+    On one mesh, the sub-mesh along the exchanging axes; between two, the ranks of both.
+    """
     if src.mesh != dst.mesh:
         return tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
     axes = exchanging_axes(src, dst)
@@ -58,7 +65,10 @@ def taking_part(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> Messages:
-    """The messages of `rank`. Cost: the ranks that take part, or their messages where several hold the same."""
+    """The messages of `rank`.
+
+    Cost: proportional to the ranks taking part; where several hold the same elements, to all messages of these ranks.
+    """
     if rank not in src.mesh and rank not in dst.mesh:
         return Messages((), (), None)
     group = taking_part(src, dst, rank)
@@ -84,7 +94,7 @@ def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> 
 
 @lru_cache(maxsize=64)
 def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple[int, ...]) -> dict[int, Messages]:
-    """Every rank's messages, where a piece has several holders: the least loaded of the nearest sends it."""
+    """Every rank's messages, where a piece has several holders: the least loaded of the nearest sends the piece."""
     cells = _cells_of(src, shape, group)
     load: dict[int, int] = defaultdict(int)
     sends: dict[int, list[tuple[int, Box]]] = defaultdict(list)
@@ -112,7 +122,10 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
 
 
 def _nearest(src: Layout, dst: Layout, receiver: int, holders: Sequence[int]) -> list[int]:
-    """Those that share the most outer axes with the receiver: on one mesh, the links of the inner axes are the fast ones."""
+    """The holders that share the most outer axes with the receiver, because inner axes have the fast links.
+
+    Between two meshes, all holders.
+    """
     if src.mesh != dst.mesh:
         return list(holders)
     here = list((src.mesh.coordinate(receiver) or {}).values())
@@ -124,7 +137,7 @@ def _nearest(src: Layout, dst: Layout, receiver: int, holders: Sequence[int]) ->
 
 
 class _Cells:
-    """The boxes that a layout cuts a tensor into, and who holds each."""
+    """The boxes that a layout cuts a tensor into, and the ranks that hold each box."""
 
     def __init__(self, layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> None:
         self._holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
@@ -137,7 +150,7 @@ class _Cells:
         self.replicated = any(len(ranks) > 1 for ranks in self._holders.values())
 
     def overlapping(self, box: Box) -> Iterator[tuple[list[int], Box]]:
-        """The non-empty pieces of `box`, with the holders of each."""
+        """The non-empty pieces of `box`, each with its holders."""
         if not volume(box):
             return
         found = [
@@ -162,8 +175,10 @@ def _rank(message: tuple[int, Box]) -> int:
 
 
 def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
-    """Where boxes lie in the memory, row-major, of the local tensor that holds `outer`: None where one does not begin as the one before
-    ends, or is in several pieces. What is sent or received there needs no copy.
+    """The contiguous run of memory filled by the boxes, in order, in the row-major local tensor of the box `outer`.
+
+    None where a box does not begin at the end of the previous box, or is itself not contiguous. The boxes of a run are
+    sent or received without a copy.
     """
     start = end = None
     for box in boxes:
@@ -183,5 +198,5 @@ def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """`box` as slices of the local tensor that holds `outer`."""
+    """`box` as slices of the local tensor of the box `outer`."""
     return tuple(slice(part.start - o.start, part.stop - o.start) for part, o in zip(box, outer, strict=True))

@@ -1,4 +1,4 @@
-"""What the operations of a Partial do: their identities, and their results."""
+"""Identity elements and results of the ops of Partial."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def identity(op: str, dtype: torch.dtype) -> float | int | bool:
-    """The value `e` for which `op(e, x) == x`: op is "sum", "product", "min" or "max"."""
+    """The identity `e` of an op, with `op(e, x) == x` for every x of the dtype.
+
+    op: "sum", "product", "min" or "max".
+    """
     if op == "sum":
         return 0
     if op == "product":
@@ -21,7 +24,7 @@ def identity(op: str, dtype: torch.dtype) -> float | int | bool:
 
 
 def reduced(op: str, parts: Tensor) -> Tensor:
-    """`parts` reduced over their first dim, in their own dtype."""
+    """`parts` reduced by `op` over dim 0, in their own dtype."""
     match op:
         case "sum":
             return parts.sum(0, dtype=parts.dtype)

@@ -1,4 +1,4 @@
-"""What resharding asks of layouts: their duals, their gradients, and whether their reductions go together."""
+"""Functions of layouts that resharding needs: duals, layouts of gradients, checks of reductions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 
 
 def without_trivial_axes(layout: Layout) -> Layout:
-    """The same placement of data, with axes of size 1 written as replicated."""
+    """The same distribution of data, with Replicate on every axis of size 1."""
     trivial = {
         name: Replicate() for name, size in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True) if size == 1
     }
@@ -18,7 +18,7 @@ def without_trivial_axes(layout: Layout) -> Layout:
 
 
 def without_partial(layout: Layout) -> Layout:
-    """The layout with Replicate where it is Partial: what the gradient of such a tensor is brought to."""
+    """The layout with Replicate for every Partial. A tensor's gradient is brought to this layout."""
     partial = {
         axis: Replicate()
         for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
@@ -27,13 +27,13 @@ def without_partial(layout: Layout) -> Layout:
     return layout.replace(**partial) if partial else layout
 
 
-cotangent = lru_cache(maxsize=65536)(without_partial)
+cotangent = lru_cache(maxsize=65536)(without_partial)  # the name for callers in backward, who ask often
 
 
 def dual_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a value in `layout`: Replicate and Partial("sum") change places.
+    """The layout of the gradient of a value in `layout`: Replicate and Partial("sum") swapped, Shard kept.
 
-    Raises LayoutError for reductions that are not a sum.
+    Raises LayoutError for a reduction that is not a sum.
     """
     swapped: dict[str, Placement] = {}
     for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True):
@@ -47,7 +47,10 @@ def dual_layout(layout: Layout) -> Layout:
 
 
 def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
-    """Raises LayoutError where the reductions of two layouts do not go together, or mean nothing for `dtype`."""
+    """Raise LayoutError where reductions cannot be combined or do not exist for `dtype`.
+
+    A layout may have a single reduction. On an axis, a change from one Partial to another is refused.
+    """
     for layout in (src, dst):
         ops = {p.op for p in layout.placements if isinstance(p, Partial)}
         if len(ops) > 1:
@@ -68,7 +71,10 @@ def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
 
 
 def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
-    """`layout` with shards over those of `axes` that it replicates; a scalar stays as it is."""
+    """`layout` with Shard on each of `axes` that replicates; a scalar's layout is unchanged.
+
+    An axis shards the first dim that it divides evenly; where there is none, dim 0. Axes outside the mesh are ignored.
+    """
     for axis in axes:
         if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
             size = layout.mesh.axis_size(axis)

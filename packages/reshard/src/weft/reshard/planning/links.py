@@ -1,4 +1,4 @@
-"""What a message costs on each axis of a mesh."""
+"""The cost of a message on each axis of a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a rank receives along an axis. latency: seconds a message; bandwidth: bytes a second."""
+    """How fast a rank receives along an axis.
+
+    latency: seconds per message. bandwidth: bytes per second.
+    """
 
     latency: float
     bandwidth: float
@@ -22,25 +25,22 @@ class Link:
             raise ValueError(f"a link's bandwidth is {self.bandwidth!r} bytes/s; give a number > 0")
 
 
-UNUSED = Link(0.0, math.inf)  # of an axis of size 1: nothing travels on it
+UNUSED = Link(0.0, math.inf)  # for an axis of size 1, which carries no messages
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Links:
-    """The links of a mesh's axes; what callers make of it is `Topology`.
+    """The links of a mesh's axes. `Topology` is the public form."""
 
-    between: the link that joins ranks of different meshes; absent: the slowest of the axes' links.
-    """
-
-    links: tuple[tuple[str, Link], ...]
-    between: Link
+    links: tuple[tuple[str, Link], ...]  # (axis, link), sorted by axis
+    between: Link  # between ranks of different meshes; by default the slowest of the axes' links
 
     def __init__(self, links: Mapping[str, Link], between: Link | None = None) -> None:
         if not links:
-            raise ValueError("a Topology without axes; give the link of each axis, as in {'tp': Link(2e-6, 400e9)}")
+            raise ValueError("the Topology has no axes; give the link of each axis, as in {'tp': Link(2e-6, 400e9)}")
         for axis, link in links.items():
             if not isinstance(link, Link):
-                raise ValueError(f"axis {axis!r} has {link!r} for a link; give Link(latency, bandwidth)")
+                raise ValueError(f"axis {axis!r} has the link {link!r}; give Link(latency, bandwidth)")
         object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda named: named[0])))
         object.__setattr__(
             self, "between", between or min(links.values(), key=lambda link: (link.bandwidth, -link.latency))
@@ -53,14 +53,17 @@ class Links:
         return f"{type(self).__name__}({dict(self.links)}, between={self.between})"
 
     def link(self, axis: str) -> Link:
-        """The link of `axis`. Raises ValueError for an axis without one."""
+        """The link of `axis`. Raises ValueError for an axis without a link."""
         for name, link in self.links:
             if name == axis:
                 return link
         known = ", ".join(name for name, _ in self.links)
-        raise ValueError(f"the topology has no link for axis {axis!r}; it has {known}; give one for each axis")
+        raise ValueError(f"the topology has no link for axis {axis!r}; its axes are {known}; give a link for each axis")
 
     def seconds(self, traffic: Mapping[str, tuple[int, int]]) -> float:
-        """Time of messages and bytes received along each axis, one after the other: {"tp": (messages, bytes)}."""
+        """Time to receive all messages, one axis after the other.
+
+        traffic: axis -> (messages, bytes), as {"tp": (3, 4096)}.
+        """
         links = ((self.link(axis), *moved) for axis, moved in traffic.items())
         return sum(messages * link.latency + nbytes / link.bandwidth for link, messages, nbytes in links)

@@ -1,4 +1,4 @@
-"""The moves that ways are made of: each a step before it has layouts, with what it costs."""
+"""Moves: single steps between specs, with their traffic. Ways, which the search compares, are lists of moves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceExch
 
 
 class Move(NamedTuple):
-    """A step before it has layouts: `kind` of step, the axes it changes, their dims, and the spec after it."""
+    """A step between two specs, before it gets its layouts."""
 
-    kind: type[Step]
-    axes: tuple[str, ...]
-    dims: tuple[int, ...]
-    after: Spec
+    kind: type[Step]  # class of the step
+    axes: tuple[str, ...]  # axes that the step changes; empty for a step with a target
+    dims: tuple[int, ...]  # the dims of these axes; for AllToAll, the dims before and after
+    after: Spec  # spec after the step
     traffic: Traffic
-    apart: tuple[str, ...]
+    apart: tuple[str, ...]  # order of collectives per axis; empty for a single collective
 
 
 Way = list[Move]
@@ -28,18 +28,14 @@ Way = list[Move]
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Moves between specs of a tensor.
-
-    thorough: gathers over several axes are tried in one collective and in one for each, in every order of the axes.
-    apart: reductions over several axes are one collective for each, the fastest axis first.
-    """
+    """Makes the moves between specs of a tensor, for `Ways`."""
 
     sizes: Sizes
-    thorough: bool
-    apart: bool
+    thorough: bool  # try gathers over several axes both in a single collective and in one per axis, in several orders
+    apart: bool  # reduce over several axes by a collective per axis, the fastest axis first
 
     def slices(self, src: Spec, dst: Spec) -> Way:
-        """Each axis that `dst` has beyond `src`, sliced."""
+        """Slices for all axes that shard a dim in `dst` beyond `src`."""
         way = []
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
             for axis in b[len(a) :]:
@@ -48,7 +44,11 @@ class Moves:
         return way
 
     def gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
-        """All in one collective where shards divide evenly, and axis by axis, minor first, where they do not."""
+        """Ways to gather the axes that shard a dim in `src` beyond `dst`.
+
+        A single collective where shards divide evenly or each dim has one axis to gather. Axis by axis, minor first,
+        where a dim has several.
+        """
         cut = [(axis, dim) for dim, (a, b) in enumerate(zip(src, dst, strict=True)) for axis in a[len(b) :]]
         if not cut:
             yield []
@@ -68,7 +68,7 @@ class Moves:
             yield way
 
     def exchange(self, src: Spec, dst: Spec) -> Move:
-        """From any spec to any other in one collective."""
+        """A single collective between any two specs: AllToAll, Permute or Exchange."""
         changed = [dim for dim, (a, b) in enumerate(zip(src, dst, strict=True)) if a != b]
         if len(changed) == 2:
             for out, into in (changed, changed[::-1]):
@@ -79,8 +79,11 @@ class Moves:
         one_to_one = parts and self.sizes.even(src) and moving(src, dst) <= cutting(src) & cutting(dst)
         return self._move(Permute if one_to_one else Exchange, src, dst)
 
-    def reduce(self, spec: Spec, scattered: Mapping[str, int], others: tuple[str, ...]) -> Way:
-        """A reduce-scatter over `scattered`, each axis over its dim, then an all-reduce over `others`."""
+    def reduce(self, spec: Spec, scattered: Mapping[str, int], all_reduced: tuple[str, ...]) -> Way:
+        """A reduce-scatter over `scattered`, then an all-reduce over `all_reduced`.
+
+        scattered: axis -> the dim that it shards afterwards.
+        """
         way: Way = []
         axes, dims = tuple(scattered), tuple(scattered.values())
         after = appended(spec, scattered.items())
@@ -93,19 +96,23 @@ class Moves:
                 after = appended(spec, [(axis, dim)])
                 way.append(self._move(ReduceScatter, spec, after, (axis,), (dim,)))
                 spec = after
-        if others:
-            way.append(self._move(AllReduce, after, after, others))
+        if all_reduced:
+            way.append(self._move(AllReduce, after, after, all_reduced))
         return way
 
     def reduce_exchange(self, src: Spec, dst: Spec) -> Move:
-        """The reduction and the exchange in one."""
+        """A reduction and an exchange in a single collective."""
         return self._move(ReduceExchange, src, dst)
 
     def _in_one(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
-        """Whether one collective may gather or scatter these dims: parts of one size, or one axis to each dim."""
+        """Whether a single collective may gather or scatter these dims.
+
+        Either each dim has a single axis, or all parts have the same size.
+        """
         return len(set(dims)) == len(dims) or all(self._divides(finer, coarser, dim) for dim in dims)
 
     def _divides(self, finer: Spec, coarser: Spec, dim: int) -> bool:
+        """Whether the axes of `finer` beyond `coarser` cut a dim evenly."""
         extra = finer[dim][len(coarser[dim]) :]
         return self.sizes.extent(dim, coarser[dim]) % self.sizes.parts(extra) == 0 and self.sizes.even(coarser)
 
@@ -122,4 +129,5 @@ class Moves:
 
 
 def _orders(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Orders in which to gather the axes in turn: all orders of up to three axes, else this order and its reverse."""
     return permutations(axes) if len(axes) <= 3 else iter((axes, axes[::-1]))

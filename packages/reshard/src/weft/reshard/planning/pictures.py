@@ -1,4 +1,4 @@
-"""The steps of a plan in words and pictures."""
+"""The steps of a plan as text and pictures."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.mesh.picture import draw
 from .costs import received_elements
 from .steps import Step, Targeted, follow
 
-WIDTH = 105  # columns of an explanation, if nothing else is asked for: two pictures of 48 stand side by side
-INDENT = "   "  # of the pictures
+WIDTH = 105  # default columns of an explanation: room for two pictures of 48 columns side by side
+INDENT = "   "  # before each line of a picture
 
 
 def pictured(
     steps: Sequence[Step], layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, width: int
 ) -> list[str]:
-    """Each step with the most bytes that a rank receives in it, and who holds what before and after it.
+    """For each step, a line with the most bytes received by any rank, and pictures of the layouts around the step.
 
-    layouts: before each step. width: columns that the pictures should not exceed.
+    layouts: the layout before each step. width: the columns that the pictures should fit in.
     """
     lines = []
     for number, (step, layout) in enumerate(zip(steps, layouts, strict=True), start=1):
@@ -35,7 +35,10 @@ def pictured(
 
 
 def written(step: Step, layout: Layout) -> str:
-    """The step on one line, without its defaults; a target as its placements, with its mesh where that is another."""
+    """The step as code on a single line, without arguments at their defaults.
+
+    A target is written as its placements, and its mesh where the step changes the mesh.
+    """
     if isinstance(step, Targeted):
         there = "" if step.target.mesh == layout.mesh else f" on {step.target.mesh}"
         return f"{type(step).__name__}({step.target}{there})"
@@ -44,6 +47,7 @@ def written(step: Step, layout: Layout) -> str:
 
 
 def _beside(before: Layout, after: Layout, shape: tuple[int, ...], width: int) -> list[str]:
+    """The pictures of two layouts side by side; where `width` is too small, the second below the first."""
     left, right = (draw(layout, shape, width=min(width, PICTURE_WIDTH)) for layout in (before, after))
     room, middle = max(map(len, left)), min(len(left), len(right)) // 2
     if room + len("  ->  ") + max(map(len, right)) > width:

@@ -1,4 +1,4 @@
-"""A plan: the steps from one layout to another, as a value that can be priced, printed, simulated and transposed."""
+"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from .pictures import WIDTH, pictured, written
 from .search import cheapest
 from .steps import Step, dual, follow
 
-LISTED = 16  # ranks whose bytes are listed one by one, where they differ
+LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a tensor of `shape` and `dtype` goes from `src` to `dst`; the same on every rank."""
+    """The steps that bring a tensor from the layout `src` to the layout `dst`; the same on every rank.
+
+    `plan()` makes it. shape, dtype: of the global tensor. topology: the links that the plan was made for.
+    """
 
     src: Layout
     dst: Layout
@@ -53,39 +56,40 @@ class Plan:
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     def received_bytes(self, rank: int) -> int:
-        """Bytes that arrive at `rank` from other ranks; the algorithms counted are stated in `costs.py`."""
+        """Bytes that `rank` receives from other ranks; `costs.py` states the algorithms counted."""
         return self.dtype.itemsize * sum(self._each(received_elements, rank))
 
     @cached_property
     def max_received_bytes(self) -> int:
-        """Bytes that arrive at the rank that receives most. Cost: all ranks are asked."""
+        """Bytes received by the rank that receives most. Cost: computes the bytes of all ranks."""
         return max(self.received_bytes(rank) for rank in self.ranks)
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that some rank must receive whatever the plan; see `bounds.py`."""
+        """Bytes that some rank must receive under any plan; see `bounds.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
         )
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Bytes alive at once on the rank that needs most: the source, a step's input, its result and its buffers.
+        """Most bytes alive at the same time on a rank: the source, a step's input, its result and its buffers.
 
-        The source is alive all the time, as the caller holds it; it is taken to be contiguous.
+        The source counts throughout, because the caller holds it, and is assumed to be contiguous.
         """
-        return self.dtype.itemsize * max(self._peak_bytes_of(rank) for rank in self.ranks)
+        return self.dtype.itemsize * max(self._peak_elements_of(rank) for rank in self.ranks)
 
-    def _peak_bytes_of(self, rank: int) -> int:
+    def _peak_elements_of(self, rank: int) -> int:
+        """Elements alive at the same time on `rank`."""
         source = math.prod(self.src.local_shape(self.shape, rank))
         peaks = self._each(peak_elements, rank)
         return max([source, *peaks[:1], *(source + peak for peak in peaks[1:])])
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the transfers, by the topology that the plan was made for.
+        """Predicted time of the transfers, by the plan's topology.
 
-        Raises ValueError for a plan made without one.
+        Raises ValueError for a plan made without a topology.
         """
         if self.topology is None:
             raise ValueError(
@@ -97,19 +101,19 @@ class Plan:
         )
 
     def transpose(self) -> Plan:
-        """The plan of the gradients: from that of the result to that of the source, each step its dual, in reverse.
+        """The plan of the gradients, from the result's gradient to the source's: the dual of each step, in reverse.
 
-        The gradient of a replicated value is Partial("sum") and that of a sum is replicated; transposing twice gives the
-        plan back. Raises LayoutError for reductions that are not sums.
+        The gradient of a replicated value is Partial("sum"), and the gradient of a Partial("sum") value is replicated.
+        The transpose of the transpose is an equal plan. Raises LayoutError for reductions that are not sums.
         """
         steps = (dual(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
         src, dst = dual_layout(self.dst), dual_layout(self.src)
         return Plan(src, dst, self.shape, self.dtype, tuple(steps)[::-1], self.topology)
 
     def explain(self, *, width: int = WIDTH) -> str:
-        """The steps, each with a picture of who holds what, bytes against the bound, peak memory, predicted seconds.
+        """The plan as text: bytes against the bound, peak memory, predicted seconds, the layouts around each step.
 
-        width: columns that the pictures should not exceed; where they do not fit side by side, they stand one below the
+        width: the columns that the pictures should fit in. Pictures too wide to stand side by side stand below each
             other.
         """
         lines = [*self._figures(), *pictured(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
@@ -118,6 +122,7 @@ class Plan:
         return "\n".join(lines)
 
     def _figures(self) -> list[str]:
+        """The lines above the steps: layouts, bytes, peak memory, and seconds where there is a topology."""
         received, bound = self.max_received_bytes, self.lower_bound_bytes
         gap = "as few as any plan" if received == bound else f"at least {bound:,} by the bound"
         if bound and received != bound:
@@ -133,7 +138,7 @@ class Plan:
         ]
 
     def _received_by_each(self) -> list[str]:
-        """What each of a few ranks receives, where that differs."""
+        """A line with the bytes received by each rank. None if all are equal, or for more than LISTED ranks."""
         received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
         if len(self.ranks) > LISTED or len(set(received.values())) == 1:
             return []
@@ -141,10 +146,11 @@ class Plan:
         return [f"received by each: {listed} bytes"]
 
     def __rich__(self) -> Any:
-        """What `rich.print(plan)` shows: `explain` in colour, where the terminal has it."""
+        """What `rich.print(plan)` shows: the text of `explain()`, in colour where the terminal has it."""
         return coloured(self.explain())
 
     def _each(self, cost: Callable[[Step, Layout, Sequence[int], int], int], rank: int) -> list[int]:
+        """The cost of each step on `rank`."""
         return [cost(step, layout, self.shape, rank) for step, layout in zip(self.steps, self.layouts, strict=True)]
 
 
@@ -157,13 +163,17 @@ def plan(
     topology: Links | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
-    """The plan from `src` to `dst` for a global tensor; computed from global metadata alone, cached by value.
+    """The plan from `src` to `dst` for a global tensor.
 
-    topology: links of the axes; without it the plan has the fewest bytes received by the busiest rank, with it the
-        fewest seconds.
-    memory_limit: bytes that may be alive at once on a rank: source, a step's input, its result and buffers together.
-    Raises LayoutError where the layouts shard a dim that the shape does not have, name reductions that do not go
-    together or that the dtype does not have, or where every plan found exceeds the memory limit.
+    Computed from global metadata alone, so every rank makes the same plan; cached by its arguments.
+
+    topology: the links of the axes. With it, the plan has the fewest predicted seconds. Without it, the plan has the
+        fewest bytes received by the busiest rank.
+    memory_limit: bytes that may be alive at the same time on a rank: the source, a step's input, its result and
+        buffers.
+    Raises LayoutError where a layout shards a dim that the shape does not have, and where the reductions of the
+    layouts cannot be combined or do not exist for the dtype.
+    Raises LayoutError where every plan found exceeds the memory limit.
     """
     return _plan(src, dst, tuple(shape), dtype, topology, memory_limit)
 
@@ -178,7 +188,7 @@ def _plan(
     memory_limit: int | None,
 ) -> Plan:
     src, dst = src.resolved(shape), dst.resolved(shape)
-    if src.mesh != dst.mesh and _same_but_for_the_order_of_axes(src, dst):
+    if src.mesh != dst.mesh and _differ_only_in_axis_order(src, dst):
         dst = Layout(src.mesh, str(dst))
     peaks: list[int] = []
 
@@ -202,12 +212,13 @@ def _plan(
     )
     if steps is None:
         raise LayoutError(
-            f"no plan from ({src}) to ({dst}) for {dtype} {shape} stays within memory_limit={memory_limit} bytes a rank; "
-            f"the leanest found needs {min(peaks)}"
+            f"no plan from ({src}) to ({dst}) for {dtype} {shape} stays within memory_limit={memory_limit} bytes "
+            f"a rank; the leanest found needs {min(peaks)}"
         )
     return made(steps)
 
 
-def _same_but_for_the_order_of_axes(src: Layout, dst: Layout) -> bool:
+def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:
+    """Whether the meshes of the layouts have the same axes and ranks, but for the order of axes."""
     names = src.mesh.axis_names
     return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh

@@ -1,14 +1,14 @@
-"""What a move costs, from sizes alone: messages and elements that the busiest rank receives, axis by axis.
+"""The traffic of a move, from sizes alone: messages and elements that the busiest rank receives on each axis.
 
-Every part is taken to be as large as the first rank's, which
-is exact where sizes divide evenly and padded where they do not. The algorithms counted:
+Every part is taken to be as large as the first rank's. Where sizes divide evenly this is exact; where they do not, it
+counts padding. The algorithms counted:
 
-all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on one axis after the other
+all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on each axis in turn
 all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements
-all-to-all, exchange         what a rank needs and lacks, from the nearest holders
+all-to-all, exchange         the elements that a rank needs and lacks, from the nearest holders
 slice, make-partial          nothing
 
-A message goes over the slowest of the axes in which its two ranks differ.
+A message uses the slowest of the axes in which its two ranks differ.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .links import Links
 from .spec import Spec, moving
 from .steps import AllGather, AllReduce, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
 
-Traffic = dict[str, tuple[int, int]]  # per axis: messages and elements
+Traffic = dict[str, tuple[int, int]]  # axis -> (messages, elements) received by the busiest rank
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What pricing knows: the tensor's shape, the size of each axis, and the axes from slow to fast."""
+    """The sizes that pricing needs: of a tensor and of a mesh. Made by `sizes_of`."""
 
-    shape: tuple[int, ...]
-    axes: Mapping[str, int]
-    slow_first: tuple[str, ...]
+    shape: tuple[int, ...]  # of the tensor
+    axes: Mapping[str, int]  # axis -> size
+    slow_first: tuple[str, ...]  # the axes, slowest first
 
     def parts(self, axes: Iterable[str]) -> int:
-        """Ranks along `axes`."""
+        """Number of ranks along `axes`."""
         return math.prod(self.axes[axis] for axis in axes)
 
     def extent(self, dim: int, axes: Sequence[str]) -> int:
@@ -47,17 +47,17 @@ class Sizes:
         return size
 
     def local(self, spec: Spec) -> int:
-        """Elements of the first rank's part."""
+        """Number of elements in the first rank's part."""
         return math.prod(self.extent(dim, axes) for dim, axes in enumerate(spec))
 
     def even(self, spec: Spec) -> bool:
-        """Whether every rank's part is as large as the first's."""
+        """Whether all ranks' parts have the size of the first rank's."""
         return all(self.shape[dim] % self.parts(axes) == 0 for dim, axes in enumerate(spec) if axes)
 
     def traffic(
         self, kind: type[Step], axes: Sequence[str], src: Spec, dst: Spec, apart: Sequence[str] = ()
     ) -> Traffic:
-        """What a step of this kind over `axes` moves when it leads from one spec to another."""
+        """Traffic of a step of this kind over `axes`, from spec `src` to spec `dst`."""
         if kind is AllGather or kind is ReduceScatter:
             part, order = (self.local(src), apart) if kind is AllGather else (self.local(dst), apart[::-1])
             return self._gathered_apart(part, order) if order else self._gathered(part, axes)
@@ -69,14 +69,16 @@ class Sizes:
         return self._exchanged(dst, src) if kind is ReduceExchange else self._exchanged(src, dst)
 
     def _gathered(self, part: int, axes: Sequence[str]) -> Traffic:
-        traffic, nearer = {}, 1
+        """Traffic of a single gather over all axes. part: elements of a rank's part."""
+        traffic, reached = {}, 1  # ranks along the faster axes
         for axis in self._fast_first(axes):
-            peers = (self.axes[axis] - 1) * nearer
+            peers = (self.axes[axis] - 1) * reached
             traffic[axis] = (peers, peers * part)
-            nearer *= self.axes[axis]
+            reached *= self.axes[axis]
         return traffic
 
     def _gathered_apart(self, part: int, axes: Sequence[str]) -> Traffic:
+        """Traffic of a gather per axis, in this order. part: elements of a rank's part before the first."""
         traffic = {}
         for axis in axes:
             peers = self.axes[axis] - 1
@@ -85,7 +87,7 @@ class Sizes:
         return traffic
 
     def _exchanged(self, src: Spec, dst: Spec) -> Traffic:
-        """What is not on the rank itself comes from as near as it can."""
+        """Traffic of an exchange: elements that a rank lacks come from the nearest holder."""
         part = max(1, self.local(src))
         found, traffic = self.overlap(src, dst), {}
         near: set[str] = set()
@@ -98,9 +100,9 @@ class Sizes:
         return traffic
 
     def overlap(self, src: Spec, dst: Spec) -> int:
-        """Elements that the unluckiest rank needs under `dst` and holds under `src`.
+        """Elements that a rank needs under `dst` and holds under `src`, on the rank with the fewest.
 
-        None where both cut a dim, each its way; else the last part, which is the smallest.
+        0 where both specs cut a dim in different ways. Otherwise the last part's elements, the smallest part.
         """
         elements = 1
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
@@ -115,11 +117,12 @@ class Sizes:
         return elements
 
     def _fast_first(self, axes: Iterable[str]) -> list[str]:
+        """The axes, fastest first."""
         return [axis for axis in reversed(self.slow_first) if axis in axes]
 
 
 def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Links | None) -> Sizes:
-    """Sizes on a mesh; without a topology the outer axes count as the slow ones."""
+    """The sizes of a tensor on a mesh. Without a topology, outer axes count as slower than inner axes."""
     names = mesh.axis_names
     if topology is not None:
         names = tuple(sorted(names, key=lambda axis: topology.link(axis).bandwidth))
@@ -127,5 +130,5 @@ def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Links | None) 
 
 
 def total(traffic: Traffic) -> int:
-    """Elements over all axes."""
+    """Elements received over all axes."""
     return sum(elements for _, elements in traffic.values())

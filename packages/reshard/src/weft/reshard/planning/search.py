@@ -1,4 +1,4 @@
-"""The cheapest way from one layout of a mesh to another."""
+"""Search for the cheapest steps between two layouts of a mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .task import Task
 from .ways import Ways
 
 Fits = Callable[[tuple[Step, ...]], bool]
-WAYS = 256  # tried at most, with a topology or a memory limit: at 60 us each, measured on one CPU core
+WAYS = 256  # ways priced with a topology or a memory limit; 60 us each, measured on one CPU core
 
 
 def cheapest(
@@ -27,10 +27,12 @@ def cheapest(
     topology: Links | None = None,
     fits: Fits | None = None,
 ) -> tuple[Step, ...] | None:
-    """Steps from `src` to `dst`, layouts of one mesh; None where `fits` takes none of those found.
+    """Steps from `src` to `dst`, layouts of the same mesh; None where `fits` accepts none of the ways found.
 
-    Without a topology: the fewest elements received by the busiest rank, then the fewest transfers; with one: the
-    fewest seconds for elements of `itemsize` bytes. The layouts have passed `layouts.check_reductions`.
+    topology: with it, the steps take the fewest seconds for elements of `itemsize` bytes. Without it, the busiest rank
+        receives the fewest elements, and among such steps the fewest transfers are made.
+    fits: whether steps are acceptable, as within a memory limit; by default all are.
+    The layouts must have passed `layouts.check_reductions`.
     """
     task = Task.between(src, dst, tuple(shape), topology)
     if fits is None and topology is None:
@@ -49,6 +51,7 @@ def cheapest(
 
 
 def _of_fewest_elements(task: Task) -> Way:
+    """The way with the fewest elements received, then the fewest transfers."""
     floor, found = task.floor(), None
     for way in Ways(task, Moves(task.sizes, thorough=False, apart=False)):
         key = _elements_and_transfers(way)
@@ -61,17 +64,18 @@ def _of_fewest_elements(task: Task) -> Way:
 
 
 def _elements_and_transfers(way: Way) -> tuple[int, int, int]:
-    """What ways are compared by: elements received, transfers, moves."""
+    """The key to compare ways by: elements received, transfers, moves."""
     return sum(total(move.traffic) for move in way), sum(bool(move.traffic) for move in way), len(way)
 
 
 def _seconds(move: Move, itemsize: int, topology: Links) -> float:
+    """Predicted time of a move, for elements of `itemsize` bytes."""
     return topology.seconds({axis: (n, elements * itemsize) for axis, (n, elements) in move.traffic.items()})
 
 
 def _steps(way: Way, task: Task) -> tuple[Step, ...]:
-    """The way with the layouts that its steps need."""
-    mesh, waiting = task.src.mesh, set(task.reduced)
+    """The steps of a way, with the layouts that the steps need."""
+    mesh, unreduced = task.src.mesh, set(task.reduced)
     passing = {axis: task.src[axis] for axis in mesh.axis_names if isinstance(task.src[axis], Partial)}
     steps: list[Step] = []
     for move in way:
@@ -80,10 +84,10 @@ def _steps(way: Way, task: Task) -> tuple[Step, ...]:
         if move.kind is AllGather:
             steps.append(AllGather(axis, dim, move.apart))
         elif move.kind is ReduceScatter:
-            waiting -= set(move.axes)
+            unreduced -= set(move.axes)
             steps.append(ReduceScatter(axis, dim, task.op, move.apart))
         elif move.kind is AllReduce:
-            waiting -= set(move.axes)
+            unreduced -= set(move.axes)
             steps.append(AllReduce(axis, task.op))
         elif move.kind is Slice:
             steps.append(Slice(move.axes[0], move.dims[0]))
@@ -91,8 +95,8 @@ def _steps(way: Way, task: Task) -> tuple[Step, ...]:
             steps.append(AllToAll(move.axes[0], *move.dims))
         else:
             if move.kind is ReduceExchange:
-                waiting.clear()
-            partial = {a: p for a, p in passing.items() if a in waiting or a not in task.reduced}
+                unreduced.clear()
+            partial = {a: p for a, p in passing.items() if a in unreduced or a not in task.reduced}
             cut = {a: Shard(d) for d, order in enumerate(move.after) for a in order}
             steps.append(move.kind(Layout.in_order(mesh, cut | partial)))  # type: ignore[call-arg, arg-type]
     return (*steps, *task.last)

@@ -1,4 +1,4 @@
-"""Runs a plan on a dict of shards in one process: what every rank would hold, without a network."""
+"""Runs a plan in one process on a dict of shards, without a network."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ Shards = dict[int, Tensor]
 
 
 def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
-    """The local tensor of every rank of the target mesh after the plan, from those of the source mesh before it.
+    """The local tensors of all ranks of the target mesh after the plan.
 
-    Raises LayoutError where a rank is missing or its tensor has not the shape that the source layout gives it.
+    shards: the local tensors of all ranks of the source mesh.
+    Raises LayoutError where a rank is missing, or where its tensor does not have the shape of its part of the source.
     """
     for rank in plan.src.mesh.ranks:
         want = plan.src.local_shape(plan.shape, rank)
         got = tuple(shards[rank].shape) if rank in shards else None
         if got != want:
-            raise LayoutError(f"rank {rank} brings {got}, but ({plan.src}) of {plan.shape} gives it {want}")
+            raise LayoutError(
+                f"rank {rank} has a tensor of shape {got}, but ({plan.src}) of {plan.shape} gives it {want}"
+            )
     current = dict(shards)
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
         current = _after(step, layout, plan.shape, current)
@@ -49,13 +52,14 @@ def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
 
 
 def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+    """All ranks' tensors after the step."""
     match step:
         case AllToAll() | Exchange() | Permute() | Relabel():
             return _exchanged(layout, follow(step, layout), shape, current)
         case ReduceExchange():
             return _exchanged_backwards(layout, step, shape, current)
         case AllGather() | ReduceScatter():
-            # Axis by axis: whatever collectives the step is, it means that.
+            # Axis by axis, which has the same result as any collectives that run the step.
             changes = list(zip(axes_of(step), dims_of(step), strict=True))
             for axis, dim in reversed(changes) if isinstance(step, AllGather) else changes:
                 for group in layout.mesh.groups(axis):
@@ -81,6 +85,7 @@ def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) 
 
 
 def _alone(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]:
+    """The tensors of a group's ranks after a step without communication."""
     match step:
         case Slice(dim=dim):
             return [_cut(part, len(parts), dim)[index] for index, part in enumerate(parts)]
@@ -91,31 +96,34 @@ def _alone(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]:
         case MakePartial(dim=int(dim), op=op):
             empty = [torch.full_like(part, identity(op, part.dtype)) for part in parts]
             return [torch.cat([*empty[:i], part, *empty[i + 1 :]], dim) for i, part in enumerate(parts)]
-    raise AssertionError(f"{step} has a dim, or none")
+    raise AssertionError(f"{step} has an int or None as its dim")
 
 
 def _exchanged(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+    """All ranks' tensors after an exchange of `src` for `dst`."""
     after = {}
     for rank in dst.mesh.ranks:
         messages, wanted = messages_of(src, dst, shape, rank), dst.local_slices(shape, rank)
         after[rank] = next(iter(current.values())).new_empty(dst.local_shape(shape, rank))
         for sender, box in [*messages.receives, *([(rank, messages.kept)] if messages.kept is not None else [])]:
-            assert box is not None, "what is kept was asked for"
+            assert box is not None, "a kept box is listed only where there is one"
             after[rank][within(box, wanted)] = current[sender][within(box, src.local_slices(shape, sender))]
     return after
 
 
 def _exchanged_backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], current: Shards) -> Shards:
+    """All ranks' tensors after a ReduceExchange: the dual exchange's messages go back, and are added up."""
     after = {}
     for rank in step.target.mesh.ranks:
         messages, wanted = backwards(layout, step, shape, rank), step.target.local_slices(shape, rank)
         after[rank] = next(iter(current.values())).new_zeros(step.target.local_shape(shape, rank))
         for sender, box in [*messages.sends, *([(rank, messages.kept)] if messages.kept is not None else [])]:
-            assert box is not None, "what is kept was asked for"
+            assert box is not None, "a kept box is listed only where there is one"
             after[rank][within(box, wanted)] += current[sender][within(box, layout.local_slices(shape, sender))]
     return after
 
 
 def _cut(whole: Tensor, size: int, dim: int) -> list[Tensor]:
+    """`whole` cut by torch.chunk into `size` parts, with the empty parts that torch.chunk leaves out."""
     chunks = list(torch.chunk(whole, size, dim)) if whole.shape[dim] else []
     return chunks + [whole.narrow(dim, 0, 0)] * (size - len(chunks))

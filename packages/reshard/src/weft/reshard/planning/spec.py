@@ -1,4 +1,4 @@
-"""A spec: dim by dim, which axes shard it, major first."""
+"""Specs: for each dim of a tensor, the axes that shard the dim, major first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 def spec_of(layout: Layout, ndim: int) -> Spec:
-    """The spec of a layout, as long as the tensor has dims."""
+    """The spec of a layout, for a tensor of `ndim` dims."""
     return tuple(layout.shard_order.get(dim, ()) for dim in range(ndim))
 
 
 def moving(src: Spec, dst: Spec) -> set[str]:
-    """The axes over which an exchange moves data: all that shard something, but for those that both cut a dim with first."""
+    """The axes over which an exchange moves data.
+
+    In every dim, all axes of either spec after the first axes common to both.
+    """
     axes: set[str] = set()
     for a, b in zip(src, dst, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -24,12 +27,15 @@ def moving(src: Spec, dst: Spec) -> set[str]:
 
 
 def cutting(spec: Spec) -> set[str]:
-    """All axes that shard something."""
+    """All axes that shard a dim."""
     return {axis for order in spec for axis in order}
 
 
 def appended(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
-    """`spec` with axes put behind those of their dims, the minor ones; an axis of dim None is left out."""
+    """`spec` with more axes that shard, each as the minor axis of its dim.
+
+    where: pairs of an axis and a dim. A pair without a dim, or whose axis already shards the dim, is skipped.
+    """
     orders = [list(order) for order in spec]
     for axis, dim in where:
         if dim is not None and axis not in orders[dim]:

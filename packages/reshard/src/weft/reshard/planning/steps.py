@@ -1,4 +1,4 @@
-"""The steps a plan is made of: what each changes, in which order axes may be named, and what it is the dual of."""
+"""The steps of plans, with the change of layout made by each step, and its dual."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Dim = int | tuple[int, ...]
 class AllGather:
     """Shard -> Replicate: AllGather("tp", 0), or over several axes in one collective: AllGather(("dp", "tp"), (0, 1)).
 
-    axis: the axes in the order in which they shard their dims, major first; dim: one for each.
-    apart: the same axes in another order: one collective for each, in that order, instead of one for all.
+    axis: the axes, in the order in which they shard their dims, major first.
+    dim: the dim of each axis.
+    apart: empty for a single collective. Otherwise the same axes, in the order in which each has its own collective.
     """
 
     axis: Axis
@@ -28,7 +29,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Partial(op) -> Replicate, on one axis or on several in one collective."""
+    """Partial(op) -> Replicate, over an axis or over several axes in a single collective."""
 
     axis: Axis
     op: str = "sum"
@@ -36,7 +37,10 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Partial(op) -> Shard: the dual of AllGather, its axes named alike; `apart` is the order of the collectives."""
+    """Partial(op) -> Shard: the dual of AllGather, with the same arguments.
+
+    apart: empty for a single collective. Otherwise the axes, in the order in which each has its own collective.
+    """
 
     axis: Axis
     dim: Dim
@@ -55,7 +59,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Replicate -> Shard(dim): each rank keeps its part, nothing moves."""
+    """Replicate -> Shard(dim): each rank keeps its part, without communication."""
 
     axis: str
     dim: int
@@ -63,10 +67,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class MakePartial:
-    """Replicate or Shard(dim) -> Partial(op), and nothing moves.
+    """Replicate or Shard(dim) -> Partial(op), without communication.
 
-    Replicate: the value stays at index 0, the other ranks hold the operation's identity ("avg": all keep it).
-    Shard(dim): every rank keeps its part, in its place among the operation's identity.
+    From Replicate, the rank at index 0 keeps the value and the other ranks hold the op's identity; for "avg" all ranks
+    keep the value.
+    From Shard(dim), every rank keeps its part in place, and holds the op's identity everywhere else.
     """
 
     axis: str
@@ -76,9 +81,9 @@ class MakePartial:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Any layout of {Replicate, Shard} -> `target`, on this mesh or another: each rank gets what it needs and lacks.
+    """Any layout of Replicate and Shard -> `target`, on this mesh or another. Each rank gets the elements it lacks.
 
-    One uneven all-to-all; who sends what is in `exchange.py`.
+    A single uneven all-to-all; `exchange.py` decides which rank sends what.
     """
 
     target: Layout
@@ -86,21 +91,21 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """An Exchange in which every rank's part goes, whole, to one rank."""
+    """An Exchange in which every rank's whole part goes to a single rank."""
 
     target: Layout
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceExchange:
-    """Layouts of {Partial("sum"), Shard} -> `target`: the dual of an Exchange, its messages sent back and summed."""
+    """Any layout of Partial("sum") and Shard -> `target`: the dual of Exchange; messages go back and are summed."""
 
     target: Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """`target` on another mesh says of every rank what it holds already; nothing moves."""
+    """A change to `target` on another mesh, where every rank holds the same elements as before; no communication."""
 
     target: Layout
 
@@ -118,21 +123,21 @@ Step = (
     | Relabel
 )
 Targeted = Exchange | Permute | ReduceExchange | Relabel
-Local = Slice | MakePartial | Relabel  # nothing travels
+Local = Slice | MakePartial | Relabel  # steps without communication
 
 
 def axes_of(step: AllGather | AllReduce | ReduceScatter | AllToAll | Slice | MakePartial) -> tuple[str, ...]:
-    """The axes a step changes, as a tuple."""
+    """The axes that a step changes, as a tuple."""
     return (step.axis,) if isinstance(step.axis, str) else step.axis
 
 
 def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
-    """The dims a step gathers or scatters, one for each of its axes."""
+    """The dims that a step gathers or scatters, a dim per axis."""
     return (step.dim,) if isinstance(step.dim, int) else step.dim
 
 
 def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
-    """Per axis the step changes, in its order: the placements on either side of it."""
+    """For each axis changed by the step: (axis, placement before, placement after)."""
     match step:
         case AllGather():
             return [(axis, Shard(dim), Replicate()) for axis, dim in zip(axes_of(step), dims_of(step), strict=True)]
@@ -151,7 +156,7 @@ def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
 
 
 def follow(step: Step, layout: Layout) -> Layout:
-    """The layout after the step; LayoutError where the step does not start from `layout`."""
+    """The layout after the step. Raises LayoutError where the step cannot start from `layout`."""
     if isinstance(step, Targeted):
         return step.target
     changes = before_and_after(step)
@@ -161,13 +166,13 @@ def follow(step: Step, layout: Layout) -> Layout:
     for dim in {before.dim for _, before, _ in changes if isinstance(before, Shard)}:
         named = tuple(axis for axis, before, _ in changes if before == Shard(dim))
         if layout.shard_order[dim][-len(named) :] != named:
-            minor = f"axis {named[0]!r} is not the minor one that shards" if len(named) == 1 else f"{named} do not end"
-            raise LayoutError(f"{step}: {minor} dim {dim} in ({layout})")
+            minor = f"axis {named[0]!r} is not the minor axis" if len(named) == 1 else f"{named} are not the minor axes"
+            raise LayoutError(f"{step}: {minor} of dim {dim} in ({layout})")
     return layout.replace(**{axis: after for axis, _, after in changes})
 
 
 def dual(step: Step, before: Layout) -> Step:
-    """The step's transpose as a linear map; `before` is the layout the step starts from."""
+    """The step's transpose as a linear map. before: the layout that the step starts from."""
     match step:
         case AllGather(axis=axis, dim=dim, apart=apart):
             return ReduceScatter(axis, dim, "sum", tuple(reversed(apart)))
@@ -181,10 +186,10 @@ def dual(step: Step, before: Layout) -> Step:
             return Slice(axis, dim)
         case AllReduce() | MakePartial():
             return step
-    other: dict[type[Step], Callable[[Layout], Step]] = {
+    duals: dict[type[Step], Callable[[Layout], Step]] = {
         Exchange: ReduceExchange,
         ReduceExchange: Exchange,
         Permute: Permute,
         Relabel: Relabel,
     }
-    return other[type(step)](without_trivial_axes(dual_layout(before)))
+    return duals[type(step)](without_trivial_axes(dual_layout(before)))

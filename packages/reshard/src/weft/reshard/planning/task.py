@@ -1,4 +1,4 @@
-"""What a search is for, in specs and sizes."""
+"""The task of a search: the spec to start from, the spec to reach, and the axes to reduce on the way."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from .steps import MakePartial
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """From the spec `start` of the layout `src` to the spec `end`, with a reduction on the way.
-
-    reduced: the axes to reduce, by `op`; whole: those of more than one rank that `src` replicates.
-    last: the steps that make axes Partial in the end, for which `end` stands before them.
-    """
+    """A change from one layout of a mesh to another, in specs and sizes. Made by `Task.between`."""
 
     src: Layout
     sizes: Sizes
-    start: Spec
-    end: Spec
-    reduced: tuple[str, ...]
-    op: str
-    whole: tuple[str, ...]
-    last: tuple[MakePartial, ...]
+    start: Spec  # of src
+    end: Spec  # to be reached before the `last` steps
+    reduced: tuple[str, ...]  # axes to reduce on the way
+    op: str  # their reduction
+    whole: tuple[str, ...]  # axes of two or more ranks on which src replicates
+    last: tuple[MakePartial, ...]  # final steps, which make axes Partial
 
     @classmethod
     def between(cls, src: Layout, dst: Layout, shape: tuple[int, ...], topology: Links | None) -> Task:
-        """The task of going from `src` to `dst`, layouts of one mesh."""
+        """The task of going from `src` to `dst`, layouts of the same mesh."""
         sizes, start, end = sizes_of(src.mesh, shape, topology), spec_of(src, len(shape)), spec_of(dst, len(shape))
         triples = list(zip(src.mesh.axis_names, src.placements, dst.placements, strict=True))
         end, last = _made_partial(start, end, [(a, p, q) for a, p, q in triples if q != p and isinstance(q, Partial)])
@@ -41,7 +37,7 @@ class Task:
         return cls(src, sizes, start, end, reduced, op, whole, last)
 
     def floor(self) -> int:
-        """Elements that the busiest rank receives whatever the way, if all divides evenly; see `bounds.py`."""
+        """Elements that the busiest rank receives at least, if all sizes divide evenly; see `bounds.py`."""
         need = self.sizes.local(self.end)
         if not self.reduced:
             return need - self.sizes.overlap(self.start, self.end)
@@ -51,7 +47,10 @@ class Task:
         return max(need, need * (self.sizes.parts(self.reduced) + copies - 2) // copies)
 
     def all_cut(self) -> bool:
-        """Whether every axis that takes part shards something in the end, and does or is to be reduced in the source."""
+        """Whether a ReduceExchange can do the task: every axis taking part shards a dim at the end.
+
+        At the start, each of these axes must shard a dim or be reduced.
+        """
         start, end = cutting(self.start), cutting(self.end)
         taking = {*moving(self.start, self.end), *self.reduced}
         return taking <= end and taking <= start | set(self.reduced)
@@ -60,14 +59,15 @@ class Task:
 def _made_partial(
     start: Spec, end: Spec, made: list[tuple[str, Placement, Placement]]
 ) -> tuple[Spec, tuple[MakePartial, ...]]:
-    """The steps that make axes Partial at the end, and the spec they start from.
+    """The steps that make axes Partial at the end, and the spec before these steps.
 
-    A shard is left where it is, as the minor one of its dim. An average has no identity to put around it.
+    made: (axis, source placement, Partial placement) of every such axis. A shard stays in place, as the minor axis of
+        its dim. An average has no identity to put around a shard, so its axis replicates before.
     """
     steps: list[MakePartial] = []
     order = [axis for cut in start for axis in cut]
     for axis, before, after in sorted(made, key=lambda item: order.index(item[0]) if item[0] in order else -1):
-        assert isinstance(after, Partial), "only axes that become Partial are made so"
+        assert isinstance(after, Partial), "made lists only axes that become Partial"
         if isinstance(before, Shard) and after.op != "avg":
             end = appended(end, [(axis, before.dim)])
             steps.insert(0, MakePartial(axis, after.op, before.dim))
