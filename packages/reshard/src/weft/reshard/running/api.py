@@ -1,4 +1,5 @@
-"""`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on its mesh or another, with autograd.
+"""`reshard`, `start_reshard`, `to_global`: bring a DTensor to a new layout, on the same mesh or a new mesh, with
+autograd.
 
 A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: `executor.started`,
 or custom ops (traced.py) while torch.compile traces. The autograd functions at the end of the file reshard the
@@ -52,27 +53,27 @@ def reshard(
 ) -> DTensor:
     """Brings `dtensor` to the layout of `placements` on `mesh`, and returns the result as a new DTensor.
 
-    mesh: of the same ranks or of others; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local part
-        with the result's metadata. A Layout gives mesh and placements at once.
+    mesh: of any ranks; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local part with the result's
+        metadata. A Layout gives mesh and placements at once.
     placements: mesh axes without a placement replicate.
-    device_mesh: torch's name for `mesh`; give one of the two.
+    device_mesh: torch's name for `mesh`; do not give both.
     topology, memory_limit: see `plan`.
     Differentiable, also twice: the backward brings the gradient to the layout of `dtensor`, or to Replicate where
     `dtensor` is Partial, even where the forward moves nothing. Where this rank receives nothing, the result may share
     memory with `dtensor`.
-    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. Where the
-    target's mesh is new to this world of process groups, its ranks make its groups.
-    Raises LayoutError for a target that no plan reaches, or a local part of another shape than its layout gives;
+    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. A target
+    mesh new to this world of process groups also makes its groups.
+    Raises LayoutError for a target without a plan, or a local part whose shape does not follow from the layout;
     ValueError where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit:
-    there `reshard` takes placements alone.
+    compiled code gives placements alone.
     """
     if torch.compiler.is_dynamo_compiling():
         on_mesh, placements = _one_target(mesh, device_mesh, placements)
         if on_mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
             # ValueError: Dynamo cannot construct a LayoutError.
             raise ValueError(
-                "compiled code reshards by placements, on the tensor's mesh; call reshard outside the compiled function to give "
-                "a mesh, a Layout, a topology or a memory_limit"
+                "compiled code reshards by placements, on the tensor's mesh; call reshard outside the compiled "
+                "function to give a mesh, a Layout, a topology or a memory_limit"
             )
         return _in_graph(dtensor, *_graph_arguments(placements))
     result: DTensor = _Reshard.apply(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ def _one_target(
     device_mesh: ProcessMesh | DeviceMesh | None,
     placements: Placements | Layout | None,
 ) -> tuple[ProcessMesh | DeviceMesh | None, Placements | Layout | None]:
-    """The mesh and the placements that reshard's arguments mean; a Layout comes back as the placements.
+    """The mesh and the placements in reshard's arguments; a Layout comes back as the placements.
 
     Raises ValueError for a Layout beside a mesh or placements, and for two meshes.
     """
@@ -99,7 +100,7 @@ def _one_target(
 
 @in_graph
 def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, texts: str | tuple[str, ...]) -> DTensor:
-    """`reshard` while Dynamo traces: one node of the graph, whose arguments are those of `_graph_arguments`."""
+    """`reshard` while Dynamo traces: a node of the graph. axes, texts: from `_graph_arguments`."""
     placements = texts if isinstance(texts, str) else tuple(map(as_placement, texts))
     named: Any = placements if axes is None else dict(zip(axes, placements, strict=True))
     result: DTensor = _Reshard.apply(*_start(dtensor, None, named))  # type: ignore[no-untyped-call]
@@ -107,7 +108,7 @@ def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, texts: str | tuple
 
 
 def _graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
-    """The mesh axes, where placements name them, and the placements as strings: arguments that Dynamo can trace."""
+    """The mesh axes, if placements name axes, and the placements as strings: arguments for Dynamo's graph."""
     if placements is None or isinstance(placements, str):
         return None, placements or ()
     if isinstance(placements, Mapping):
@@ -116,7 +117,7 @@ def _graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tup
 
 
 def _placement_text(placement: Any) -> str:
-    """`str(placement)` in code that Dynamo can trace; also of torch's placements."""
+    """`str(placement)` in code for Dynamo to trace; also of torch's placements."""
     if isinstance(placement, Shard | TorchShard):
         return f"S({placement.dim})"
     if isinstance(placement, Replicate | TorchReplicate):
@@ -135,9 +136,10 @@ def start_reshard(
 ) -> StartedReshard:
     """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
-    Arguments and errors as `reshard`. Until `wait()` returns, `dtensor` is sent from its own memory: nothing may write
-    to it. In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the
-    backward of `start_reshard` waits for it. So ops between the two overlap with communication in both passes.
+    Arguments and errors as `reshard`. Until `wait()` returns, the memory of `dtensor` is being sent: nothing may write
+    to `dtensor`. In backward the order is reversed: the backward of `wait()` starts the gradient's first collective,
+    and the backward of `start_reshard` waits for it. Ops between the two calls thus overlap with communication in both
+    passes.
     """
     return StartedReshard(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))
 
@@ -150,7 +152,7 @@ def _start(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> tuple[DTensor, _Change, Pending]:
-    """Plans a reshard and starts its first collective. Returns `dtensor`, the plan and its layouts, and the run."""
+    """Plans a reshard and starts the first collective. Returns `dtensor`, the plan with its layouts, and the run."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     on_mesh, placements = _one_target(mesh, device_mesh, placements)
@@ -168,14 +170,14 @@ def _start(
 
 
 class _Change(NamedTuple):
-    """The part of a reshard that is the same for all DTensors of one kind; see `_cached_change`."""
+    """A reshard's plan and layouts, shared by all DTensors of a kind; see `_cached_change`."""
 
     src: Layout  # of the input
     target: Layout  # of the result
     cotangent: Layout  # of the input's gradient
     plan: Plan
     local_shape: tuple[int, ...]  # of this rank's part of the input
-    # `kind_of` the input where torch states its layout by a `_StridedShard` and the gradient must have that kind; else None.
+    # `kind_of` an input whose layout torch states by a `_StridedShard`: the gradient must have this kind; else None.
     strided_kind: Any
     topology: Topology | None
     memory_limit: int | None
@@ -186,7 +188,7 @@ class _Change(NamedTuple):
         return {"topology": self.topology, "memory_limit": self.memory_limit}
 
     def as_input(self, grad: DTensor) -> DTensor:
-        """The gradient, its layout stated as torch states that of the input."""
+        """The gradient, with its layout stated by torch's placements of the input."""
         return grad if self.strided_kind is None else of_kind(grad.to_local(), self.strided_kind)
 
 
@@ -245,7 +247,7 @@ class StartedReshard:
         return result
 
     def token(self, grad: DTensor) -> Tensor:
-        """The placeholder gradient that `_Waited.backward` passes to `_Started.backward`.
+        """The placeholder gradient from `_Waited.backward` to `_Started.backward`.
 
         Only the edge in autograd's graph matters: `_Started.backward` takes the real gradient from `_GradientReshard`.
         """
@@ -259,14 +261,15 @@ class _GradientReshard:
 
 
 def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
-    """The error for a local part of another shape than its layout gives.
+    """The error for a local part whose shape does not follow from the layout.
 
-    Sent as it is, the part would leave the receiving ranks waiting for the missing elements.
+    If such a part were sent, the receiving ranks would wait for the missing elements.
     """
     rank = this_rank()
     return LayoutError(
-        f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it {src.local_shape(shape, rank)}; "
-        "make the DTensor by distribute(), or give from_local the global shape= and stride="
+        f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it "
+        f"{src.local_shape(shape, rank)}; make the DTensor by distribute(), or give from_local the global shape= and "
+        f"stride="
     )
 
 
@@ -300,8 +303,8 @@ class _Reshard(torch.autograd.Function):
         if layout_of(grad) != wanted:
             grad = reshard(grad, placements=wanted, **options)
         elif this_rank() not in wanted.mesh:
-            # A new DTensor without other references: autograd stores such a gradient as it is. Of a gradient with other
-            # references autograd stores a copy, and DTensor cannot copy on a rank outside the mesh.
+            # A new DTensor, with a single reference, which autograd stores without a copy: DTensor cannot copy on a rank
+            # outside the mesh.
             grad = wrap(grad.to_local(), wanted, grad.shape)
         return change.as_input(grad), None, None
 
@@ -344,7 +347,7 @@ class _Waited(torch.autograd.Function):
 
 
 def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor]:
-    """`start_reshard` in a function that Dynamo takes as one node (see `in_graph`).
+    """`start_reshard` inside a function with `in_graph`.
 
     Returns two tensors, both for `finish_in_graph`: the reshard's number and an unfilled tensor.
     """
@@ -353,7 +356,7 @@ def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor
 
 
 def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
-    """Waits for the reshard that `begin_in_graph` started of the same `dtensor`, and returns the resharded DTensor."""
+    """Waits for the reshard started by `begin_in_graph` with the same `dtensor`; returns the resharded DTensor."""
     change = _change(dtensor, None, placements, None, None)
     result: DTensor = _Finished.apply(number, unfilled, dtensor.detach(), change)  # type: ignore[no-untyped-call]
     return result
@@ -362,9 +365,8 @@ def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placemen
 class _Begun(torch.autograd.Function):
     """The start of a reshard in a graph: returns the reshard's number (`traced.begin`) and an unfilled tensor.
 
-    The unfilled tensor has the result's local shape and is never read; it gives autograd an edge with the result's
-    shape. In backward the number's gradient is the number of the gradient's reshard, and the unfilled tensor's gradient
-    is that reshard's input.
+    The unfilled tensor is never read: autograd needs a tensor with the result's local shape. In backward the number's
+    gradient is the number of the gradient's reshard, and the unfilled tensor's gradient is the input of this reshard.
     """
 
     @staticmethod
@@ -379,7 +381,7 @@ class _Begun(torch.autograd.Function):
 
 
 class _Finished(torch.autograd.Function):
-    """The end of a reshard that was begun in a graph. Its dual is `_Begun` of the gradient."""
+    """The end of a reshard begun in a graph. Its dual is `_Begun` of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, unfilled: Tensor, dtensor: DTensor, change: _Change) -> DTensor:

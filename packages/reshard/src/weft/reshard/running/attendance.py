@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
-Each rank tells its message to the world's store. Only a rank without some gradient reads the messages, to give
-zeros where other ranks have a gradient (completing.py).
+Each rank writes a message to the world's store. Only a rank without some gradient reads the messages, to give zeros
+for gradients of other ranks (completing.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .order import named_ranks
 from .rendezvous import patience
 from .worlds import world
 
-_SLOTS = 64  # messages kept of a rank: the most steps that it may be ahead, as on a GPU hosts wait for no collective
+_SLOTS = 64  # keys of a rank: the most steps between two ranks, whose hosts do not wait for GPU collectives
 _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
 
 Found = TypeVar("Found")
@@ -30,7 +30,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A rank's message about one step, that is, one `GradientSync.wait()`."""
+    """A rank's message about a step, that is, about a `GradientSync.wait()`."""
 
     step: int
     done: bool  # whether the rank has come to `wait()`; the message is final then
@@ -40,10 +40,10 @@ class Message:
 
 
 class Attendance:
-    """The gradients that each rank has of the parameters `leaves`, step by step; made by GradientSync.
+    """Which gradients of the parameters `leaves` each rank has, step by step; made by GradientSync.
 
-    Communication: each rank writes its message of a step to the world's store, and waits for no answer. A rank without
-    some gradient, or with a gradient to send twice, also reads the messages of the ranks of the parameters' meshes.
+    Communication: each rank writes a message to the world's store in each step, and waits for no answer. A rank without
+    some gradient, or with a gradient to send twice, also reads the messages from the parameters' meshes.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
@@ -66,7 +66,7 @@ class Attendance:
             self._tell(leaf_forms, frozenset(), done=False, reads=False)
 
     def tell_final(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, reads: bool) -> None:
-        """Tells, in `wait()`, all gradients that this rank has in this step."""
+        """Tells, in `wait()`, which gradients this rank has in this step."""
         self._received.clear()
         if self.has_peers:
             self._tell(leaf_forms, unexpected, done=True, reads=reads)
@@ -83,7 +83,7 @@ class Attendance:
         return self._wait_until(mesh, lambda message: any(message.leaf_forms) or None) or False
 
     def forms_of(self, number: int) -> Forms:
-        """The forms of a parameter's gradients on the first rank found with one; () for none.
+        """The forms of a parameter's gradients on the first rank found with a gradient; () for none.
 
         Waits as `any_gradient_on`.
 
@@ -92,7 +92,7 @@ class Attendance:
         return self._wait_until(self._leaves[number].mesh, lambda message: message.leaf_forms[number] or None) or ()
 
     def peer_messages(self, leaf: Leaf) -> dict[int, Message]:
-        """The messages of the other ranks of a parameter's mesh, by rank. Waits until all are final."""
+        """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final."""
         self._wait_until(leaf.mesh, lambda message: None)
         return {rank: self._received[rank] for rank in self._peers[leaf.mesh]}
 
@@ -127,9 +127,9 @@ class Attendance:
                 continue
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"rank {this_rank()} lacks gradients that other ranks may have, and waited {patience():g} s at wait() number "
-                    f"{self._step} of its GradientSync for {named_ranks(missing)}; call wait() equally often on every rank of the "
-                    f"parameters' meshes"
+                    f"rank {this_rank()} lacks gradients that other ranks may have, and waited {patience():g} s at "
+                    f"wait() number {self._step} of its GradientSync for {named_ranks(missing)}; call wait() equally "
+                    f"often on every rank of the parameters' meshes"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -144,8 +144,8 @@ class Attendance:
             number = -1 if value is None else int(value.split(b" ", 1)[0])
             if number > self._step:
                 raise RuntimeError(
-                    f"rank {rank} has come to wait() number {number} of its GradientSync, and rank {this_rank()} to number "
-                    f"{self._step}; call wait() equally often on every rank of the parameters' meshes"
+                    f"rank {rank} has come to wait() number {number} of its GradientSync, and rank {this_rank()} to "
+                    f"number {self._step}; call wait() equally often on every rank of the parameters' meshes"
                 )
             if value is not None and number == self._step:
                 message = self._parse(value.decode())

@@ -1,7 +1,7 @@
-"""A tensor's parts in two arrangements: stacked, as collectives send them, and side by side, as in the tensor.
+"""A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
 
-Parts are padded to one shape for the collective. The executor, buckets.py (gradients) and gathering.py (parameters)
-use this.
+Parts are padded to equal shapes for the collective. The executor, buckets.py (gradients) and gathering.py
+(parameters) use this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cut_to(part: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def assembled(stacked: Tensor, leading: Sequence[str], step: AllGather) -> Tensor:
-    """Parts stacked along the `leading` axes, put side by side in the dims that these axes shard."""
+    """Parts stacked along the `leading` axes, put side by side in the dims sharded by these axes."""
     count = len(leading)
     order: list[int] = []
     shape: list[int] = []
@@ -56,7 +56,7 @@ class Stacking:
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether only the first dim is cut, so that each part is contiguous in the tensor."""
+        """Whether only the first dim is cut, and each part is contiguous in the tensor."""
         return not any(self.along[1:])
 
     def of_whole(self, whole: Tensor) -> Tensor:

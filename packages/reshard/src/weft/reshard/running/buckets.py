@@ -1,7 +1,7 @@
-"""Buckets of gradients: all gradients with one reduction in a flat tensor, reduce-scattered, all-reduced or both.
+"""Buckets of gradients: gradients with the same reduction in a flat tensor, reduce-scattered, all-reduced or both.
 
-A `Route` says how a parameter's gradient reaches its target layout; a `Bucket` moves the gradients of one kind of
-route. Used by sending.py.
+A `Route` says how a parameter's gradient reaches the target layout; a `Bucket` moves gradients of routes with the
+same `key`. Used by sending.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a gradient reaches its target layout: reduce-scattered over some axes, then all-reduced over others."""
+    """How a gradient reaches the target layout: reduce-scattered over some axes, then all-reduced over more."""
 
     scatter: ReduceScatter  # over no axes where nothing is scattered
     reduced: tuple[str, ...]  # axes of the all-reduce
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of the reduce-scatter, and those of the all-reduce: the same for all gradients of a bucket.
+        """The axes of the reduce-scatter, and of the all-reduce: the same for all gradients of a bucket.
 
         The gradients may be cut along different dims.
         """
@@ -49,7 +49,7 @@ class Reduction:
 
 @lru_cache(maxsize=65536)
 def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduction | None:
-    """The Reduction from a gradient's layout to its target; None where sums over axes do not suffice."""
+    """The Reduction from a gradient's layout to the target; None where sums over axes do not suffice."""
     src, dst = without_trivial_axes(src), without_trivial_axes(dst)
     if src.mesh != dst.mesh:
         return None
@@ -69,7 +69,7 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """How a parameter's gradients in one layout reach the target layout. Computed once, and kept in the leaf."""
+    """How a parameter's gradients in a given layout reach the target layout. Computed once, and kept in the leaf."""
 
     reduction: Reduction
     shape: tuple[int, ...]  # global, of the gradient
@@ -104,15 +104,15 @@ class Route:
         )
 
     def stacked(self, local: Tensor) -> Tensor:
-        """The parts of a local gradient that are scattered, one in each row."""
+        """The parts of a local gradient to scatter, a part in each row."""
         return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
 
 
 class Bucket(Generic[Owner]):
-    """Gradients on one mesh that are summed over the same axes by one collective. Each belongs to an owner, a Leaf.
+    """Gradients on the same mesh, summed over the same axes by a single collective. The owner of a gradient is a Leaf.
 
-    nbytes: of the gradients on the first rank of the mesh, so equal on every rank. is_open: whether the collective has
-        not started.
+    nbytes: of the gradients on the first rank of the mesh, to be equal on every rank. is_open: whether the collective
+        has not started.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -121,7 +121,7 @@ class Bucket(Generic[Owner]):
         self._grads: dict[Owner, Tensor] = {}  # this rank's parts, until the collective starts
 
     def add(self, owner: Owner, local: Tensor, route: Route) -> None:
-        """Adds this rank's part of the owner's gradient, to the owner's part in the bucket if there is one."""
+        """Puts in this rank's part of the owner's gradient; a second part of the same owner is added to the first."""
         if owner in self._grads:
             self._grads[owner] = self._grads[owner] + local
             return
@@ -138,7 +138,7 @@ class Bucket(Generic[Owner]):
             self._pending = Pending(self._run())
 
     def finish(self) -> list[tuple[Owner, DTensor]]:
-        """Waits for the collectives. Returns each owner with its gradient in the target layout."""
+        """Waits for the collectives. Returns each owner with the gradient in the target layout."""
         found = []
         with torch.no_grad():
             flat = self._pending.wait()

@@ -1,8 +1,8 @@
-"""Collectives on local tensors, as generators that yield each started Work and return the result.
+"""Collectives on local tensors, as generators: each yields every started Work, and returns the result.
 
-`Pending` runs a generator: starts it and waits later. The executor calls these for the steps of plans, buckets.py
-for gradients, and weft.kernels for the collectives inside its ops. Only here is it decided how a backend performs a
-collective: gloo's all-gathers and reduce-scatters go as all-to-alls.
+`Pending` runs a generator, with time for other work between start and wait. Callers are the executor for the steps
+of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file alone chooses how a
+backend performs a collective: all-gathers and reduce-scatters on gloo go as all-to-alls.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ REDUCE_OPS = {
 }
 
 
-# Bytes up to which two ranks on gloo swap tensors: gloo's all-reduce takes 1.2 to 2 times as long, and above 1 MB less time.
+# Up to this many bytes two ranks on gloo swap tensors: gloo's all-reduce takes 1.2 to 2 times as long, above 1 MB less.
 _SMALL = 1 << 19
 
 
-# The least bytes of a piece. On CPUs: at 1 Gbit/s between hosts a piece takes 2 ms, twenty times the latency of 0.1 ms. On GPUs: a
-# collective takes 10 to 20 us to start, in which 400 Gbit/s move 1 MB.
-# One link alone works on the first piece, and one on the last; with n pieces this takes 1/n of the time.
+# The least bytes of a piece. On CPUs: at 1 Gbit/s between hosts a piece takes 2 ms, twenty times the latency of 0.1 ms.
+# On GPUs: a collective takes 10 to 20 us to start, in which 400 Gbit/s move 1 MB.
+# During the first piece, and during the last, a single link works: with n pieces, for 1/n of the time.
 _PIECE, _PIECE_ON_GPU = 1 << 18, 1 << 22
 _MOST_PIECES = 16
 _EXTRA_IN_FLIGHT = 1  # pieces in flight beside the newest; more would share a link and end at the same time
@@ -85,10 +85,10 @@ def _returned(result: Tensor) -> Running:
 
 
 def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[slice]:
-    """Cuts a rank's part, `elements` elements of `tensor`, into pieces that go through several phases in turn.
+    """Cuts a rank's part, `elements` elements of `tensor`, into pieces for a pipeline of phases.
 
-    While one piece is in a phase, the next piece is in the phase before: links of different speeds work at once. One
-    piece where there is one phase, or little to move.
+    While a piece is in a phase, the next piece is in the phase before: links of different speeds work at once. A single
+    phase, or little data, takes a single piece.
     """
     least = _PIECE_ON_GPU if tensor.is_cuda else _PIECE
     pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least)) if len(phases) > 1 else 1
@@ -134,7 +134,7 @@ def gather_pieces(
 ) -> Generator[dist.Work, None, None]:
     """`all_gather` piece by piece.
 
-    part: flat. into: the buffer that receives the parts, [*sizes, elements of a part].
+    part: flat. into: receives the parts, [*sizes, elements of a part].
     """
 
     def gather(piece: slice) -> Running:
@@ -156,8 +156,8 @@ def by_exchange() -> bool:
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to fill `whole` with the parts of the group's members, in the order of the group's ranks.
 
-    On gloo by an all-to-all, which takes half the time or less, and meanwhile the result's memory a second time.
-    Between two ranks it takes no extra memory.
+    On gloo by an all-to-all, which takes half the time or less, and meanwhile the result's memory a second time. Two
+    ranks need no extra memory.
     """
     if not by_exchange():
         return _as_work(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
@@ -173,7 +173,7 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> d
 def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """Reduces the members' tensors into the memory of `whole`; bool is reduced as uint8, which every backend supports.
 
-    On gloo two ranks swap small tensors and add them: the same bytes, in one step instead of two. For one or two
+    On gloo two ranks swap small tensors and add: the same bytes, in a single step instead of two. For up to two
     elements gloo's own all-reduce does the same.
     """
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
@@ -207,10 +207,11 @@ def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: S
 
 
 def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """`reduce_scatter` by one collective in each phase.
+    """`reduce_scatter` by a collective in each phase.
 
-    NCCL scatters sums. For other reductions, the ranks exchange parts, which is as many bytes, and reduce them locally.
-    So do sums on gloo: its own reduce-scatter reduces everything on every rank, for twice the bytes, and keeps a part.
+    NCCL scatters sums. For reductions other than sums, the ranks exchange parts, which is as many bytes, and reduce the
+    received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank, for
+    twice the bytes, and keeps a part.
     """
     for group, positions in phases:
         stacked = stacked.reshape(len(positions), -1).contiguous()
@@ -289,7 +290,7 @@ def _start_exchange(
 ) -> dist.Work:
     """Starts an all-to-all of equal rows, or with `counts[i]` elements to and from member i.
 
-    instead_of: the kind of collective that the all-to-all counts as (see `issued.counted_as`).
+    instead_of: the kind of collective for which the all-to-all stands (see `issued.counted_as`).
     """
     with counted_as(instead_of):
         return _as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))

@@ -12,12 +12,10 @@ from .sending import Sending
 
 
 def complete(leaves: Sequence[Leaf], expected: Sequence[Leaf], sending: Sending, attendance: Attendance) -> list[Forms]:
-    """Puts the gradients that are not sent yet into buckets. Returns each parameter's forms on all ranks.
+    """Puts the unsent gradients into buckets. Returns each parameter's forms on all ranks; () without any gradient.
 
-    A parameter's forms are () where no rank has a gradient.
-    expected: the parameters that every rank sends next, in order.
-    Communication: as `Attendance`, and the buckets that fill up. Raises RuntimeError where the ranks' gradients have no
-    sum.
+    expected: the parameters sent next by every rank, in order.
+    Communication: as `Attendance`, and full buckets. Raises RuntimeError where the ranks' gradients have no sum.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
@@ -50,11 +48,11 @@ def _complete_with_peers(
     leaf_forms: Sequence[Forms],
     resent: set[int],
 ) -> list[Forms]:
-    """`complete` on a rank that lacks a gradient or sends one twice: reads messages, and gives zeros where needed.
+    """`complete` on a rank without some gradient, or with a gradient to send twice: reads messages, and gives zeros.
 
     leaf_forms: of each parameter's gradients on this rank. resent: indices of the parameters whose gradients were sent
-        before in this step. The expected gradients come first, in the forms of the last step: a rank that still runs
-        backward may wait for their buckets before it tells its message.
+        before in this step. The expected gradients come first, in the forms of the last step: a rank still in backward
+        may wait for these buckets, and tell its message only afterwards.
     """
     number = {leaf: i for i, leaf in enumerate(leaves)}
     lacks_all = not any(leaf_forms)
@@ -76,8 +74,9 @@ def _complete_with_peers(
         unaware = [rank for rank, each in messages.items() if not each.reads and i not in each.unexpected]
         if i in resent and unaware:
             raise RuntimeError(
-                f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on {named_ranks(unaware)}, "
-                f"after the gradient was sent; run equally many passes on every rank, or all but the last within sync.paused()"
+                f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on "
+                f"{named_ranks(unaware)}, after the gradient was sent; run equally many passes on every rank, or all "
+                f"but the last within sync.paused()"
             )
         if leaf.pending():
             sending.add(leaf)
@@ -95,17 +94,18 @@ def _add_zeros(sending: Sending, leaf: Leaf, forms: Forms) -> None:
 
 
 def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
-    """Raises RuntimeError where another rank's gradients have other forms than this rank's."""
+    """Raises RuntimeError where another rank's gradients differ from this rank's in form."""
     for rank, forms in theirs.items():
         if mine and set(mine) != set(forms):
             raise RuntimeError(
                 f"the gradient of {leaf.name} is ({', '.join(map(str, mine))}) on rank {this_rank()}, and "
-                f"({', '.join(map(str, forms))}) on rank {rank}: these cannot be summed; give the ranks batches of one layout and dtype"
+                f"({', '.join(map(str, forms))}) on rank {rank}: these cannot be summed; give all ranks batches of the "
+                f"same layout and dtype"
             )
 
 
 def _add_zero_shard(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Gives zeros for this rank's shard of a gradient that other ranks have in the target layout already.
+    """Gives zeros for this rank's shard of a gradient, where ranks with different shards have theirs already.
 
     Raises RuntimeError where a rank with the same shard has a gradient: in the target layout, the gradient is no
     partial sum.
@@ -115,7 +115,8 @@ def _add_zero_shard(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[
     same_shard = [rank for rank in ranks if target.local_slices(shape, rank) == mine]
     if same_shard:
         raise RuntimeError(
-            f"rank {this_rank()} leaf_forms no gradient of {leaf.name}, which {named_ranks(same_shard)} ha{'s' if len(same_shard) == 1 else 've'} whole "
-            f"({target}), so that nothing is to be added up; compute with it on all of these ranks, or on rows that an axis shards"
+            f"rank {this_rank()} has no gradient of {leaf.name}, which {named_ranks(same_shard)} "
+            f"ha{'s' if len(same_shard) == 1 else 've'} whole ({target}), so there is no sum to which this rank could "
+            f"add; compute with {leaf.name} on all of these ranks, or shard the batch's rows over an axis"
         )
     sending.add_zeros(leaf, next(form for form in forms if form.layout == target))

@@ -1,7 +1,7 @@
-"""Layouts of DTensors, and DTensors of local tensors: the one file that knows how torch states a layout.
+"""Layouts of DTensors, and DTensors of local tensors: Weft's only file with torch's placements.
 
-`layout_of` reads a DTensor's layout, `wrap` makes a DTensor of a local part, `distribute` of a whole tensor. Ops of
-weft.kernels and weft.models use them too. All through DTensor's public API, but for `_spec`.
+`layout_of` reads a DTensor's layout, `wrap` makes a DTensor of a local part, `distribute` of a whole tensor.
+weft.kernels and weft.models call these too. All goes through DTensor's public API, except `_spec`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ STRIDED = "_StridedShard"  # a private placement of torch, recognized by name
 def layout_of(dtensor: DTensor) -> Layout:
     """The layout of a DTensor.
 
-    A DTensor that FSDP2 shards after tensor parallelism is cut by tp first: "tp: S(0), dp: S(0)".
-    Raises LayoutError for placements beyond Shard, Replicate and Partial, and for other strided shards.
+    A DTensor sharded by FSDP2 on top of tensor parallelism is cut by tp first: "tp: S(0), dp: S(0)".
+    Raises LayoutError for placements beyond Shard, Replicate and Partial, and for strided shards not made like this.
     """
     return layout_on(dtensor.device_mesh, dtensor.placements)
 
@@ -43,9 +43,9 @@ def is_strided(dtensor: DTensor) -> bool:
 
 
 def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
-    """The layout that `placements` mean on a DeviceMesh, whose first axis is the major one.
+    """The layout given by `placements` on a DeviceMesh, where earlier axes are major.
 
-    On a DeviceMesh made by permuting a ProcessMesh: the layout on that ProcessMesh, shards in the DeviceMesh's axis
+    On a DeviceMesh made by permuting a ProcessMesh: the layout on the ProcessMesh, shards in the DeviceMesh's axis
     order.
     """
     return _layout(process_mesh(mesh), axis_names(mesh), tuple(placements))
@@ -69,18 +69,18 @@ def _known(axis: str, placement: Any) -> Placement:
         return as_placement(placement)
     except ValueError:
         raise LayoutError(
-            f"axis {axis!r} has the placement {placement!r}, but a layout takes Shard, Replicate and Partial alone; bring "
-            f"the DTensor to one of these by its redistribute() first"
+            f"axis {axis!r} has the placement {placement!r}, but a layout takes Shard, Replicate and Partial alone; "
+            f"bring the DTensor to one of these by its redistribute() first"
         ) from None
 
 
 def _with_strided_shard(
     mesh: ProcessMesh, axis: str, placement: Any, later: dict[str, Placement]
 ) -> dict[str, Placement]:
-    """`later`, the placements of the axes after `axis`, with `axis` inserted behind the axes that cut its dim first.
+    """`later`, the placements of the axes after `axis`, with a shard of `axis` inserted where it cuts.
 
-    The placement of `axis` is a strided shard. FSDP2 makes one where tensor parallelism has cut dim 0: its axis comes
-    first in the mesh and cuts last. `placement.split_factor` is the number of parts that the dim has by then.
+    The placement of `axis` is a strided shard. FSDP2 makes a strided shard where tensor parallelism has cut dim 0:
+    FSDP2's axis comes first in the mesh and cuts last. `placement.split_factor` is the number of parts before this cut.
     Raises LayoutError where the axes after `axis` do not cut the dim into this number of parts.
     """
     majors, parts = [], 1
@@ -93,8 +93,8 @@ def _with_strided_shard(
     if parts != placement.split_factor:
         raise LayoutError(
             f"axis {axis!r} has the placement {placement!r}, which cuts every {placement.split_factor}th part of dim "
-            f"{placement.dim}, and no axes after it cut that dim into so many; bring the DTensor to Shard or Replicate there "
-            f"by its redistribute() first"
+            f"{placement.dim}, and no axes after {axis!r} cut that dim into so many; bring the DTensor to Shard or "
+            f"Replicate there by its redistribute() first"
         )
     first = {other: later[other] for other in majors}
     return first | {axis: Shard(placement.dim)} | later
@@ -128,7 +128,7 @@ def of_kind(local: Tensor, kind: Any) -> DTensor:
 
 
 def kind_of(dtensor: DTensor) -> Any:
-    """A value that is equal for DTensors of one layout, shape and dtype, and fast to read."""
+    """A value equal for DTensors of the same layout, shape and dtype, and fast to read."""
     return dtensor._spec
 
 
@@ -136,11 +136,11 @@ _names_of_memory: dict[type[DTensor], str] = {}  # by class, the attribute that 
 
 
 def memory_of(dtensor: DTensor) -> Tensor:
-    """The local tensor object that a DTensor holds: who replaces its memory replaces the DTensor's.
+    """The local tensor object of a DTensor: replacing the memory of this object replaces the DTensor's memory.
 
-    `to_local()` of a parameter returns a new view each time (torch 2.13). The attribute's name comes from the protocol
-    for subclasses of torch.Tensor that hold tensors (`__tensor_flatten__`), which takes 5 us and is asked once for each
-    class. A DTensor with weak references keeps this tensor object.
+    `to_local()` of a parameter returns a new view each time (torch 2.13). The attribute's name comes from torch's
+    protocol for tensor subclasses that hold tensors (`__tensor_flatten__`); a call takes 5 us, and is made once for
+    each class. A DTensor with weak references keeps this tensor object.
     """
     name = _names_of_memory.get(type(dtensor))
     if name is None:
@@ -151,7 +151,7 @@ def memory_of(dtensor: DTensor) -> Tensor:
 
 
 def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
-    """All that DTensors of one kind share: everything but the local tensor.
+    """Everything but the local tensor of a DTensor, shared by DTensors of a kind.
 
     No public call makes a DTensor from an existing spec, as torch's own ops and FSDP2 do. Through `from_local` each
     DTensor would take 14 us, from a spec 3 us (torch 2.13, one CPU core). Specs are never changed: an in-place op gives
@@ -165,16 +165,16 @@ def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
 
 
 def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[TorchPlacement, ...]]:
-    """The DeviceMesh and torch's placements that state `layout`."""
+    """The DeviceMesh and torch's placements for `layout`."""
     mesh, placements = _as_torch_order(layout)
     return device_mesh(mesh, device_type, layout.mesh if mesh != layout.mesh else None), placements
 
 
 @lru_cache(maxsize=65536)
 def _as_torch_order(layout: Layout) -> tuple[ProcessMesh, tuple[TorchPlacement, ...]]:
-    """The mesh with its axes permuted so that torch's placements state `layout`, and these placements.
+    """A permutation of the mesh on which torch's placements can state `layout`, and these placements.
 
-    In DTensor the first axis of the mesh is the major one. Any other order of shards is stated by permuting the mesh.
+    In DTensor earlier axes of the mesh are major. For any different order of shards the mesh is permuted.
     """
     names = [item.partition(":")[0] for item in str(layout).split(", ")]
     return layout.mesh.permute(*names), tuple(_to_torch(layout[name]) for name in names)
@@ -214,7 +214,7 @@ def _number(
     partial = ", ".join(repr(name) for name, size, placement in axes if size > 1 and placement.is_partial())
     if partial:
         raise LayoutError(
-            f"a number was asked of a DTensor that is Partial over {partial}, and this rank holds only an addend of it; read "
+            f"a number was asked of a DTensor that is Partial over {partial}, and this rank holds only an addend; read "
             f"reshard(x), which is the sum on every rank, or x.to_local(), if this rank's addend is meant"
         )
     number: bool | int | float | complex = func(x.to_local())
@@ -232,12 +232,12 @@ def distribute(
     *,
     device_mesh: ProcessMesh | DeviceMesh | None = None,
 ) -> DTensor:
-    """Makes a DTensor of a global tensor that every rank holds whole: each rank keeps its part.
+    """Makes a DTensor of a global tensor, whole on every rank: each rank keeps its part.
 
-    layout: a Layout, or a mesh with `placements` on it, as torch's `distribute_tensor` takes them; `device_mesh` is
-        torch's name for the mesh. Where the layout is Partial, the value stays at index 0 of the axis and the other
-        ranks hold the operation's identity.
-    Communication: none, but for making the mesh's process groups where they are new.
+    layout: a Layout, or a mesh beside `placements`, as in torch's `distribute_tensor`; `device_mesh` is torch's name
+        for the mesh. Where the layout is Partial, the value stays at index 0 of the axis, and the remaining ranks hold
+        the operation's identity.
+    Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """
     rank = this_rank()

@@ -1,7 +1,7 @@
-"""`in_graph`: functions that Dynamo puts into its graph as one node, without tracing into them.
+"""`in_graph`: functions that stay a single node in Dynamo's graph.
 
-Layouts are Python values that Dynamo cannot trace, so ops on DTensors are decorated with `in_graph`. Dynamo, and
-Triton with it, is imported only when DTensors are first used (`allow`), as the import is slow.
+Dynamo cannot trace layouts, which are Python values: functions on DTensors are decorated with `in_graph`. Dynamo
+and Triton are slow to import, and are imported when DTensors are first used (`allow`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ else:
 
 
 def guard_shapes() -> None:
-    """While Dynamo traces: make its graph valid only for the global shapes of the DTensors it was given, on every rank.
+    """While Dynamo traces: make the graph valid only for the global shapes of the traced DTensors, on every rank.
 
-    Dynamo itself (torch 2.13) guards a DTensor's local sizes alone. Another global shape may leave one rank's local
-    size as it was: that rank would run the old graph with the old global shape while other ranks compile. A plan is
-    made for one global shape.
+    Dynamo itself (torch 2.13) guards a DTensor's local sizes alone. A new global shape may leave a rank's local size
+    unchanged: this rank would run the old graph, with the old global shape, while the rest compile. A plan holds for a
+    single global shape.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -58,10 +58,10 @@ _unregistered: list[Callable[..., Any]] = []  # `in_graph` functions that Dynamo
 
 
 def in_graph(function: Function) -> Function:
-    """Decorator: while Dynamo traces, a call is one node of its graph, into which AOTAutograd then traces.
+    """Decorator: while Dynamo traces, a call is a single node of the graph, into which AOTAutograd traces later.
 
     Dynamo knows no layouts, and would have to know each gradient's layout before the gradient exists. The function
-    takes tensors, numbers, strings and tuples of these. The graph holds for the global shapes it was traced with; see
+    takes tensors, numbers, strings and tuples of these. The graph holds for the traced global shapes; see
     `guard_shapes`.
     """
 

@@ -1,7 +1,7 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
-Each step is a generator that yields every collective it has started and returns the step's local tensor. The caller
-decides what to do between start and wait: `execute` waits at once, `Pending` (of `started`) waits later.
+Each step is a generator: it yields every started collective, and returns the local tensor after the step. `execute`
+waits for a collective at once; `Pending`, from `started`, leaves the caller time between start and wait.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """`execute` with its first collective started; `wait()` runs the rest.
 
-    Inside `received.giving` nothing is sent: the result is the tensor that was received before.
+    Inside `received.giving` nothing is sent: the result is the tensor received in forward.
     """
     if all(isinstance(step, Local) for step in plan.steps):
         return Pending(_run(plan, local, mesh))
@@ -152,7 +152,7 @@ class _StepStart:
         return cut_to(scattered.view(part), mine)
 
     def _phases(self, step: AllGather | ReduceScatter) -> list[Phase]:
-        """The groups over which the step gathers or scatters, one after the other, with their members' positions."""
+        """The groups over which the step gathers or scatters, in order, with the members' positions."""
         return [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
 
     def _stacking(self, step: AllGather | ReduceScatter, part: Sequence[int], leading: Sequence[str]) -> Stacking:
@@ -167,7 +167,7 @@ class _StepStart:
         return (yield from exchange(local, held, result, wanted, messages, group, ranks))
 
     def _reduce_exchange(self, step: ReduceExchange, local: Tensor) -> Running:
-        """Runs the dual exchange backwards: sends its receives, receives its sends, and adds what arrives."""
+        """Runs the dual exchange with sends and receives swapped, and adds the received parts."""
         ranks, group = self._exchanging(dual_layout(step.target), dual_layout(self.layout))
         messages = backwards(self.layout, step, self.shape, self.rank).reversed()
         held = self.layout.local_slices(self.shape, self.rank)
@@ -176,7 +176,7 @@ class _StepStart:
         return (yield from exchange(local, held, result, wanted, messages, group, ranks, add=True))
 
     def _exchanging(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """The ranks, ascending, that exchange data with this rank, this rank included, and their group."""
+        """The ranks, ascending, in this rank's exchange, this rank included, and the group of these ranks."""
         ranks = taking_part(src, dst, self.rank)
         axes = exchanging_axes(src, dst) if src.mesh == dst.mesh else ()
         return ranks, group_over(self.mesh, axes) if axes else group_of(ranks)

@@ -1,4 +1,4 @@
-"""Fused Adam steps on DTensors, run on each rank's local tensors in one call: Adam updates each element by itself.
+"""Fused Adam steps on DTensors, on each rank's local tensors in a single call: Adam updates each element by itself.
 
 Importing this file registers the steps. torch's own rules infer the layouts of all tensors of an optimizer in each
 step, which on a CPU takes several times as long as the step.
@@ -21,10 +21,9 @@ from .dtensor import kind_of, layout_of, memory_of
 def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor], ...], kwargs: dict[str, Any]) -> None:
     """The implementation of torch's fused Adam ops for DTensors.
 
-    args: parameters, gradients, each list of states, and the step numbers, as torch's optimizers pass them.
-    Communication: none, except for a gradient in another layout than its parameter, which is resharded. torch
-    redistributes it too.
-    Raises LayoutError for a state in another layout than its parameter.
+    args: parameters, gradients, each list of states, and the step numbers, as in torch's optimizers.
+    Communication: none, except to reshard a gradient not in the parameter's layout, as torch does too.
+    Raises LayoutError for a state not in the parameter's layout.
     """
     parameters, gradients, *states, steps = args
     pairs = zip(parameters, gradients, strict=True)
@@ -33,8 +32,9 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
         for parameter, tensor in zip(parameters, state, strict=False):  # an optional state may be an empty list
             if not _same_layout(tensor, parameter):
                 raise LayoutError(
-                    f"an optimizer state of a parameter of shape {tuple(parameter.shape)} is {_described(tensor)}, and the "
-                    f"parameter is {_described(parameter)}; reshard the state to the parameter's layout before the step"
+                    f"an optimizer state of a parameter of shape {tuple(parameter.shape)} is {_described(tensor)}, and "
+                    f"the parameter {_described(parameter)}; reshard the state to the parameter's layout before the "
+                    f"step"
                 )
     locals_ = [[_local(each) for each in tensors] for tensors in (parameters, gradients, *states, steps)]
     step(*locals_, **{name: _local(value) for name, value in kwargs.items()})

@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters gathered over the same ranks in one dtype share one collective. A unit (units.py) keeps a `Gathers` for
-its parameters, and uses it before each forward or backward that needs them.
+Parameters of the same ranks and dtype share a collective. A unit (units.py) runs a `Gathers` before each forward or
+backward with these parameters.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Gather:
 
 
 class Gathers:
-    """Repeated gathers of the same shards into the same buffers. What does not change between them is computed once.
+    """Repeated gathers of the same shards into the same buffers. Constant parts are computed once.
 
-    Communication: one all-gather for all shards gathered over the same ranks in one dtype, in the order given. A gather
-    whose plan is not one all-gather is run by itself. Ranks outside the shards' meshes do nothing.
+    Communication: an all-gather for all shards of the same ranks and dtype, in the order given. A gather whose plan is
+    not a single all-gather runs by itself. Ranks outside the shards' meshes do nothing.
     """
 
     def __init__(self, gathers: Iterable[Gather]) -> None:
@@ -84,10 +84,10 @@ class Gathers:
 
 
 class _Bundle:
-    """One all-gather of several shards: a row of the buffer holds a rank's parts of all shards, one after another.
+    """A single all-gather of several shards: a row of the buffer holds a rank's parts of all shards, concatenated.
 
-    The buffer has memory only from start to finish. Its views, and the views of the buffers to fill, are made once:
-    each costs the host as much as a small copy.
+    The buffer has memory only from start to finish. All views are made once: each costs the host as much as a small
+    copy.
     """
 
     def __init__(self, items: Sequence[tuple[Gather, AllGather]]) -> None:
@@ -149,7 +149,7 @@ class _Bundle:
 
 
 def _step(gather: Gather) -> AllGather | None:
-    """The all-gather that is this gather's whole plan; None where the plan has no step, another step, or several."""
+    """This gather's plan, if the plan is a single all-gather; else None."""
     src = layout_of(gather.shard)
     if this_rank() not in src.mesh:
         return None

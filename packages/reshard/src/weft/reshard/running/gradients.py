@@ -1,4 +1,4 @@
-"""`GradientSync`: reduces gradients to their parameters' layouts, or to shards of them, in buckets while backward runs.
+"""`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
 leaves.py has the state of each parameter, sending.py the buckets, completing.py and attendance.py the case of ranks
 with different gradients.
@@ -41,18 +41,18 @@ _syncs: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 class GradientSync:
     """Reduces the gradient of every DTensor parameter of `module` to the parameter's layout, while backward runs.
 
-    A gradient is Partial over every mesh axis that shards a tensor to which its parameter was applied, whichever the
-    dim. The gradient's layout says so; no batch dim is looked for. Gradients with the same reduction share a bucket:
-    one collective, started by the hook of the bucket's last gradient and finished by `wait()`. Until then `.grad` holds
-    a placeholder, and code that reads numbers from it raises RuntimeError: a torch optimizer's step, an update by hand,
-    torch's or Weft's `clip_grad_norm_`, a GradScaler. A gradient that has the target layout from the start is in
-    `.grad` at once. Further forward and backward passes before `wait()` add up. To give up a step call `sync.wait()`,
-    then `zero_grad()`; `zero_grad()` alone clears no gradient under way.
+    A gradient is Partial over every mesh axis along which an input of the parameter's op was sharded, in whichever dim.
+    The gradient's layout tells these axes; no batch dim is looked for. Gradients with the same reduction share a
+    bucket: a collective, started by the hook of the bucket's last gradient and finished by `wait()`. Until then `.grad`
+    holds a placeholder, and reading numbers from the placeholder raises RuntimeError: a torch optimizer's step, an
+    update by hand, torch's or Weft's `clip_grad_norm_`, a GradScaler. A gradient with the target layout from the start
+    is in `.grad` at once. Further forward and backward passes before `wait()` add up. To give up a step call
+    `sync.wait()`, then `zero_grad()`; `zero_grad()` alone clears no gradient under way.
 
-    shard_over: axis, or axes, over which the gradient of a parameter that is replicated there ends as a shard:
-        reduce-scattered instead of all-reduced, along the first dim that divides evenly, else dim 0.
-    bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh, so that buckets close alike on
-        all ranks.
+    shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
+        all-reduced, along the first dim that divides evenly, else dim 0.
+    bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh to close buckets alike on all
+        ranks.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
     Where `module` gathers sharded parameters (ParallelPlan's zero), the gradient of the full copy is reduced into the
@@ -60,18 +60,18 @@ class GradientSync:
     Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
     gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
     the parameters' meshes call `wait()` equally often.
-    Communication: gradients are sent in the reverse of the order of `module`'s parameters. So ranks send alike even
-    where their hooks run in different orders, as where one rank compiles a block and another does not. A gradient that
-    comes early waits for the gradients before it, except those of parameters that had no gradient on any rank in the
-    last step. In `wait()` each rank tells the store of the process group in one message which gradients it has, and
-    waits for no answer. A rank without some gradient reads all ranks' messages, in a fraction of a millisecond each.
-    Freeze parameters that are never used (`requires_grad_(False)`).
-    Raises ValueError for a bucket without room, an axis that no parameter's mesh has, or a parameter that has a
-    GradientSync already, which would reduce it twice; `close()` that one first.
+    Communication: gradients are sent in the reverse of the order of `module`'s parameters. Ranks thus send alike even
+    if hooks run in different orders, as where only some ranks compile a block. An early gradient waits for all
+    gradients before, except of parameters without a gradient on any rank in the last step. In `wait()` each rank writes
+    a message with the list of its gradients to the store of the process group, and waits for no answer. A rank without
+    some gradient reads all ranks' messages, in a fraction of a millisecond each. Freeze unused parameters
+    (`requires_grad_(False)`).
+    Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter with a GradientSync
+    already: two would reduce the gradient twice; `close()` the first.
 
         sync = GradientSync(model)  # kept for as long as the model is trained
         loss.backward(); sync.wait(); optimizer.step()
-        with sync.paused(): ...   # backward passes that only accumulate
+        with sync.paused(): ...   # backward passes here only accumulate
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class GradientSync:
         for name, parameter in named.items():
             if parameter.requires_grad and _sync_of(parameter) is not None:
                 raise ValueError(
-                    f"parameter {name} has a GradientSync already, so two would reduce its gradient; close() that one first"
+                    f"parameter {name} has a GradientSync already, and two would reduce the gradient twice; close() "
+                    f"that one first"
                 )
         known = {axis for parameter in named.values() for axis in layout_of(parameter).mesh.axis_names}
         for axis in axes:
@@ -119,7 +120,7 @@ class GradientSync:
         self._unhooked = list(enumerate(self._leaves))  # frozen parameters' leaves, with their indices
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
-        # The leaves with a gradient on any rank in the last step, in the order in which they are sent; and the next one's index.
+        # The leaves with a gradient on any rank in the last step, in sending order; and the index of the next to send.
         self._expected = tuple(leaf for leaf in self._leaves if leaf.home.requires_grad)
         self._next = 0
         # Whether a parameter's gradients may be sent several times in a step.
@@ -136,7 +137,7 @@ class GradientSync:
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
-        """Sets hooks on parameters that require gradients and have no hooks yet."""
+        """Sets hooks on parameters with `requires_grad` and without hooks."""
         own = weakref.ref(self)
         claimed = False
         for number, leaf in self._unhooked:
@@ -160,7 +161,7 @@ class GradientSync:
         """Inside, backward passes only accumulate; the next pass outside, or `wait()`, synchronizes the sum.
 
         Sharded parameters (ParallelPlan's zero=1 and 2) are gathered once for all forward passes from here to `wait()`.
-        They do not change in between, as the gradients of these passes have one sum.
+        Parameters do not change in between, as the gradients of all these passes are added up.
         """
         before, self._paused = self._paused, True
         for unit in self._units:
@@ -175,8 +176,8 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until every gradient has its target layout in `.grad`.
 
-        Communication: the collectives not yet started, one for each bucket; a reshard for each gradient that neither an
-        all-reduce nor a reduce-scatter brings to its target.
+        Communication: the collectives not yet started, one for each bucket; a reshard for each gradient beyond
+        all-reduce and reduce-scatter.
         """
         self._synchronize()
         for unit in self._units:
@@ -222,7 +223,7 @@ class GradientSync:
             leaf.call_hooks()
 
     def close(self) -> None:
-        """Removes the hooks from the parameters; their gradients stay as they are. Call `wait()` before."""
+        """Removes the hooks from the parameters and leaves gradients as found. Call `wait()` before."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
@@ -250,7 +251,7 @@ class GradientSync:
     def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
         """Raises RuntimeError where gradients of `parameters` are not synchronized yet.
 
-        what: the call that would miss them, for the error. then: the call before which to call `wait()`.
+        what: the refused call, for the error. then: the call after which gradients are needed, for the remedy.
         """
         waiting: dict[Tensor, str] = {leaf.home: leaf.name for _, leaf in self._unhooked if _has_partial_grad(leaf)}
         if self._unsynchronized:
@@ -262,14 +263,14 @@ class GradientSync:
             more = f" and {len(names) - 1} other{'s' if len(names) > 2 else ''}" if len(names) > 1 else ""
             raise RuntimeError(
                 f"{what} before sync.wait(): the gradients of {names[0]}{more} are still partial sums, or being "
-                f"reduced, and {what} would miss them; call sync.wait() between loss.backward() and {then}. To drop these "
-                f"gradients, call sync.wait() and then zero_grad()"
+                f"reduced, and {what} would miss them; call sync.wait() between loss.backward() and {then}. To drop "
+                f"these gradients, call sync.wait() and then zero_grad()"
             )
 
     def _keep_older_grad(self, leaf: Leaf, incoming: Tensor) -> None:
-        """Moves the gradient in `.grad` aside where the incoming gradient has another layout.
+        """Moves the gradient in `.grad` to `in_other_layouts` if the incoming gradient has another layout.
 
-        Autograd would add the two, for which DTensor would reshard one of them.
+        Otherwise autograd would add the two, and DTensor would reshard one.
         """
         older = leaf.grad
         if older is None:  # `.grad` is a placeholder
@@ -322,7 +323,7 @@ class GradientSync:
     def _tell_before_waiting(self) -> None:
         """Tells, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
 
-        Called before a full bucket is waited for, so that this rank does not wait for one that waits for its message.
+        Called before the wait for a full bucket, since a rank in this bucket may be waiting for this rank's message.
         """
         if not self._in_wait:
             # Before the first `wait()` other ranks do not know the forms of the gradients.
@@ -331,16 +332,16 @@ class GradientSync:
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
-    """Raises RuntimeError where a gradient of `parameters` needs the `wait()` of its GradientSync first.
+    """Raises RuntimeError where a gradient of `parameters` waits for GradientSync's `wait()`.
 
-    what: the call that needs the gradients, for the error.
+    what: the refused call, for the error.
     """
     for sync in list(_syncs):
         sync._refuse(parameters, what, what)
 
 
 def _has_partial_grad(leaf: Leaf) -> bool:
-    """Whether a parameter without hooks, frozen when its GradientSync was made, has a partial sum in `.grad`."""
+    """Whether a parameter without hooks, frozen when GradientSync was made, has a partial sum in `.grad`."""
     grad = leaf.grad if leaf.home.requires_grad and _sync_of(leaf.home) is None else None
     return grad is not None and any(placement.is_partial() for placement in grad.placements)
 
@@ -351,18 +352,18 @@ def _sync_of(parameter: Tensor) -> GradientSync | None:
 
 
 def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
-    """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
+    """The callback to hand a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
-    None for a parameter without GradientSync. One callback serves all parameters of a GradientSync. It is called in a
+    None for a parameter without GradientSync. The callback serves all parameters of a GradientSync. Call it in a
     backward pass, at most once for each parameter, with the parameter, this rank's part of the gradient and the
-    gradient's `kind_of`. It returns False where the gradient must go by `.grad`.
+    gradient's `kind_of`. False means: the gradient must go by `.grad`.
     """
     alive = None if parameter is None else _sync_of(parameter)
     return None if alive is None else alive._take_local_grad
 
 
 def _before_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor | None], None]:
-    """The hook that runs before autograd adds a leaf's gradient to `.grad`. It holds no tensor; see `weakly`."""
+    """The hook run before autograd adds a leaf's gradient to `.grad`. Holds no tensor; see `weakly`."""
 
     def before(incoming: Tensor | None) -> None:  # None where a function returned no gradient
         alive = sync()
@@ -375,7 +376,7 @@ def _before_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tens
 
 
 def _after_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor], None]:
-    """The hook that runs after autograd has added a leaf's gradient to `.grad`. It holds no tensor; see `weakly`."""
+    """The hook run after autograd has added a leaf's gradient to `.grad`. Holds no tensor; see `weakly`."""
 
     def ready(_: Tensor) -> None:
         alive = sync()

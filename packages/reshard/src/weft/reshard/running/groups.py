@@ -1,7 +1,7 @@
 """The DeviceMeshes and process groups of a ProcessMesh in the current world, and the ProcessMesh of a DeviceMesh.
 
-Weft makes groups only here. Each function caches by content, so ranks that call in the same order make the same
-groups.
+Weft makes groups only here. Each function caches by content: ranks with the same calls in the same order make the
+same groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | Non
     if key not in here.device_meshes:
         made = here.device_mesh(mesh, device_type)
         if permuted is not None:
-            # Different from the DeviceMesh of an unpermuted mesh with this axis order: torch's caches compare by equality.
+            # Unequal to the DeviceMesh of an unpermuted mesh with the same axis order, for torch's caches compare meshes.
             made._thread_id = int(permuted.digest[:12], 16)
         here.device_meshes[key] = made
         here.process_meshes[made] = mesh if permuted is None else permuted
@@ -44,7 +44,7 @@ def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | Non
 
 
 def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The ProcessMesh of a DeviceMesh: `permuted` where `device_mesh` was given one.
+    """The ProcessMesh of a DeviceMesh; the mesh before permutation where `device_mesh` was given `permuted`.
 
     Axes without names are called axis0, axis1, …
     """
@@ -57,19 +57,19 @@ def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axis names of a DeviceMesh, in its own order; axes without names as `process_mesh` calls them."""
+    """The axis names of a DeviceMesh, in the DeviceMesh's order; axes without names as in `process_mesh`."""
     return mesh.mesh_dim_names or process_mesh(mesh).axis_names
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The process group of this rank along one axis."""
+    """The process group of this rank along an axis."""
     return mesh.get_group(axis_names(mesh).index(axis))
 
 
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, Positions]:
     """The group of this rank along `axes`, and the position along `axes`, major first, of each member.
 
-    Communication: along several axes as `group_of`; along one axis none, as the mesh has the group.
+    Communication: along several axes as `group_of`; along a single axis none, as the mesh has the group.
     """
     here, key = world(), ("along", mesh, *axes)
     if key not in here.cache:
@@ -98,9 +98,9 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> dist.ProcessGroup:
-    """A separate process group of `ranks`, ascending, for one purpose.
+    """A separate process group of `ranks`, ascending, for a purpose.
 
-    Its collectives do not wait for those of another group of the same ranks.
+    Collectives on this group do not wait for collectives on another group of the same ranks.
 
     axes: the mesh axes along which the ranks are. Communication: the first call makes the group, as `group_of`.
     """
@@ -112,12 +112,12 @@ def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) 
 
 
 def of_this_world() -> dict[Any, Any]:
-    """A cache for values that refer to process groups: a new world starts with an empty one."""
+    """A cache for values that refer to process groups; a new world starts with an empty cache."""
     return world().cache
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """A name for the group that a compiled graph can store: its ranks for a group made here, else its `group_name`.
+    """A name by which a compiled graph stores the group: the ranks of a group made here, else the `group_name`.
 
     torch names other groups by a counter. A compiled graph may be loaded by a later program, which has not made the
     group yet.

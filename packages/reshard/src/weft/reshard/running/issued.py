@@ -1,7 +1,6 @@
-"""The kind of a collective, its group and the bytes it receives, read from the call that issues it.
+"""A collective's kind, group and received bytes, read from the call.
 
-Used by recording.py and by weft.models' observer of a real step: both see calls of torch's ops and count them
-alike.
+Used by recording.py and by weft.models' observer of a real step: both see calls of torch's ops, and count alike.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that a rank issues."""
+    """One collective as one rank issues it."""
 
     kind: str  # such as "all-reduce"
     axes: tuple[str, ...]  # mesh axes that the group is along; () where unknown
@@ -42,7 +41,7 @@ class Collective:
 
 
 def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, itemsize: int = 1) -> int:
-    """Bytes that a rank receives from the other ranks of a group, by the ring algorithms; see `planning.costs`.
+    """Bytes received by a rank from the rest of its group, by the ring algorithms; see `planning.costs`.
 
     input_bytes, output_bytes: of the collective's input and output on this rank. itemsize: bytes of an element. An
         all-reduce is a reduce-scatter and an all-gather of even parts; an all-to-all has even parts. A broadcast counts
@@ -67,9 +66,9 @@ _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as
 
 @contextmanager
 def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
-    """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
+    """Collectives issued inside count as `kind`, whatever their op: an all-to-all may stand for an all-gather.
 
-    nbytes: the bytes that a rank receives, where the call's tensors do not say them.
+    nbytes: received by a rank, where the call's tensors do not tell.
     """
     token = _counted_as.set((kind, nbytes))
     try:
@@ -79,7 +78,7 @@ def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
 
 
 def kind_of_op(namespace: str, name: str) -> str | None:
-    """The kind of collective that torch's op of this name issues; None where it issues none."""
+    """The kind of collective issued by torch's op of this name; None for none."""
     name = name.lstrip("_").replace("all_", "all")
     if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT):
         return None
@@ -87,9 +86,9 @@ def kind_of_op(namespace: str, name: str) -> str | None:
 
 
 def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output: Any) -> int:
-    """Bytes that a rank receives by a call of torch's op, from the op's arguments and output.
+    """Bytes received by a rank in a call of torch's op, from the op's arguments and output.
 
-    rank: of this process in the group. An all-to-all sends nothing to its own rank.
+    rank: of this process in the group; an all-to-all sends this rank nothing.
     """
     stated_bytes = _counted_as.get()[1]
     if stated_bytes is not None:

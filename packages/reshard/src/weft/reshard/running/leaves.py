@@ -1,4 +1,4 @@
-"""`Leaf`: what GradientSync knows of one parameter and its gradients; `Form`: a gradient's layout and dtype."""
+"""`Leaf`: GradientSync's state of a parameter and the parameter's gradients; `Form`: a gradient's layout and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .waiting import Waiting
 
 
 class Form(NamedTuple):
-    """The layout and dtype of a gradient, as ranks compare them in messages."""
+    """The layout and dtype of a gradient; ranks compare forms in messages."""
 
     layout: Layout
     dtype: torch.dtype
@@ -36,7 +36,7 @@ Forms = tuple[Form, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """One parameter's gradients between backward and `GradientSync.wait()`; made by GradientSync."""
+    """A parameter's gradients between backward and `GradientSync.wait()`; made by GradientSync."""
 
     parameter: DTensor  # autograd accumulates into its `.grad`
     home: DTensor  # gets the result in `.grad`; under ZeRO the shard, while `parameter` is the full copy
@@ -63,7 +63,7 @@ class Leaf:
 
     @property
     def grad(self) -> DTensor | None:
-        """The gradient in `.grad` that is not sent yet; None for none."""
+        """The unsent gradient in `.grad`; None for none."""
         return grad_of(self.parameter)
 
     @property
@@ -72,9 +72,9 @@ class Leaf:
         return self.is_hooked and self.is_here and self.home.requires_grad
 
     def pending(self) -> Forms:
-        """The forms of the gradients that are not sent yet.
+        """The forms of the unsent gradients.
 
-        A gradient in the target layout counts if backward gave it since `wait()`.
+        A gradient in the target layout counts if backward gave a gradient since `wait()`.
         """
         if not self.is_hooked:
             return ()
@@ -95,7 +95,7 @@ class Leaf:
         return forms
 
     def layout_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
-        """The gradient's kind, its forms, and whether it is in the target layout; cached in `layout_cache`."""
+        """The gradient's kind, the forms, and whether the layout is the target; cached in `layout_cache`."""
         kind = kind_of(grad)
         if self.layout_cache is None or self.layout_cache[0] is not kind:
             layout = layout_of(grad)

@@ -1,6 +1,6 @@
-"""`check_order`: a debug mode in which ranks that would run different plans, and hang, raise an error.
+"""`check_order`: a debug mode where ranks with different plans raise an error instead of hanging.
 
-Plans, gradient buckets and gathers call `announce` before they communicate; without a check the call costs nothing.
+Plans, gradient buckets and gathers call `announce` before communicating; without a check the call costs nothing.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class OrderError(RuntimeError):
 
 @contextmanager
 def check_order(timeout: float = 60.0) -> Iterator[None]:
-    """Inside, each rank tells the others its next plan, and waits until they are about to run the same plan.
+    """Inside, ranks tell each other the next plan, and wait until all ranks of the plan are about to run this plan.
 
     timeout: seconds to wait for the other ranks before each plan. Each plan costs a few round trips to a store on rank
-        0, at MASTER_ADDR or, where that is not set, at this host's name.
-    Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last: it waits for the
-    others up to `timeout`, or briefly where it leaves with an error. The others leave at once.
+        0, at MASTER_ADDR, else at this host's name.
+    Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last: rank 0 waits for the
+    remaining ranks up to `timeout`, or briefly after an error. The remaining ranks leave at once.
     Raises OrderError where plans differ or a rank does not come. The check has then failed on every rank of the world:
-    waiting ranks raise at once, other ranks at their next plan, all with one message.
-    Raises RuntimeError inside another check, ValueError for a timeout that is not finite and > 0.
+    waiting ranks raise at once, all others at the next plan, with the same message.
+    Raises RuntimeError inside another check, ValueError unless the timeout is finite and > 0.
     """
     global _check
     if _check is not None:
@@ -65,9 +65,8 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     """Inside `check_order`, waits until all `ranks` are about to run `plan`; elsewhere returns at once.
 
     ranks: by default the ranks of `meshes`.
-    Plans are the same if they print the same, on the same ranks and the same `meshes`.
-    Several threads may call it, one waits at a time. So autograd's thread and the main thread must alternate alike on
-    all ranks.
+    Plans are the same if equal in print, ranks and `meshes`.
+    Threads wait in turn: autograd's thread and the main thread must alternate alike on all ranks.
     Raises OrderError: see `check_order`.
     """
     check = _check
@@ -80,7 +79,7 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class LazyText:
-    """A plan's description for `announce` that is expensive to make: made only inside `check_order`."""
+    """A plan's description for `announce`, made only inside `check_order`, as making the text takes time."""
 
     make: Callable[[], str]
 
@@ -90,7 +89,7 @@ class LazyText:
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """A plan that a rank is about to run."""
+    """A plan about to run on a rank."""
 
     text: str  # the plan as printed, and where it runs
     ranks: tuple[int, ...]  # that run the plan, ascending
@@ -108,13 +107,13 @@ class _Announced:
 class _Check:
     """A `check_order` under way: compares plans pair by pair.
 
-    The n-th plan that involves two given ranks must be the same on both. Plans of other ranks do not matter to a pair,
-    so disjoint meshes may run different plans at the same time.
+    The n-th plan of two ranks must be the same on both. Only plans of both ranks count: disjoint meshes may run
+    different plans at the same time.
 
     Keys in the store, for ranks r and s:
-    r>s/n: the n-th plan that r announces to s; s deletes the key.
+    r>s/n: the n-th plan of r for s; s deletes the key.
     latest/r: the latest plan of r. left/r: r has left, and why.
-    failed: the message with which all ranks raise.
+    failed: the error message of all ranks.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -183,7 +182,10 @@ class _Check:
                 self._fail("ranks are about to run different plans:", announced_by, missing, REMEDY)
             if not different and (timed_out or departed & set(missing)):
                 waited = f"waited {self._timeout:g} s" if timed_out else "still waits"
-                remedy = "every rank of a plan must run it: see above what these ranks did instead, or give check_order a longer timeout"
+                remedy = (
+                    "every rank of a plan must run it: see above what these ranks did instead, or give check_order a "
+                    "longer timeout"
+                )
                 self._fail(
                     f"rank {self._rank} {waited} for other ranks to run {mine.text}:", announced_by, missing, remedy
                 )
@@ -191,7 +193,7 @@ class _Check:
             pause = min(2 * pause, 0.02)
 
     def _fail(self, what: str, announced_by: Mapping[int, _Announced], missing: Sequence[int], remedy: str) -> None:
-        """Raises OrderError here, and makes all other ranks raise the same; the first rank to fail sets the message."""
+        """Raises OrderError here and on all ranks; the first rank to fail sets the message."""
         by_plan: dict[_Announced, list[int]] = defaultdict(list)
         for rank, announced in sorted(announced_by.items()):
             by_plan[announced].append(rank)
@@ -215,7 +217,7 @@ class _Check:
         return f"{peer}>{self._rank}/{self._count[peer]}"
 
     def leave(self, why: str) -> None:
-        """Rank 0 stays until the others have left or time is up: the store ends with its process."""
+        """Rank 0 stays until all ranks have left or time is up: the store ends with rank 0's process."""
         with suppress(dist.DistError):  # the process of rank 0 has ended
             self._store.set(f"left/{self._rank}", why)
             end = time.monotonic() + (min(FAREWELL_SECONDS, self._timeout) if why else self._timeout)
@@ -233,7 +235,7 @@ def _store(host: str, port: int, *, master: bool) -> TCPStore:
 
 
 def _host() -> str:
-    """The host name by which other ranks reach this process."""
+    """This process's host name, for connections from all ranks."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         socket.getaddrinfo(host, None)

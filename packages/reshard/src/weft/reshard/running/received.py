@@ -1,7 +1,7 @@
-"""Keeps the tensors that reshards receive in forward, and gives them back while a recomputation repeats the forward.
+"""Keeps the tensors received by reshards in forward, and returns these while a recomputation repeats the forward.
 
-So selective recomputation (weft.models' parallel/recompute.py) sends nothing again. The executor starts every plan
-that communicates by `run_or_replay`.
+Selective recomputation (weft.models' parallel/recompute.py) uses this, and sends nothing twice. The executor starts
+every communicating plan by `run_or_replay`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _thread = threading.local()  # autograd runs the backward of each device on a se
 
 @contextmanager
 def keeping(begin: Callable[[], Store]) -> Iterator[None]:
-    """Inside, every reshard that communicates hands its received tensor over to be kept.
+    """Inside, the tensor received by each communicating reshard is handed over, to be kept.
 
-    begin: called when a reshard starts; returns the function that is called with the received tensor.
+    begin: called when a reshard starts; returns a function, which is called with the received tensor.
     """
     with _set("begin", begin):
         yield
@@ -30,7 +30,7 @@ def keeping(begin: Callable[[], Store]) -> Iterator[None]:
 
 @contextmanager
 def giving(next_received: Callable[[], Tensor]) -> Iterator[None]:
-    """Inside, a reshard that would communicate returns `next_received()` and sends nothing."""
+    """Inside, a communicating reshard returns `next_received()` and sends nothing."""
     with _set("next_received", next_received):
         yield
 

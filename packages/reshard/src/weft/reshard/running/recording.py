@@ -1,9 +1,9 @@
-"""Collectives recorded instead of run: any program acts as one rank of any mesh, without other processes.
+"""Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
-`recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's own code then runs
-on tensors without data as it does on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
-own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
-step's communication so.
+`recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's code then runs on
+tensors without data as on the mesh. The groups are subclasses of torch's ProcessGroup: the program's own calls of
+torch.distributed are recorded too, and the collectives of DTensor's ops. weft.models predicts a step's
+communication from the record.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ UNLIKE = -62125  # read by nothing: `_Mesh.__eq__` tells recorded meshes from re
 
 @contextmanager
 def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
-    """Inside, in this thread, this process acts as `rank` on `mesh`; its collectives are recorded and none is run.
+    """Inside, in this thread, this process acts as `rank` on `mesh`: collectives are recorded, and none is run.
 
     Tensors have no data (the meta device); nor have the results of collectives. The record is the same with or without
     a process group, whichever rank this process has, and also for a rank outside `mesh`.
     Cost: one rank's work. The only data with an entry for each rank is the tensor of ranks in torch's DeviceMesh.
     Communication: none.
-    Raises RuntimeError inside for collectives that read data or wait for other ranks: of Python objects, stores, global
+    Raises RuntimeError inside for collectives that read data or wait for ranks: of Python objects, stores, global
     barriers.
     """
     dynamo.allow()
@@ -112,8 +112,8 @@ class Recorded:
 
     def hear(self, name: str) -> bytes:
         raise RuntimeError(
-            f"this rank waits for the message {name!r} of another rank, and inside recording() no other rank runs; run the "
-            "program in real processes"
+            f"this rank waits for the message {name!r} of another rank, and inside recording() no other rank runs; "
+            "run the program in real processes"
         )
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
@@ -142,8 +142,8 @@ class _Mesh(DeviceMesh):
     """A DeviceMesh whose groups come from the current World.
 
     torch makes a DeviceMesh without groups by `_init_backend=False`, and for another rank than the process's by
-    `_rank`. torch caches results by mesh, and returns them for an equal mesh. So a `_Mesh` equals no DeviceMesh of a
-    real world, and equals one of another recording by content. DeviceMesh's own comparison reads all ranks.
+    `_rank`. torch caches results by mesh, also for an equal mesh. So a `_Mesh` equals no DeviceMesh of a real world,
+    and equals a `_Mesh` of another recording by content. DeviceMesh's own comparison reads all ranks.
     """
 
     content: tuple[ProcessMesh, str, int]
@@ -174,7 +174,7 @@ class _Mesh(DeviceMesh):
 
 
 class _Done(dist.Work):
-    """The Work of a collective that was only recorded: always complete."""
+    """The Work of a recorded collective: always complete."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -190,7 +190,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class _Group(_ProcessGroup):  # type: ignore[misc]
     """A process group that records each collective. Outputs are the caller's tensors, which have no data.
 
-    torch 2.13 calls these methods by their public names, 2.11 and 2.12 by older names that start with an underscore.
+    torch 2.13 calls these methods by public names, 2.11 and 2.12 by older names with an underscore in front.
     """
 
     def __init__(self, place: int, size: int, name: str) -> None:

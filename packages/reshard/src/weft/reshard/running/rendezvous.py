@@ -1,14 +1,14 @@
-"""Process groups made by their members alone, each under a name derived from its ranks.
+"""Process groups made by the members alone, each under a name derived from the ranks.
 
 torch.distributed.new_group() must be called by the whole world, and names groups by a counter. Where ranks make
 different groups, because each works on a part of the model, the counters agree by accident, and members of
 different groups connect. With use_local_synchronization only the members call, but the counter stays. Here groups
-are made as new_group() makes them, but
-named by a digest of their ranks: different groups have different names and cannot connect.
+are made as in new_group(), but named by a digest of the ranks: different groups have different names and cannot
+connect.
 
 NCCL: where init_process_group() was given a device_id, torch would split the world's communicator, a call of every
-rank of the world. Here the members create a communicator of their own at once; without a device_id, NCCL creates it
-in their first collective. Ranks outside the group are never called.
+rank of the world. Here the members create a communicator of their own at once; without a device_id, NCCL creates
+the communicator in the first collective. Ranks outside the group are never called.
 
 The same store carries small messages between ranks: `tell`, `told`, `hear`.
 """
@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import (
 
 PREFIX = "weft-"  # of the names of these groups
 REMEDY = (
-    "all ranks of a group must make it: use the meshes that a rank shares with others in one order on all of them, or allow "
+    "all ranks of a group must make it: use meshes of the same ranks in the same order on all of these ranks, or allow "
     "more time with init_process_group(timeout=...)"
 )
 
@@ -43,8 +43,8 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
     purpose: distinguishes several groups of the same ranks.
     Communication: waits for the other members through the world's store, up to the timeout given to
     init_process_group().
-    Raises RuntimeError where members do not come or expect other ranks. The message names them, and the groups they
-    make instead.
+    Raises RuntimeError where members do not come, or list different ranks. The message names these members and the
+    groups in the making.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None, "asked for where there is a world"
@@ -100,10 +100,10 @@ def patience() -> float:
 
 
 def hear(name: str) -> bytes:
-    """Waits for the bytes that another rank tells under this name, and returns them.
+    """Waits for another rank's bytes under this name, and returns these.
 
     Communication: with the world's store.
-    Raises RuntimeError where no rank has told them within the store's timeout.
+    Raises RuntimeError after the store's timeout.
     """
     store = _get_default_store()
     try:
@@ -111,14 +111,16 @@ def hear(name: str) -> bytes:
     except dist.DistError as error:
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
         raise RuntimeError(
-            f"rank {dist.get_rank()} waited {seconds:g} s for the message {name!r} of another rank, which has failed or runs "
-            "another program; see the other ranks' output"
+            f"rank {dist.get_rank()} waited {seconds:g} s for the message {name!r} of another rank, which has failed "
+            "or runs another program; see the other ranks' output"
         ) from error
 
 
 @contextmanager
 def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
-    """The device of the world's communicator, which inside counts as bound to none, so that torch does not split it."""
+    """The device of the world's communicator. Inside, the communicator counts as unbound, and torch does not split
+    it.
+    """
     device = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -128,12 +130,12 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
 
 
 class _Members:
-    """The members of one new group, which wait for each other in the store.
+    """The members of a new group, who wait for each other in the store.
 
     Keys in the store, where r is a rank and `at` is name/purpose:
-    making/r: the group that rank r is making now.
-    name/ranks: the ranks as the first member listed them.
-    at/r: rank r has come. at/count: number of ranks that have come. at/all: all have come.
+    making/r: the group in the making on rank r.
+    name/ranks: the ranks in the first member's list.
+    at/r: rank r has come. at/count: number of ranks present. at/all: all have come.
     """
 
     def __init__(self, store: Store, name: str, text: str, ranks: Sequence[int], rank: int) -> None:

@@ -48,11 +48,11 @@ class Sending:
             leaf.put_placeholder()
 
     def add_zeros(self, leaf: Leaf, form: Form) -> None:
-        """Puts zeros into a bucket, for a gradient that only other ranks have."""
+        """Puts zeros into a bucket, as this rank's part of a sum."""
         self._add_grad(leaf, leaf.zeros(form), form.layout == leaf.target)
 
     def finish(self) -> None:
-        """Starts the remaining buckets, and waits for all of them."""
+        """Starts the remaining buckets, and waits for all buckets."""
         for bucket in self._open_buckets.values():
             self._send(bucket)
         self._open_buckets.clear()
@@ -75,7 +75,7 @@ class Sending:
         self._add_to_bucket(leaf, memory_of(grad), route)
 
     def _add_to_bucket(self, leaf: Leaf, part: Tensor, route: Route) -> None:
-        """Puts this rank's part of a gradient into the open bucket of its route; starts the bucket when it is full."""
+        """Puts this rank's part of a gradient into the route's open bucket; starts a full bucket."""
         bucket = self._open_buckets.get(route.key)
         if bucket is None:
             bucket = self._open_buckets[route.key] = Bucket(leaf.home.device_mesh)

@@ -1,9 +1,9 @@
-"""Sums over the processes of one machine in shared memory; sockets would copy each byte into the kernel and out again.
+"""Sums over the processes of a machine in shared memory; sockets would copy each byte into the kernel and out again.
 
-Each member writes its tensor to its own place. Once all have written, each member adds all tensors up: each byte is
-written once, and read once by each member. An all-reduce of one number on the group says that all have written, so
-waiting for a dead member is like waiting in any collective. For small groups only: a member reads as many tensors
-as there are members.
+Each member of the group writes a tensor to its place. Once all have written, each member adds all tensors up: each
+byte is written once, and read once by each member. Members learn from an all-reduce of a number, on the same group,
+when all have written; a wait for a dead member thus ends as in any collective. For small groups only: a member
+reads as many tensors as there are members.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from .worlds import world
 
 _LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor for which memory is shared; below, sockets are as fast
 _MEMBERS = 4  # the largest group
-# Places of each member. A member may write for the next sum while other members read the last sum. Once the next sum is complete,
-# all have read the last, and its place is free again.
+# Places of each member. A member may write for the next sum while members still read the last sum. Once all have
+# written for the next sum, all have read the last.
 _PLACES = 2
 
 
 def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
-    """The sum over the group's members of `parts`, which are put one after another into a flat tensor.
+    """The sum over the group's members of `parts`, concatenated into a flat tensor.
 
-    parts: of one dtype, together equally many elements on every member. The list is emptied, so that its tensors can be
-        freed. The result is the same to the bit on every member.
-    Communication: an all-reduce. Where the members share memory it is of one number, and counts as that of the whole
-    tensor.
+    parts: of the same dtype, and equally many elements in all on every member. The list is emptied, to free the
+        tensors. The result is the same to the bit on every member.
+    Communication: an all-reduce. Members with shared memory reduce a single number, counted as the whole tensor.
     """
     memory = _memory_for(parts, group)
     flat_parts = [part.reshape(-1) for part in parts]
@@ -63,7 +62,7 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
 class _Memory:
     """Memory shared by the members of a group: `_PLACES` places of `nbytes` bytes for each member.
 
-    One sum at a time uses it. A sum that is never waited for keeps it, as other members may still read.
+    A single sum uses the memory at a time. A sum without a wait never gives the memory back: members may still read.
     """
 
     def __init__(self, shared: Tensor, members: int, nbytes: int) -> None:
@@ -80,10 +79,10 @@ class _Memory:
 
 
 def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None:
-    """The group's shared memory, with room for `parts`; None where the members share none or another sum uses it.
+    """The group's shared memory, with room for `parts`; None without such memory, or while a sum uses the memory.
 
-    All members get the same answer, as they start and end their sums in one order. The memory lives as long as the
-    group.
+    All members get the same answer, as sums start and end in the same order on all members. The memory lives as long as
+    the group.
     Communication: with the store, where the present memory is too small.
     """
     like, nbytes = parts[0], sum(part.nbytes for part in parts)
@@ -100,14 +99,14 @@ def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The first member's message to the other members: where to find its memory."""
+    """The first member's message to the rest of the group: where the memory is."""
 
     machine: str  # `_machine()` of the first member
     path: str
     token: str  # at the start of the memory, to recognize it
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Maps the memory. Raises OSError or ValueError where this process cannot map it."""
+        """Maps the memory into this process. Raises OSError or ValueError where this is impossible."""
         if self.machine != _machine():
             raise OSError("the memory is on another machine")
         file = os.open(self.path, os.O_RDWR)
@@ -121,7 +120,7 @@ class _Offer:
 
 
 def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
-    """New shared memory with `nbytes` for each member; None on all members where a member cannot map it."""
+    """New shared memory with `nbytes` for each member; None on all members where the mapping fails on any member."""
     here, rank, members = world(), group.rank(), group.size()
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     size = _PLACES * members * nbytes
@@ -150,9 +149,9 @@ def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
 
 
 def _machine() -> str:
-    """A string that is equal for processes that share memory and a network.
+    """A string equal for processes with the same memory and network.
 
-    Two network or PID namespaces of one machine count as two machines.
+    Two network or PID namespaces of a machine count as two machines.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()

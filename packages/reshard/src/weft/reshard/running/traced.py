@@ -1,7 +1,7 @@
-"""Plans under torch.compile: local steps are traced through; a plan that communicates is one or two custom ops.
+"""Plans under torch.compile: local steps are traced through; a communicating plan becomes custom ops.
 
-Of two ops the first starts the plan and the second waits, so that the graph's ops between them overlap. api.py
-calls these where a graph is traced.
+`traced` adds an op for the whole plan. `begin` adds an op to start the plan and `finish` an op to wait: the graph's
+ops between the two overlap with the communication. api.py calls these where a graph is traced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .groups import device_mesh, this_rank
 
 
 def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`executor.started` while a graph is traced: adds a node that runs the whole plan.
+    """`executor.started` while a graph is traced: adds a node for the whole plan.
 
     Communication: the plan's steps, whenever the graph runs.
     """
@@ -35,18 +35,18 @@ def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
 
 
 def begin(plan: Plan, local: Tensor) -> Tensor:
-    """Adds a node that starts a plan when the graph runs.
+    """Adds a node to start a plan, each time the graph runs.
 
-    Returns the number of the started plan, as a tensor of one float64, so that autograd can give it a gradient.
+    Returns the number of the started plan, as a float64 tensor of shape [1], which can have a gradient.
     """
     number: Tensor = _begin(local, _text(replace(plan)), this_rank())
     return number
 
 
 def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Adds a node that waits for the plan that `begin` started.
+    """Adds a node to wait for the plan started by `begin`.
 
-    local: the tensor that `begin` was given: as an argument here, its memory is not reused meanwhile. shape: of the
+    local: the argument of `begin`, given again to keep the compiler from reusing the memory in between. shape: of the
         result.
     """
     result: Tensor = _finish(number, local, list(shape))
@@ -67,7 +67,9 @@ def _plan(text: str) -> Plan:
 
 @library.custom_op("weft::reshard", mutates_args=())
 def _reshard(local: Tensor, plan: str, rank: int) -> Tensor:
-    """rank: this process's. It only keeps the compiler's disk cache from giving a rank the graph of another rank."""
+    """rank: this process's. Used only in the key of the compiler's disk cache, which must not give a rank another
+    rank's graph.
+    """
     made = _plan(plan)
     moved = execute(made, local, device_mesh(made.src.mesh, local.device.type)).contiguous()
     return moved.clone() if moved is local else moved  # a custom op must not return its input

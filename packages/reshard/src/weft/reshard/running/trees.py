@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tree, in its order.
+    """The tensors in a tree, in order.
 
     Most arguments are tensors and plain values. For these, torch's own tree functions take as much host time as an op.
     """

@@ -1,9 +1,8 @@
-"""Units: modules that gather their sharded parameters when called, free them after, and gather again for backward.
+"""Units: modules with sharded parameters, gathered for forward, freed, and gathered again for backward.
 
-weft.models' parallel/zero.py makes a unit of each transformer block (`gather_when_called`), with the layouts of
-ZeRO. A unit's call swaps its shards for full copies (wholes.py), runs the module, and swaps back; hooks on the
-call's inputs and outputs tell when backward comes to the module and leaves. While a unit computes, the gather of
-the next unit runs.
+weft.models' parallel/zero.py makes a unit of each transformer block (`gather_when_called`), for ZeRO. A unit's call
+swaps the shards for full copies (wholes.py), runs the module, and swaps back. Hooks on the call's inputs and
+outputs tell when backward enters and leaves the module. While a unit computes, the next unit's gather runs.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from .wholes import FullParameter, Gathering, ModelGathering, in_backward
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_UNIT = "_gathered_unit"  # the attribute of a module that holds its unit
-_LAYOUTS = "_gathered_layouts"  # and the one with the layouts of its parameters' full copies, by name
+_UNIT = "_gathered_unit"  # attribute of a module: the module's unit
+_LAYOUTS = "_gathered_layouts"  # attribute of a module: by name, the layouts of its parameters' full copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
-    """A sharded parameter of a unit: where it is in the model, and the layout in which the module computes."""
+    """A sharded parameter of a unit: the module and name, and the layout in which the module computes."""
 
     module: nn.Module
     name: str
@@ -46,29 +45,27 @@ class Place:
     def parameter(self) -> DTensor:
         """The parameter now registered at this place: the shard, or the full copy while the unit computes."""
         parameter = self.module._parameters[self.name]
-        assert isinstance(parameter, DTensor), "it was laid out, and to() and to_empty() keep DTensors"
+        assert isinstance(parameter, DTensor), "a sharded parameter is a DTensor, also after to() and to_empty()"
         return parameter
 
 
 _Entry = tuple[Place, DTensor, FullParameter]
 _Stale = tuple[DTensor, FullParameter, object]  # shard, full copy, and the shard's state when its gather was started
-_Prefetch = tuple[Gathers, list[_Stale], int]  # a gather under way, what it gathers, and the pass that started it
+_Prefetch = tuple[
+    Gathers, list[_Stale], int
+]  # a gather under way, the shards in it, and the `pass_number` at its start
 
 
 class Unit:
-    """The sharded parameters of a module, gathered together.
-
-    keeps: keep the full copies that forward gathers for backward.
-    """
+    """The sharded parameters of a module, gathered together. keeps: keep forward's full copies for backward."""
 
     def __init__(self, model_gathering: ModelGathering, places: Sequence[Place], *, keeps: bool) -> None:
         self._model, self._places, self._keeps = model_gathering, list(places), keeps
         self._calls = 0  # number of running calls
         self._swapped: list[tuple[Place, DTensor]] = []  # the shards, while full copies are in their places
-        self._in_use: list[FullParameter] = []  # full copies that this unit does not let be freed
-        # For each place the shard found there last, and its full copy.
-        self._resolved: list[tuple[DTensor, FullParameter] | None] = []
-        self._gathers: dict[tuple[FullParameter, ...], Gathers] = {}  # by the full copies that they fill
+        self._in_use: list[FullParameter] = []  # full copies in use by this unit; not freed
+        self._resolved: list[tuple[DTensor, FullParameter] | None] = []  # for each place, the last shard and full copy
+        self._gathers: dict[tuple[FullParameter, ...], Gathers] = {}  # by the full copies to fill
         self._prefetch: _Prefetch | None = None
         self._before_backward: set[_Call] = set()  # calls whose full copies are kept for backward
         self._in_backward: set[_Call] = set()  # calls whose backward runs
@@ -87,7 +84,7 @@ class Unit:
 
     @property
     def model_gathering(self) -> ModelGathering:
-        """The state shared with the other units of the model."""
+        """The state shared by the units of the model."""
         return self._model
 
     def wholes(self) -> dict[DTensor, FullParameter]:
@@ -95,7 +92,7 @@ class Unit:
         return {shard: full for _, shard, full in self._entries()}
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls `forward` with full copies as parameters, and returns its output. Communication: a gather if needed."""
+        """Calls `forward` with full copies as parameters, and returns the output. Communication: a gather if needed."""
         self._model.enter_unit()
         self._calls += 1
         try:
@@ -122,7 +119,7 @@ class Unit:
         self._prefetch_unit(self._model.next_in_backward(self))
 
     def end_pass(self) -> None:
-        """Called when a backward pass is over: gradients that have not come are not waited for."""
+        """Called when a backward pass is over: no more gradients will come."""
         if not self._calls and (self._in_backward or self._awaiting_grad):
             self._forget_backward()
             self._release()
@@ -139,12 +136,12 @@ class Unit:
             self._release()
 
     def start(self) -> None:
-        """Starts to gather this unit's parameters ahead of its call, where full copies are missing or out of date."""
+        """Starts to gather parameters ahead of the module's call, where full copies are missing or out of date."""
         if self._prefetch is None and not self._swapped:
             self._start_gather(self._entries())
 
     def release_idle(self) -> None:
-        """Frees, while the module is not running, what a backward pass left gathered and what was gathered ahead."""
+        """Frees full copies left from a backward pass or gathered ahead, unless the module is running."""
         if self._calls:
             return
         if self._prefetch is not None:
@@ -161,17 +158,14 @@ class Unit:
         self._awaiting_grad.clear()
 
     def drop(self) -> None:
-        """Frees all full copies, also those kept from step to step; the next call gathers them again."""
+        """Frees all full copies, also if kept from step to step; the next call gathers again."""
         self.release_idle()
         for full in self.wholes().values():
             if not full.users:
                 full.free()
 
     def _entries(self) -> list[_Entry]:
-        """The places with their shards and full copies.
-
-        Leaves out parameters that another unit, within whose call this one runs, has swapped for full copies.
-        """
+        """The places with their shards and full copies, without parameters that an enclosing unit has swapped."""
         if len(self._resolved) < len(self._places):
             self._resolved = [None] * len(self._places)
         found = []
@@ -195,7 +189,7 @@ class Unit:
     def _start_gather(self, found: Sequence[_Entry]) -> None:
         states = {full: (shard, full.state_of(shard)) for _, shard, full in found}
         pass_number = self._model.pass_number
-        in_forward = not in_backward()  # backward computes with the values that forward gathered
+        in_forward = not in_backward()  # backward computes with forward's values
         stale = [
             (shard, full, state)
             for full, (shard, state) in states.items()
@@ -219,7 +213,7 @@ class Unit:
             return
         found = self._entries()
         self._finish_prefetch()
-        self._start_gather(found)  # shards that changed since they were gathered ahead
+        self._start_gather(found)  # shards changed since the gather ahead
         self._finish_prefetch()
         for place, shard, full in found:
             assert full.filled is not None, "the gather above has filled it"
@@ -230,7 +224,7 @@ class Unit:
             place.module._parameters[place.name] = full.leaf
 
     def _finish_prefetch(self) -> None:
-        """Waits for the gather ahead, and discards its result if a shard has changed since."""
+        """Waits for the gather ahead, and discards the result if a shard has changed since."""
         if self._prefetch is None:
             return
         gathers, stale, pass_number = self._prefetch
@@ -245,10 +239,7 @@ class Unit:
             full.mark_filled(shard, state, pass_number, keeps=self._model.keepers > 0)
 
     def _release(self) -> None:
-        """Swaps the shards back in, and frees full copies that nothing keeps.
-
-        Does nothing while the module computes, or while backward needs the full copies.
-        """
+        """Swaps the shards back in and frees unused full copies, unless forward or backward of the module runs."""
         if self._calls or self._in_backward or self._awaiting_grad:
             return
         for place, shard in self._swapped:
@@ -278,7 +269,7 @@ def _differentiable(tree: object) -> list[Tensor]:
 
 
 class _Call:
-    """A call of a unit's module, from forward until its backward is over; hooks tell the unit."""
+    """A call of a unit's module, from forward to the end of backward; hooks tell the unit."""
 
     def __init__(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
         self._unit, self.inputs, self.inputs_left = unit, len(inputs), 0
@@ -299,8 +290,8 @@ class _Call:
                 self._unit.end_backward(self)
 
 
-class _GathersOnCall:
-    """Mixin put before a module's class: calling the module runs `Unit.call`, also where its forward is compiled."""
+class _UnitCall:
+    """Mixin put before a module's class: calling the module runs `Unit.call`, also in compiled code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[_UNIT]
@@ -309,17 +300,15 @@ class _GathersOnCall:
 
 def _gathering_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `kind`, of the same name, whose calls gather."""
-    return type(
-        kind.__name__, (_GathersOnCall, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    )
+    return type(kind.__name__, (_UnitCall, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def gather_when_called(
     model: nn.Module, units: Mapping[nn.Module, Sequence[Place]], *, keeps: Callable[[nn.Module], bool]
 ) -> None:
-    """Makes units of modules within `model`: they gather their parameters when they are called.
+    """Makes units of modules within `model`, which then gather parameters when called.
 
-    units: by module, the parameters with which it computes, its own or those of modules within it.
+    units: by module, the parameters used in the module's call, of the module itself or of modules within.
     keeps: whether a unit's full copies are kept from forward to backward.
     """
     model_gathering = ModelGathering()
@@ -335,17 +324,17 @@ def gather_when_called(
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """The units of a module and of the modules within it."""
+    """The units of a module and of all modules within."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
 
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """A promise that the parameters of `model` do not change inside.
+    """A promise: inside, the parameters of `model` do not change. Forward passes with zero=1 and 2 then share a gather.
 
-    With zero=1 and 2 several forward passes inside then share one gather. Without the promise each forward pass gathers
-    sharded parameters, since a program may have changed any. With zero=3 no full copies are kept, and each pass gathers
-    inside as well. All ranks enter and leave together. Communication: none.
+    Without the promise each forward pass gathers sharded parameters, since a program may have changed any. With zero=3
+    no full copies are kept, and each pass gathers inside as well. All ranks enter and leave together. Communication:
+    none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """
@@ -361,11 +350,11 @@ def fixed_parameters(model: nn.Module) -> Iterator[None]:
 
 
 class _Inside:
-    """Holds the promise of one `fixed_parameters` block."""
+    """Holds the promise of a `fixed_parameters` block."""
 
 
 def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
-    """Decorator: `function` runs within `fixed_parameters` of its first argument."""
+    """Decorator: runs `function` within `fixed_parameters` of the first argument."""
 
     @wraps(function)
     def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -377,10 +366,9 @@ def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> C
 
 @contextmanager
 def keeping_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, full copies gathered by the units of `model` are kept to the end.
+    """Inside, full copies gathered by the units of `model` are kept to the end, for a pipeline's interleaved passes.
 
-    A pipeline needs this, as several of its passes are under way at once. Parameters must not change meanwhile.
-    Communication: none of its own.
+    Parameters must not change meanwhile. Communication: none.
     """
     units = units_of(model)
     gathered = {unit.model_gathering for unit in units}
@@ -405,8 +393,7 @@ def layout_in_call(module: nn.Module, name: str) -> Layout:
 def drop_gathered(module: nn.Module) -> None:
     """Frees the full copies of parameters, between calls of the module: only the shards are left until the next call.
 
-    With zero=1 and 2 full copies are kept from step to step; after generating text, for instance, they may not be
-    needed.
+    With zero=1 and 2 full copies are kept from step to step, and may not be needed after generating text, for instance.
     """
     for unit in units_of(module):
         unit.drop()

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Waiting(Tensor):
-    """Has the gradient's shape, dtype and device, but no memory. Any op on it raises an error that names `sync.wait()`.
+    """Has the gradient's shape, dtype and device, but no memory. Any op on the placeholder raises an error about
+    `sync.wait()`.
 
     With None in `.grad`, an update by hand would skip the parameter, torch's `clip_grad_norm_` would find a norm of 0,
     and a GradScaler would find nothing to unscale.
@@ -47,15 +48,15 @@ class Waiting(Tensor):
         raise AttributeError(f"{attribute!r} of a gradient that is not there yet: {self._message()}")
 
     def __deepcopy__(self, memo: object) -> None:
-        """None: a copy of the parameter has no GradientSync, and so no gradient to wait for."""
+        """None: a copy of the parameter has no GradientSync, and no gradient to wait for."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{self._message()}>"
 
     def _message(self) -> str:
         return (
-            f"the gradient of {self.parameter_name} is still on its way; call sync.wait() between loss.backward() and the "
-            f"code that reads it"
+            f"the gradient of {self.parameter_name} is still on its way; call sync.wait() between loss.backward() and "
+            f"the code that reads it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Measures how long a process waits for its collectives; the training loop of weft.models logs it."""
+"""Measures how long a process waits for collectives; the training loop of weft.models logs the time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Waits:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for `work`, and adds the time that the wait takes."""
+        """Waits for `work`, and adds the time of the wait."""
         if self._on_gpu:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()
@@ -58,7 +58,7 @@ def measured_by(waits: Waits) -> Iterator[None]:
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Waits for a collective that this process has started. All of Weft waits through this function."""
+    """Waits for a collective of this process. All of Weft waits through this function."""
     assert work is not None, "a member of the group gets the work of async_op=True"
     if _measuring:
         _measuring[-1].wait(work)

@@ -31,7 +31,7 @@ def in_backward() -> bool:
 
 
 class Gathering(Protocol):
-    """A group of parameters that are gathered together: `Unit` of units.py, as this file sees it."""
+    """A group of parameters gathered together: the interface of units.py's `Unit` in this file."""
 
     goes_backward: bool
 
@@ -58,9 +58,9 @@ def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> 
 class FullParameter:
     """The full-size copy of a sharded parameter, with which its module computes.
 
-    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. While the
-    buffer is kept, a contiguous shard is a view into it, so that the parameter is held once. A shard of which the
-    program has views keeps its own memory, so that these views stay valid.
+    An autograd leaf over a buffer, which is freed and refilled. Tensors saved for backward share the buffer. While the
+    buffer is kept, a contiguous shard is a view into the buffer: the parameter is held once. A shard with views in the
+    program keeps separate memory, as these views must stay valid.
     stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate (ZeRO 1).
     """
 
@@ -103,18 +103,18 @@ class FullParameter:
             self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """A value that changes with an optimizer's step or in-place update of the shard, not with a change by
-        `.data`.
-        """
+        """A value changed by an optimizer's step or in-place update of the shard; not by a change through `.data`."""
         return self.optimizer_steps, shard._version, self._shard._version
 
     def allocate(self) -> None:
-        """Gives the buffer memory where it has none; the values are undefined then."""
+        """Gives a freed buffer memory; the values are undefined then."""
         if self._storage.nbytes() != self._nbytes:  # resize_ copies the values, even to the same size
             self._storage.resize_(self._nbytes)
 
     def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keeps: bool) -> None:
-        """Records that the buffer holds the shard's values now. keeps: keep it after this call, whatever `stays` is."""
+        """Record: the buffer now holds the shard's values. keeps: keep the buffer after this call, whatever `stays`
+        is.
+        """
         self.filled_in_pass = pass_number
         if self._last_filled is not None and self._last_filled != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
@@ -125,7 +125,7 @@ class FullParameter:
             self._shard_view.data = self.buffer[self._shard_slices]
 
     def free(self) -> None:
-        """Frees the buffer's memory; a shard that was a view into the buffer gets its own memory back."""
+        """Frees the buffer's memory; gives a shard viewing the buffer separate memory."""
         if self._shard_view is not None:
             self._shard_view.data = self._shard_view.clone()
             self._shard_view = None
@@ -134,7 +134,7 @@ class FullParameter:
 
 
 def _storage_uses(tensor: Tensor) -> int:
-    """The number of objects that share a tensor's memory, including the storage object made for this call."""
+    """The number of objects with a share in a tensor's memory, including the storage object made for this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -159,17 +159,18 @@ def _accumulated(full: FullParameter | None, shard: DTensor | None) -> None:
         unit.on_grad_accumulated(full)
     if full.synchronized_by is None and shard is not None and shard._post_accumulate_grad_hooks:
         raise RuntimeError(
-            f"a sharded parameter of shape {tuple(shard.shape)} has a hook of register_post_accumulate_grad_hook(), which is called "
-            f"in the wait() of a GradientSync, once the shard has its gradient; keep a GradientSync(model)"
+            f"a sharded parameter of shape {tuple(shard.shape)} has a hook of register_post_accumulate_grad_hook(), "
+            f"which is called in the wait() of a GradientSync, once the shard has its gradient; keep a "
+            f"GradientSync(model)"
         )
 
 
 class ModelGathering:
-    """The state that a model's units share: the sharded parameters, the units' order, the number of forward passes.
+    """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
     Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
-    through a view. So each forward pass gathers the parameters anew, on every rank alike. Backward computes with the
-    values of its forward.
+    through a view. Each forward pass therefore gathers anew, on every rank alike. Backward computes with the values
+    from forward.
     """
 
     def __init__(self) -> None:
@@ -212,7 +213,7 @@ class ModelGathering:
         return full
 
     def is_full(self, parameter: Tensor) -> bool:
-        """Whether `parameter` is a full copy that a unit has put in a shard's place."""
+        """Whether `parameter` is a full copy in a shard's place."""
         return parameter in self._leaves
 
     def before_forward(self, *_: object) -> None:
@@ -228,7 +229,7 @@ class ModelGathering:
         self._in_forward = False
 
     def enter_unit(self) -> None:
-        """Called before a unit's forward. Outside the model's forward, it begins a pass of its own."""
+        """Called before a unit's forward. Outside the model's forward this begins a pass."""
         if not self._calls and not self._in_forward:
             self.begin_pass()
         self._calls += 1
@@ -238,9 +239,7 @@ class ModelGathering:
         self._calls -= 1
 
     def begin_pass(self) -> None:
-        """Begins a forward pass: gathered values may be out of date. Not in backward, which repeats an earlier
-        forward.
-        """
+        """Begins a forward pass: gathered values may be out of date. Not in backward, which repeats a forward."""
         if in_backward():
             return
         self._ending.clear()
@@ -265,13 +264,13 @@ class ModelGathering:
             unit.end_pass()
 
     def fix(self, by: Any) -> None:
-        """Promises that parameters do not change until `by` is removed from `fixed_by`."""
+        """Promises constant parameters until `by` is removed from `fixed_by`."""
         if by not in self.fixed_by:
             self.begin_pass()
             self.fixed_by.add(by)
 
     def next_in_forward(self, unit: Gathering) -> Gathering | None:
-        """Notes that forward has come to `unit`; returns the unit after it in the last forward pass, or None."""
+        """Notes that forward has come to `unit`; returns the next unit by the last forward pass, or None."""
         if unit not in self._order_now:
             self._order_now.append(unit)
         index = self._last_order.index(unit) + 1 if unit in self._last_order else len(self._last_order)
@@ -284,22 +283,22 @@ class ModelGathering:
         return next((each for each in reversed(earlier) if each.goes_backward), None)
 
     def release_idle(self) -> None:
-        """Frees what backward passes left gathered and what was gathered ahead, in all units."""
+        """Frees, in all units, full copies left from backward passes or gathered ahead."""
         for unit in self.units:
             unit.release_idle()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Refuses a step of an optimizer while gradients are still on full copies, where the step would miss them."""
+        """Refuses an optimizer's step while gradients are still on full copies: the step would miss these."""
         for parameter in _parameters(optimizer):
             full = self.get(parameter)
             if full is not None and full.leaf.grad is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() came before gradients were reduced to the parameters' shards, and would "
-                    f"miss them; keep a GradientSync(model), and call its wait() before the step"
+                    f"{type(optimizer).__name__}.step() came before gradients were reduced to the parameters' shards, "
+                    f"and would miss them; keep a GradientSync(model), and call its wait() before the step"
                 )
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Notes that shards have changed: fused and foreach optimizers do not increase the versions of tensors."""
+        """Counts the step of each changed shard: fused and foreach optimizers do not increase tensors' versions."""
         for parameter in _parameters(optimizer):
             full = self.get(parameter)
             if full is not None:

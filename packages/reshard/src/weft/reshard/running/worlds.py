@@ -1,7 +1,7 @@
 """The ranks that communicate: the processes of init_process_group(), or one rank whose collectives are only recorded.
 
-`World` is the interface, `Processes` the one over torch.distributed; recording.py has the other. Code that needs
-this process's rank, a mesh or a group asks `world()` for the current World, mostly through groups.py.
+`World` is the interface. `Processes` implements `World` over torch.distributed, recording.py for recorded
+collectives. Code asks `world()`, mostly through groups.py, for this process's rank, a mesh or a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # early: its default arguments would keep the group of a world that exists by then
+import torch.distributed.nn.functional  # imported early: default arguments keep a world's group alive
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
@@ -27,9 +27,9 @@ Positions = Sequence[int]
 
 
 class World(Protocol):
-    """The ranks that communicate, seen by one of them. `world()` returns the current one.
+    """The communicating ranks, as this rank sees them. `world()` returns the current World.
 
-    Caches are kept in a World because their entries refer to process groups and must not outlive them.
+    A World also holds caches: their entries refer to process groups, and must end with the groups.
     """
 
     rank: int  # this process's
@@ -53,10 +53,10 @@ class World(Protocol):
         """
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """`group_of` for ascending ranks that belong to no mesh."""
+        """`group_of` for ascending ranks outside any mesh."""
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """A new group of `ranks`, ascending, for one purpose. Communication: as `group_of`.
+        """A new group of `ranks`, ascending, for a purpose. Communication: as `group_of`.
 
         axes: the mesh axes along which the ranks are.
         """
@@ -65,19 +65,19 @@ class World(Protocol):
         """Publish a few bytes to all ranks under a name. Communication: with the store; no collective."""
 
     def hear(self, name: str) -> bytes:
-        """Wait for the bytes that another rank tells under this name, and return them."""
+        """Waits for another rank's bytes under this name, and returns these."""
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
         """The bytes told so far under each name; None where nothing was told."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
-        """The position in `part` of each member of its group, in the order of the group's ranks."""
+        """The position in `part` of each member of `group`, in the order of the group's ranks."""
 
 
 class Processes:
-    """The World of the processes that one init_process_group() joined; made by `processes()`.
+    """The World of the processes joined by an init_process_group(); made by `processes()`.
 
-    A later init_process_group() gets a new instance, so no group is used after its world has ended.
+    A later init_process_group() gets a new instance: no group is used after the end of its world.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -144,7 +144,7 @@ class Processes:
 
 
 def wide_axes(mesh: ProcessMesh) -> tuple[str, ...]:
-    """The axes of a mesh that have more than one rank."""
+    """The axes of a mesh with more than one rank."""
     return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 
@@ -186,9 +186,8 @@ def processes() -> Processes:
 def _forget() -> None:
     """Drop the process groups at exit, while the interpreter still runs.
 
-    Destroying a gloo group waits for the group's threads. These release the tensors of the last collective, for which
-    they need the
-    interpreter: a thread that asks for the interpreter too late aborts the process.
+    Destroying a gloo group waits for the group's threads. These need the interpreter to release the tensors of the last
+    collective: a thread asking for the interpreter too late aborts the process.
     """
     global _latest_processes
     _latest_processes = None
