@@ -1,9 +1,8 @@
-"""`reshard`, `start_reshard`, `to_global`: bring a DTensor to a new layout, on the same mesh or a new mesh, with
-autograd.
+"""`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
-A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: `executor.started`,
-or custom ops (traced.py) while torch.compile traces. The autograd functions at the end of the file reshard the
-gradient back.
+A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
+`executor.started`, or as custom ops (traced.py) while torch.compile traces. The autograd functions at the end of
+the file reshard gradients back.
 """
 
 from __future__ import annotations
@@ -53,19 +52,20 @@ def reshard(
 ) -> DTensor:
     """Brings `dtensor` to the layout of `placements` on `mesh`, and returns the result as a new DTensor.
 
-    mesh: of any ranks; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local part with the result's
-        metadata. A Layout gives mesh and placements at once.
+    mesh: of the same ranks or any others; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local part
+        with the result's metadata. A Layout gives mesh and placements at once.
     placements: mesh axes without a placement replicate.
     device_mesh: torch's name for `mesh`; do not give both.
     topology, memory_limit: see `plan`.
+
     Differentiable, also twice: the backward brings the gradient to the layout of `dtensor`, or to Replicate where
     `dtensor` is Partial, even where the forward moves nothing. Where this rank receives nothing, the result may share
     memory with `dtensor`.
-    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. A target
-    mesh new to this world of process groups also makes its groups.
-    Raises LayoutError for a target without a plan, or a local part whose shape does not follow from the layout;
-    ValueError where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit:
-    compiled code gives placements alone.
+    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. Where the
+    target's mesh is new to this world of process groups, its ranks also make its groups.
+    Raises LayoutError for a target without a plan, or a local part of another shape than its layout gives; ValueError
+    where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit, as compiled
+    code can give placements alone.
     """
     if torch.compiler.is_dynamo_compiling():
         on_mesh, placements = _one_target(mesh, device_mesh, placements)
@@ -108,7 +108,7 @@ def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, texts: str | tuple
 
 
 def _graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
-    """The mesh axes, if placements name axes, and the placements as strings: arguments for Dynamo's graph."""
+    """The mesh axes, if placements are given by axis, and the placements as strings: arguments for Dynamo's graph."""
     if placements is None or isinstance(placements, str):
         return None, placements or ()
     if isinstance(placements, Mapping):
@@ -117,7 +117,7 @@ def _graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tup
 
 
 def _placement_text(placement: Any) -> str:
-    """`str(placement)` in code for Dynamo to trace; also of torch's placements."""
+    """`str(placement)`, in code that Dynamo can trace; also for torch's placements."""
     if isinstance(placement, Shard | TorchShard):
         return f"S({placement.dim})"
     if isinstance(placement, Replicate | TorchReplicate):
@@ -136,10 +136,10 @@ def start_reshard(
 ) -> StartedReshard:
     """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
-    Arguments and errors as `reshard`. Until `wait()` returns, the memory of `dtensor` is being sent: nothing may write
-    to `dtensor`. In backward the order is reversed: the backward of `wait()` starts the gradient's first collective,
-    and the backward of `start_reshard` waits for it. Ops between the two calls thus overlap with communication in both
-    passes.
+    Arguments and errors as `reshard`. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may
+    write to `dtensor`.
+    In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the backward
+    of `start_reshard` waits for it. So computations between the two calls overlap with communication in both passes.
     """
     return StartedReshard(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))
 
@@ -170,7 +170,7 @@ def _start(
 
 
 class _Change(NamedTuple):
-    """A reshard's plan and layouts, shared by all DTensors of a kind; see `_cached_change`."""
+    """A reshard's plan and layouts, the same for all DTensors of a kind; see `_cached_change`."""
 
     src: Layout  # of the input
     target: Layout  # of the result
@@ -261,7 +261,7 @@ class _GradientReshard:
 
 
 def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
-    """The error for a local part whose shape does not follow from the layout.
+    """The error for a local part of another shape than its layout gives.
 
     If such a part were sent, the receiving ranks would wait for the missing elements.
     """
@@ -303,8 +303,8 @@ class _Reshard(torch.autograd.Function):
         if layout_of(grad) != wanted:
             grad = reshard(grad, placements=wanted, **options)
         elif this_rank() not in wanted.mesh:
-            # A new DTensor, with a single reference, which autograd stores without a copy: DTensor cannot copy on a rank
-            # outside the mesh.
+            # A new DTensor, with a single reference, is stored by autograd without a copy; on a rank outside the mesh
+            # DTensor cannot copy.
             grad = wrap(grad.to_local(), wanted, grad.shape)
         return change.as_input(grad), None, None
 
@@ -320,7 +320,7 @@ class _Started(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[DTensor, None, None]:
         started, ctx.gradient_reshard.started = ctx.gradient_reshard.started, None
-        assert started is not None, "the backward of wait() runs first: only its token leads here"
+        assert started is not None, "the backward of wait() has run: only the token from wait() leads here"
         return ctx.change.as_input(started.wait()), None, None
 
 
@@ -347,7 +347,7 @@ class _Waited(torch.autograd.Function):
 
 
 def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor]:
-    """`start_reshard` inside a function with `in_graph`.
+    """`start_reshard` inside an `in_graph` function.
 
     Returns two tensors, both for `finish_in_graph`: the reshard's number and an unfilled tensor.
     """
@@ -365,8 +365,8 @@ def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placemen
 class _Begun(torch.autograd.Function):
     """The start of a reshard in a graph: returns the reshard's number (`traced.begin`) and an unfilled tensor.
 
-    The unfilled tensor is never read: autograd needs a tensor with the result's local shape. In backward the number's
-    gradient is the number of the gradient's reshard, and the unfilled tensor's gradient is the input of this reshard.
+    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward, the number's
+    gradient is the number of the gradient's reshard, and the unfilled tensor's gradient is the input of that reshard.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
 Each rank writes a message to the world's store. Only a rank without some gradient reads the messages, to give zeros
-for gradients of other ranks (completing.py).
+where other ranks have a gradient (completing.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .order import named_ranks
 from .rendezvous import patience
 from .worlds import world
 
-_SLOTS = 64  # keys of a rank: the most steps between two ranks, whose hosts do not wait for GPU collectives
+_SLOTS = 64  # keys of a rank, used in turn: the most steps between two ranks, as hosts do not wait for a GPU
 _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
 
 Found = TypeVar("Found")
@@ -72,7 +72,7 @@ class Attendance:
             self._tell(leaf_forms, unexpected, done=True, reads=reads)
 
     def end_step(self) -> None:
-        """Ends the step."""
+        """Ends the step: the next message is about the next `wait()`."""
         self._step, self._told_early = self._step + 1, False
 
     def any_gradient_on(self, mesh: ProcessMesh) -> bool:
@@ -85,9 +85,7 @@ class Attendance:
     def forms_of(self, number: int) -> Forms:
         """The forms of a parameter's gradients on the first rank found with a gradient; () for none.
 
-        Waits as `any_gradient_on`.
-
-        number: the parameter's index in `leaves`.
+        number: the parameter's index in `leaves`. Waits as `any_gradient_on`.
         """
         return self._wait_until(self._leaves[number].mesh, lambda message: message.leaf_forms[number] or None) or ()
 
@@ -109,9 +107,10 @@ class Attendance:
         self._world.tell(self._key(this_rank()), text.encode())
 
     def _wait_until(self, mesh: ProcessMesh, found: Callable[[Message], Found | None]) -> Found | None:
-        """The first result but None of `found` on a message of the mesh's ranks; None once all messages are final.
+        """Calls `found` on the messages of the mesh's ranks; returns the first result that is not None.
 
-        Raises RuntimeError where a message is not final within the timeout of the world's store.
+        Returns None once all messages are final. Raises RuntimeError where a message is not final within the store's
+        timeout.
         """
         end, pause = time.monotonic() + patience(), _PAUSE
         while True:

@@ -32,7 +32,7 @@ def cut_to(part: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def assembled(stacked: Tensor, leading: Sequence[str], step: AllGather) -> Tensor:
-    """Parts stacked along the `leading` axes, put side by side in the dims sharded by these axes."""
+    """Puts parts stacked along the `leading` axes side by side, in the dims that these axes shard."""
     count = len(leading)
     order: list[int] = []
     shape: list[int] = []
@@ -73,9 +73,8 @@ class Stacking:
         return whole.reshape(view).permute(*(where[axis] for axis in range(len(self.sizes))), *inner)
 
     def pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views of `rows` and `tensor` with the same elements, for copying between the two.
+        """Pairs of views, of `rows` and `tensor`, with the same elements, for copying between the two; without padding.
 
-        The pairs cover the tensor and leave out padding.
         rows: [parts, elements of a part]. tensor: contiguous, no larger than `whole`. positions: of the part in each
             row.
         """

@@ -33,7 +33,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a gradient reaches the target layout: reduce-scattered over some axes, then all-reduced over more."""
+    """How a gradient reaches the target layout: reduce-scattered over some axes, then all-reduced over other axes."""
 
     scatter: ReduceScatter  # over no axes where nothing is scattered
     reduced: tuple[str, ...]  # axes of the all-reduce
@@ -104,15 +104,15 @@ class Route:
         )
 
     def stacked(self, local: Tensor) -> Tensor:
-        """The parts of a local gradient to scatter, a part in each row."""
+        """The parts into which a local gradient is scattered, one in each row."""
         return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
 
 
 class Bucket(Generic[Owner]):
-    """Gradients on the same mesh, summed over the same axes by a single collective. The owner of a gradient is a Leaf.
+    """Gradients on the same mesh that are summed over the same axes, in one collective. Each gradient has an owner.
 
-    nbytes: of the gradients on the first rank of the mesh, to be equal on every rank. is_open: whether the collective
-        has not started.
+    nbytes: of the gradients on the first rank of the mesh, so equal on every rank.
+    is_open: whether the collective has not started.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -121,7 +121,7 @@ class Bucket(Generic[Owner]):
         self._grads: dict[Owner, Tensor] = {}  # this rank's parts, until the collective starts
 
     def add(self, owner: Owner, local: Tensor, route: Route) -> None:
-        """Puts in this rank's part of the owner's gradient; a second part of the same owner is added to the first."""
+        """Adds this rank's part of the owner's gradient; parts of the same owner are summed."""
         if owner in self._grads:
             self._grads[owner] = self._grads[owner] + local
             return

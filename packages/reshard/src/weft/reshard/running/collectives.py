@@ -1,8 +1,8 @@
-"""Collectives on local tensors, as generators: each yields every started Work, and returns the result.
+"""Collectives on local tensors, as generators: each yields the Works that it starts, and returns the result.
 
 `Pending` runs a generator, with time for other work between start and wait. Callers are the executor for the steps
-of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file alone chooses how a
-backend performs a collective: all-gathers and reduce-scatters on gloo go as all-to-alls.
+of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file decides how a backend
+performs a collective: on gloo, all-gathers and reduce-scatters go as all-to-alls.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[sl
 
 
 def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
-    """Interleaves the generators of several pieces.
+    """Interleaves the generators of several pieces, which must issue the same collectives.
 
-    A collective of each of two pieces is in flight, and the older is waited for. The pieces' generators must issue the
-    same collectives.
+    Two pieces have a collective in flight at a time; the older collective is waited for.
     """
     active: deque[tuple[Running, dist.Work]] = deque()
 
@@ -156,8 +155,8 @@ def by_exchange() -> bool:
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to fill `whole` with the parts of the group's members, in the order of the group's ranks.
 
-    On gloo by an all-to-all, which takes half the time or less, and meanwhile the result's memory a second time. Two
-    ranks need no extra memory.
+    On gloo an all-to-all does this in half the time or less, but holds the result's memory a second time while it runs.
+    Two ranks need no extra memory.
     """
     if not by_exchange():
         return _as_work(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
@@ -173,8 +172,8 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> d
 def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """Reduces the members' tensors into the memory of `whole`; bool is reduced as uint8, which every backend supports.
 
-    On gloo two ranks swap small tensors and add: the same bytes, in a single step instead of two. For up to two
-    elements gloo's own all-reduce does the same.
+    On gloo, two ranks swap small tensors and add: the same bytes, in one step instead of two. For up to two elements
+    gloo's own all-reduce does the same.
     """
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
     small = whole.numel() > 2 and whole.nbytes <= _SMALL
@@ -207,9 +206,9 @@ def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: S
 
 
 def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """`reduce_scatter` by a collective in each phase.
+    """`reduce_scatter` by one collective in each phase.
 
-    NCCL scatters sums. For reductions other than sums, the ranks exchange parts, which is as many bytes, and reduce the
+    NCCL scatters sums. For any other reduction, the ranks exchange parts, which is as many bytes, and reduce the
     received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank, for
     twice the bytes, and keeps a part.
     """
@@ -297,7 +296,7 @@ def _start_exchange(
 
 
 def _start_swap(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str) -> dist.Work:
-    """Starts a swap between a group's two members: each receives the other's tensor, of as many elements."""
+    """Starts a swap between a group's two members, of tensors with equally many elements."""
     counts = [0, sent.numel()] if group.rank() == 0 else [sent.numel(), 0]
     return _start_exchange(received, sent, group, instead_of, counts)
 

@@ -1,4 +1,4 @@
-"""Sends the remaining gradients at `GradientSync.wait()`, in the same order on ranks with different gradients."""
+"""Sends the remaining gradients at `GradientSync.wait()`, in the same order on all ranks, whichever they have."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .sending import Sending
 
 
 def complete(leaves: Sequence[Leaf], expected: Sequence[Leaf], sending: Sending, attendance: Attendance) -> list[Forms]:
-    """Puts the unsent gradients into buckets. Returns each parameter's forms on all ranks; () without any gradient.
+    """Puts unsent gradients into buckets. Returns each parameter's forms on all ranks, () if no rank has a gradient.
 
-    expected: the parameters sent next by every rank, in order.
-    Communication: as `Attendance`, and full buckets. Raises RuntimeError where the ranks' gradients have no sum.
+    expected: the parameters that every rank sends next, in order.
+    Communication: as `Attendance`, and the buckets that fill up. Raises RuntimeError where the ranks' gradients have no
+    sum.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
@@ -50,9 +51,10 @@ def _complete_with_peers(
 ) -> list[Forms]:
     """`complete` on a rank without some gradient, or with a gradient to send twice: reads messages, and gives zeros.
 
-    leaf_forms: of each parameter's gradients on this rank. resent: indices of the parameters whose gradients were sent
-        before in this step. The expected gradients come first, in the forms of the last step: a rank still in backward
-        may wait for these buckets, and tell its message only afterwards.
+    leaf_forms: of each parameter's gradients on this rank.
+    resent: indices of the parameters whose gradients were sent before in this step.
+    The expected gradients come first, in the forms of the last step: a rank still in backward may wait for these
+    buckets before it tells its message.
     """
     number = {leaf: i for i, leaf in enumerate(leaves)}
     lacks_all = not any(leaf_forms)
@@ -105,7 +107,7 @@ def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
 
 
 def _add_zero_shard(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Gives zeros for this rank's shard of a gradient, where ranks with different shards have theirs already.
+    """Gives zeros for this rank's shard of a gradient, whose other shards are complete on other ranks.
 
     Raises RuntimeError where a rank with the same shard has a gradient: in the target layout, the gradient is no
     partial sum.

@@ -1,7 +1,7 @@
-"""Layouts of DTensors, and DTensors of local tensors: Weft's only file with torch's placements.
+"""Layouts and DTensors: `layout_of` a DTensor, DTensors of a local part (`wrap`) or of a whole tensor (`distribute`).
 
-`layout_of` reads a DTensor's layout, `wrap` makes a DTensor of a local part, `distribute` of a whole tensor.
-weft.kernels and weft.models call these too. All goes through DTensor's public API, except `_spec`.
+Ops of weft.kernels and weft.models call `wrap` and `kind_of` too. All goes through DTensor's public API, except
+`_spec`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ STRIDED = "_StridedShard"  # a private placement of torch, recognized by name
 def layout_of(dtensor: DTensor) -> Layout:
     """The layout of a DTensor.
 
-    A DTensor sharded by FSDP2 on top of tensor parallelism is cut by tp first: "tp: S(0), dp: S(0)".
-    Raises LayoutError for placements beyond Shard, Replicate and Partial, and for strided shards not made like this.
+    A DTensor that FSDP2 shards on top of tensor parallelism is cut by tp first: "tp: S(0), dp: S(0)".
+    Raises LayoutError for placements beyond Shard, Replicate and Partial, and for strided shards of any other origin.
     """
     return layout_on(dtensor.device_mesh, dtensor.placements)
 
@@ -77,17 +77,18 @@ def _known(axis: str, placement: Any) -> Placement:
 def _with_strided_shard(
     mesh: ProcessMesh, axis: str, placement: Any, later: dict[str, Placement]
 ) -> dict[str, Placement]:
-    """`later`, the placements of the axes after `axis`, with a shard of `axis` inserted where it cuts.
+    """Inserts `axis`, with a strided shard, into `later`, the placements of the axes after `axis`.
 
-    The placement of `axis` is a strided shard. FSDP2 makes a strided shard where tensor parallelism has cut dim 0:
-    FSDP2's axis comes first in the mesh and cuts last. `placement.split_factor` is the number of parts before this cut.
+    FSDP2 makes a strided shard where tensor parallelism has cut dim 0: FSDP2's axis comes first in the mesh and cuts
+    last. So `axis` goes behind the axes that cut its dim first; `placement.split_factor` is the number of parts that
+    these make.
     Raises LayoutError where the axes after `axis` do not cut the dim into this number of parts.
     """
     majors, parts = [], 1
-    for other, placed_there in later.items():
+    for other, later_placement in later.items():
         if parts == placement.split_factor:
             break
-        if isinstance(placed_there, Shard) and placed_there.dim == placement.dim:
+        if isinstance(later_placement, Shard) and later_placement.dim == placement.dim:
             parts *= mesh.axis_size(other)
         majors.append(other)
     if parts != placement.split_factor:
@@ -139,8 +140,9 @@ def memory_of(dtensor: DTensor) -> Tensor:
     """The local tensor object of a DTensor: replacing the memory of this object replaces the DTensor's memory.
 
     `to_local()` of a parameter returns a new view each time (torch 2.13). The attribute's name comes from torch's
-    protocol for tensor subclasses that hold tensors (`__tensor_flatten__`); a call takes 5 us, and is made once for
-    each class. A DTensor with weak references keeps this tensor object.
+    protocol for tensor subclasses that hold tensors (`__tensor_flatten__`). A call takes 5 us, and is made once for
+    each class.
+    A DTensor with weak references keeps this tensor object.
     """
     name = _names_of_memory.get(type(dtensor))
     if name is None:
@@ -151,10 +153,10 @@ def memory_of(dtensor: DTensor) -> Tensor:
 
 
 def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
-    """Everything but the local tensor of a DTensor, shared by DTensors of a kind.
+    """The spec of a DTensor: mesh, placements, global shape and dtype, shared by all DTensors of a kind.
 
-    No public call makes a DTensor from an existing spec, as torch's own ops and FSDP2 do. Through `from_local` each
-    DTensor would take 14 us, from a spec 3 us (torch 2.13, one CPU core). Specs are never changed: an in-place op gives
+    torch's own ops and FSDP2 make a DTensor from an existing spec; no public call does. Through `from_local` each
+    DTensor would take 14 us, from a spec 3 us (torch 2.13, one CPU core). A spec is never changed: an in-place op gives
     its DTensor another spec.
     """
     mesh, placements = torch_layout(layout, _device_type(local))
@@ -172,9 +174,9 @@ def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[To
 
 @lru_cache(maxsize=65536)
 def _as_torch_order(layout: Layout) -> tuple[ProcessMesh, tuple[TorchPlacement, ...]]:
-    """A permutation of the mesh on which torch's placements can state `layout`, and these placements.
+    """The mesh permuted so that torch's placements can state `layout`, and these placements.
 
-    In DTensor earlier axes of the mesh are major. For any different order of shards the mesh is permuted.
+    In DTensor, earlier axes of the mesh are major. Any other order of shards is stated by permuting the mesh.
     """
     names = [item.partition(":")[0] for item in str(layout).split(", ")]
     return layout.mesh.permute(*names), tuple(_to_torch(layout[name]) for name in names)
@@ -215,7 +217,7 @@ def _number(
     if partial:
         raise LayoutError(
             f"a number was asked of a DTensor that is Partial over {partial}, and this rank holds only an addend; read "
-            f"reshard(x), which is the sum on every rank, or x.to_local(), if this rank's addend is meant"
+            f"reshard(x), which is whole on every rank, or x.to_local(), if this rank's addend is meant"
         )
     number: bool | int | float | complex = func(x.to_local())
     return number
@@ -235,8 +237,10 @@ def distribute(
     """Makes a DTensor of a global tensor, whole on every rank: each rank keeps its part.
 
     layout: a Layout, or a mesh beside `placements`, as in torch's `distribute_tensor`; `device_mesh` is torch's name
-        for the mesh. Where the layout is Partial, the value stays at index 0 of the axis, and the remaining ranks hold
-        the operation's identity.
+        for the mesh.
+
+    Where the layout is Partial, the value stays at index 0 of the axis, and the other ranks hold the operation's
+    identity.
     Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """

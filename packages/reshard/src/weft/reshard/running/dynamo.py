@@ -1,7 +1,7 @@
 """`in_graph`: functions that stay a single node in Dynamo's graph.
 
-Dynamo cannot trace layouts, which are Python values: functions on DTensors are decorated with `in_graph`. Dynamo
-and Triton are slow to import, and are imported when DTensors are first used (`allow`).
+Dynamo cannot trace layouts, which are Python values, so functions on DTensors are decorated with `in_graph`. Dynamo
+and Triton are slow to import: they are imported when DTensors are first used (`allow`), not before.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ else:
 
 
 def guard_shapes() -> None:
-    """While Dynamo traces: make the graph valid only for the global shapes of the traced DTensors, on every rank.
+    """While Dynamo traces: makes the graph valid only for the global shapes of the traced DTensors, on every rank.
 
     Dynamo itself (torch 2.13) guards a DTensor's local sizes alone. A new global shape may leave a rank's local size
-    unchanged: this rank would run the old graph, with the old global shape, while the rest compile. A plan holds for a
-    single global shape.
+    unchanged: this rank would run the old graph, with the old global shape, while other ranks compile. A plan holds for
+    a single global shape.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -48,7 +48,7 @@ def guard_shapes() -> None:
 
 
 def _concrete(value: Any) -> Any:
-    """Replaces symbolic sizes, which Dynamo uses once a size has changed, by their values; each adds a guard."""
+    """Replaces symbolic sizes by their values, each with a guard. Dynamo makes a size symbolic once it has changed."""
     if isinstance(value, tuple):
         return tuple([_concrete(each) for each in value])
     return int(value) if isinstance(value, torch.SymInt) else value

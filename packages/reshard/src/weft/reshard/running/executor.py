@@ -1,7 +1,8 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
-Each step is a generator: it yields every started collective, and returns the local tensor after the step. `execute`
-waits for a collective at once; `Pending`, from `started`, leaves the caller time between start and wait.
+Each step is a generator: it yields every collective that it starts, and returns the local tensor after the step.
+`execute` waits for each collective at once; with `started`, the caller computes something else between start and
+wait.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class _StepStart:
 
     def _index(self, axis: str) -> int:
         coordinate = self.layout.mesh.coordinate(self.rank)
-        assert coordinate is not None, "ranks outside the step's mesh run exchanges alone"
+        assert coordinate is not None, "ranks outside the step's mesh run only exchanges"
         return coordinate[axis]
 
     def _all_gather(self, step: AllGather, local: Tensor) -> Running:

@@ -22,8 +22,9 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
     """The implementation of torch's fused Adam ops for DTensors.
 
     args: parameters, gradients, each list of states, and the step numbers, as in torch's optimizers.
-    Communication: none, except to reshard a gradient not in the parameter's layout, as torch does too.
-    Raises LayoutError for a state not in the parameter's layout.
+    Communication: none, except to reshard a gradient in another layout than its parameter's; torch would redistribute
+    it.
+    Raises LayoutError for a state in another layout than its parameter's.
     """
     parameters, gradients, *states, steps = args
     pairs = zip(parameters, gradients, strict=True)

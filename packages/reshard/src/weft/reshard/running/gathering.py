@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters of the same ranks and dtype share a collective. A unit (units.py) runs a `Gathers` before each forward or
-backward with these parameters.
+Parameters gathered over the same ranks in one dtype share a collective. A unit (units.py) runs a `Gathers` before
+each forward or backward that needs its parameters.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Gather:
 
     shard: DTensor
     layout: Layout  # of the result
-    into: Tensor  # receives this rank's part; its memory may be freed between gathers
+    into: Tensor  # receives this rank's part; may have no memory between gathers
 
 
 class Gathers:
-    """Repeated gathers of the same shards into the same buffers. Constant parts are computed once.
+    """Repeated gathers of the same shards into the same buffers. Everything that stays the same is computed once.
 
-    Communication: an all-gather for all shards of the same ranks and dtype, in the order given. A gather whose plan is
-    not a single all-gather runs by itself. Ranks outside the shards' meshes do nothing.
+    Communication: one all-gather for all shards gathered over the same ranks in one dtype, in the order given. A gather
+    whose plan is not a single all-gather runs by itself. Ranks outside the shards' meshes do nothing.
     """
 
     def __init__(self, gathers: Iterable[Gather]) -> None:
@@ -86,7 +86,7 @@ class Gathers:
 class _Bundle:
     """A single all-gather of several shards: a row of the buffer holds a rank's parts of all shards, concatenated.
 
-    The buffer has memory only from start to finish. All views are made once: each costs the host as much as a small
+    The buffer has memory only from start to finish. All views are made once, as each costs the host as much as a small
     copy.
     """
 
@@ -113,7 +113,7 @@ class _Bundle:
             self._slots.append(mine.view(part)[tuple(slice(size) for size in held)])
             sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(gather_step))
             stacking = stacking_of(tuple(part), axes_of(gather_step), sizes_along, gather_step)
-            # Each step has its axes in its own order, and so its own positions.
+            # Positions follow the order of the axes, in which the steps of a bundle may differ.
             _, positions = group_along(each.shard.device_mesh, axes_of(gather_step))
             for received, filled in stacking.pairs(rows, each.into, positions):
                 self._sources.append(received)

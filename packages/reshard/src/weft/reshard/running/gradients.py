@@ -41,18 +41,19 @@ _syncs: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 class GradientSync:
     """Reduces the gradient of every DTensor parameter of `module` to the parameter's layout, while backward runs.
 
-    A gradient is Partial over every mesh axis along which an input of the parameter's op was sharded, in whichever dim.
-    The gradient's layout tells these axes; no batch dim is looked for. Gradients with the same reduction share a
-    bucket: a collective, started by the hook of the bucket's last gradient and finished by `wait()`. Until then `.grad`
-    holds a placeholder, and reading numbers from the placeholder raises RuntimeError: a torch optimizer's step, an
-    update by hand, torch's or Weft's `clip_grad_norm_`, a GradScaler. A gradient with the target layout from the start
-    is in `.grad` at once. Further forward and backward passes before `wait()` add up. To give up a step call
-    `sync.wait()`, then `zero_grad()`; `zero_grad()` alone clears no gradient under way.
+    A gradient is Partial over every mesh axis that shards an input of the parameter's op, whichever dim that input is
+    sharded on. The gradient's layout names these axes, so no batch dim is looked for.
+    Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
+    collective, and `wait()` finishes it. Until then `.grad` holds a placeholder. Whatever reads numbers from the
+    placeholder raises RuntimeError: a torch optimizer's step, an update by hand, torch's or Weft's `clip_grad_norm_`, a
+    GradScaler. A gradient that has the target layout from the start is in `.grad` at once.
+    Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
+    `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
         all-reduced, along the first dim that divides evenly, else dim 0.
-    bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh to close buckets alike on all
-        ranks.
+    bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh, so that all ranks close
+        buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
     Where `module` gathers sharded parameters (ParallelPlan's zero), the gradient of the full copy is reduced into the
@@ -60,18 +61,18 @@ class GradientSync:
     Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
     gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
     the parameters' meshes call `wait()` equally often.
-    Communication: gradients are sent in the reverse of the order of `module`'s parameters. Ranks thus send alike even
-    if hooks run in different orders, as where only some ranks compile a block. An early gradient waits for all
-    gradients before, except of parameters without a gradient on any rank in the last step. In `wait()` each rank writes
-    a message with the list of its gradients to the store of the process group, and waits for no answer. A rank without
-    some gradient reads all ranks' messages, in a fraction of a millisecond each. Freeze unused parameters
+    Communication: gradients are sent in the reverse order of `module`'s parameters. So ranks send alike even if their
+    hooks run in different orders, as where only some ranks compile a block. An early gradient waits for all gradients
+    before it, except those of parameters that had no gradient on any rank in the last step. In `wait()` each rank
+    writes one message, a list of its gradients, to the store of the process group, and waits for no answer. A rank
+    without some gradient reads all ranks' messages, in a fraction of a millisecond each. Freeze unused parameters
     (`requires_grad_(False)`).
-    Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter with a GradientSync
-    already: two would reduce the gradient twice; `close()` the first.
+    Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter that has a GradientSync
+    already, as two would reduce its gradient twice; `close()` the first.
 
         sync = GradientSync(model)  # kept for as long as the model is trained
         loss.backward(); sync.wait(); optimizer.step()
-        with sync.paused(): ...   # backward passes here only accumulate
+        with sync.paused(): ...   # backward passes that only accumulate
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class GradientSync:
         """Inside, backward passes only accumulate; the next pass outside, or `wait()`, synchronizes the sum.
 
         Sharded parameters (ParallelPlan's zero=1 and 2) are gathered once for all forward passes from here to `wait()`.
-        Parameters do not change in between, as the gradients of all these passes are added up.
+        Parameters do not change in between, as the gradients of these passes are added up.
         """
         before, self._paused = self._paused, True
         for unit in self._units:
@@ -176,8 +177,8 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until every gradient has its target layout in `.grad`.
 
-        Communication: the collectives not yet started, one for each bucket; a reshard for each gradient beyond
-        all-reduce and reduce-scatter.
+        Communication: the collectives that have not started, one for each bucket; a reshard for each gradient that
+        needs more than an all-reduce and a reduce-scatter.
         """
         self._synchronize()
         for unit in self._units:
@@ -223,7 +224,7 @@ class GradientSync:
             leaf.call_hooks()
 
     def close(self) -> None:
-        """Removes the hooks from the parameters and leaves gradients as found. Call `wait()` before."""
+        """Removes the hooks from the parameters; gradients stay as they are. Call `wait()` before."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
@@ -251,7 +252,7 @@ class GradientSync:
     def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
         """Raises RuntimeError where gradients of `parameters` are not synchronized yet.
 
-        what: the refused call, for the error. then: the call after which gradients are needed, for the remedy.
+        what: the refused call, for the error. then: the call that needs the gradients, for the remedy.
         """
         waiting: dict[Tensor, str] = {leaf.home: leaf.name for _, leaf in self._unhooked if _has_partial_grad(leaf)}
         if self._unsynchronized:
@@ -270,7 +271,7 @@ class GradientSync:
     def _keep_older_grad(self, leaf: Leaf, incoming: Tensor) -> None:
         """Moves the gradient in `.grad` to `in_other_layouts` if the incoming gradient has another layout.
 
-        Otherwise autograd would add the two, and DTensor would reshard one.
+        Autograd would add the two otherwise, and DTensor would reshard one of them unasked.
         """
         older = leaf.grad
         if older is None:  # `.grad` is a placeholder
@@ -323,7 +324,7 @@ class GradientSync:
     def _tell_before_waiting(self) -> None:
         """Tells, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
 
-        Called before the wait for a full bucket, since a rank in this bucket may be waiting for this rank's message.
+        Called before the wait for a full bucket. A rank of this bucket may itself be waiting for this rank's message.
         """
         if not self._in_wait:
             # Before the first `wait()` other ranks do not know the forms of the gradients.
@@ -352,18 +353,18 @@ def _sync_of(parameter: Tensor) -> GradientSync | None:
 
 
 def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
-    """The callback to hand a local gradient straight to the parameter's GradientSync, skipping `.grad`.
+    """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
-    None for a parameter without GradientSync. The callback serves all parameters of a GradientSync. Call it in a
+    None for a parameter without a GradientSync. The callback serves all parameters of the GradientSync. Call it in a
     backward pass, at most once for each parameter, with the parameter, this rank's part of the gradient and the
-    gradient's `kind_of`. False means: the gradient must go by `.grad`.
+    gradient's `kind_of`. It returns False where the gradient must go by `.grad`.
     """
     alive = None if parameter is None else _sync_of(parameter)
     return None if alive is None else alive._take_local_grad
 
 
 def _before_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor | None], None]:
-    """The hook run before autograd adds a leaf's gradient to `.grad`. Holds no tensor; see `weakly`."""
+    """The hook that runs before autograd adds a gradient to a leaf's `.grad`. It holds no tensor; see `weakly`."""
 
     def before(incoming: Tensor | None) -> None:  # None where a function returned no gradient
         alive = sync()
@@ -376,7 +377,7 @@ def _before_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tens
 
 
 def _after_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor], None]:
-    """The hook run after autograd has added a leaf's gradient to `.grad`. Holds no tensor; see `weakly`."""
+    """The hook that runs after autograd has added a leaf's gradient to `.grad`. It holds no tensor; see `weakly`."""
 
     def ready(_: Tensor) -> None:
         alive = sync()

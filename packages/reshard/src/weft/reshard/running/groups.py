@@ -1,7 +1,7 @@
 """The DeviceMeshes and process groups of a ProcessMesh in the current world, and the ProcessMesh of a DeviceMesh.
 
-Weft makes groups only here. Each function caches by content: ranks with the same calls in the same order make the
-same groups.
+All groups of Weft are made here. Each function caches by content, so ranks that make the same calls in the same
+order share the same groups.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RANKS = "ranks"  # prefix of a `name_of` that lists the ranks
 def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | None = None) -> DeviceMesh:
     """The DeviceMesh of a process mesh: made once in each world of process groups, found by content afterwards.
 
-    permuted: the mesh whose axes `mesh` has in another order, which states an order of shards. `process_mesh` of the
-        result then returns `permuted`.
+    permuted: the mesh before its axes were permuted, where `mesh` is a permutation made to state an order of shards.
+        `process_mesh` of the result then returns `permuted`.
 
     Communication: the first call on a rank of the mesh makes the groups along each axis, axis after axis, each as in
     `group_of`. Ranks outside the mesh communicate with nobody.
@@ -36,7 +36,7 @@ def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | Non
     if key not in here.device_meshes:
         made = here.device_mesh(mesh, device_type)
         if permuted is not None:
-            # Unequal to the DeviceMesh of an unpermuted mesh with the same axis order, for torch's caches compare meshes.
+            # A DeviceMesh of an unpermuted mesh with this axis order must not be equal: torch's caches compare meshes.
             made._thread_id = int(permuted.digest[:12], 16)
         here.device_meshes[key] = made
         here.process_meshes[made] = mesh if permuted is None else permuted
@@ -44,7 +44,7 @@ def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | Non
 
 
 def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The ProcessMesh of a DeviceMesh; the mesh before permutation where `device_mesh` was given `permuted`.
+    """The ProcessMesh of a DeviceMesh; where `device_mesh` was given `permuted`, that mesh.
 
     Axes without names are called axis0, axis1, …
     """
@@ -57,7 +57,7 @@ def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axis names of a DeviceMesh, in the DeviceMesh's order; axes without names as in `process_mesh`."""
+    """The axis names of a DeviceMesh, in the DeviceMesh's order; axes without names are named as in `process_mesh`."""
     return mesh.mesh_dim_names or process_mesh(mesh).axis_names
 
 
@@ -69,7 +69,7 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, Positions]:
     """The group of this rank along `axes`, and the position along `axes`, major first, of each member.
 
-    Communication: along several axes as `group_of`; along a single axis none, as the mesh has the group.
+    Communication: along several axes as `group_of`; along a single axis none, as the DeviceMesh has the group.
     """
     here, key = world(), ("along", mesh, *axes)
     if key not in here.cache:
@@ -89,7 +89,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks`, ascending, which hold this rank; made once in each world of process groups.
+    """The process group of `ranks`, ascending, including this rank; made once in each world of process groups.
 
     Communication: the first call makes the group and waits for the other members; see `make_group`. Ranks outside the
     group need not call. Raises ValueError for ranks outside the world.
@@ -101,8 +101,7 @@ def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) 
     """A separate process group of `ranks`, ascending, for a purpose.
 
     Collectives on this group do not wait for collectives on another group of the same ranks.
-
-    axes: the mesh axes along which the ranks are. Communication: the first call makes the group, as `group_of`.
+    axes: the mesh axes along which the ranks lie. Communication: the first call makes the group, as `group_of`.
     """
     here, key = world(), ("for", purpose, ranks)
     if key not in here.cache:
@@ -117,10 +116,9 @@ def of_this_world() -> dict[Any, Any]:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """A name by which a compiled graph stores the group: the ranks of a group made here, else the `group_name`.
+    """A name under which a compiled graph can store the group: its ranks for a group made here, else its `group_name`.
 
-    torch names other groups by a counter. A compiled graph may be loaded by a later program, which has not made the
-    group yet.
+    torch numbers other groups in order of creation. A later program may load the graph before it has made the group.
     """
     if group.group_name.startswith(PREFIX):
         return f"{RANKS} {' '.join(map(str, dist.get_process_group_ranks(group)))}"

@@ -14,11 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
 
-_NOT_SENT = (
-    "wait_tensor",
-    "wrap_tensor_autograd",
-    "monitored_barrier",
-)  # ops of torch's namespaces that send no tensor
+# Ops of torch's namespaces for collectives that send no tensor.
+_NOT_SENT = ("wait_tensor", "wrap_tensor_autograd", "monitored_barrier")
 _NAMES = {
     "allreduce": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -33,19 +30,21 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as one rank issues it."""
+    """A collective, as a rank issues it."""
 
     kind: str  # such as "all-reduce"
-    axes: tuple[str, ...]  # mesh axes that the group is along; () where unknown
+    axes: tuple[str, ...]  # mesh axes of the group; () where unknown
     nbytes: int  # received from other ranks, by `received_bytes`
 
 
 def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, itemsize: int = 1) -> int:
-    """Bytes received by a rank from the rest of its group, by the ring algorithms; see `planning.costs`.
+    """Bytes that a rank receives from the rest of its group, by the ring algorithms; see `planning.costs`.
 
-    input_bytes, output_bytes: of the collective's input and output on this rank. itemsize: bytes of an element. An
-        all-reduce is a reduce-scatter and an all-gather of even parts; an all-to-all has even parts. A broadcast counts
-        as received on the source rank too.
+    input_bytes, output_bytes: of the collective's input and output on this rank.
+    itemsize: bytes of an element.
+
+    An all-reduce counts as a reduce-scatter and an all-gather of even parts; an all-to-all has even parts. A broadcast
+    counts as received on the source rank too.
     """
     match kind:
         case "all-reduce":
@@ -66,9 +65,9 @@ _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as
 
 @contextmanager
 def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
-    """Collectives issued inside count as `kind`, whatever their op: an all-to-all may stand for an all-gather.
+    """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
-    nbytes: received by a rank, where the call's tensors do not tell.
+    nbytes: received by a rank, where the call's tensors do not show this.
     """
     token = _counted_as.set((kind, nbytes))
     try:
@@ -86,9 +85,9 @@ def kind_of_op(namespace: str, name: str) -> str | None:
 
 
 def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output: Any) -> int:
-    """Bytes received by a rank in a call of torch's op, from the op's arguments and output.
+    """Bytes that a rank receives in a call of torch's op, from the op's arguments and output.
 
-    rank: of this process in the group; an all-to-all sends this rank nothing.
+    rank: of this process in the group. A rank's own part of an all-to-all is not counted.
     """
     stated_bytes = _counted_as.get()[1]
     if stated_bytes is not None:
@@ -98,7 +97,9 @@ def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output:
     if not tensors:
         return 0
     first = _first(tensors[0])
-    functional = isinstance(output, Tensor)  # takes the input and returns the output; other ops take both
+    functional = isinstance(
+        output, Tensor
+    )  # functional ops return the output, in-place ops take input and output as arguments
     output_bytes, input_bytes = (
         (_bytes(output), _bytes(tensors[0])) if functional else (_bytes(tensors[0]), _bytes(tensors[-1]))
     )

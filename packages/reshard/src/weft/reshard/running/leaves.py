@@ -1,4 +1,4 @@
-"""`Leaf`: GradientSync's state of a parameter and the parameter's gradients; `Form`: a gradient's layout and dtype."""
+"""`Leaf`: what GradientSync keeps about a parameter and its gradients; `Form`: a gradient's layout and dtype."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Forms = tuple[Form, ...]
 class Leaf:
     """A parameter's gradients between backward and `GradientSync.wait()`; made by GradientSync."""
 
-    parameter: DTensor  # autograd accumulates into its `.grad`
+    parameter: DTensor  # autograd accumulates into `parameter.grad`
     home: DTensor  # gets the result in `.grad`; under ZeRO the shard, while `parameter` is the full copy
     name: str
     mesh: ProcessMesh  # of home
@@ -46,11 +46,12 @@ class Leaf:
     target: Layout  # of the result
     sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends its gradient, also inside `paused()`
     is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
-    in_other_layouts: dict[Layout, DTensor] = field(default_factory=dict)  # earlier gradients, unlike `.grad` in layout
+    in_other_layouts: dict[Layout, DTensor] = field(
+        default_factory=dict
+    )  # older gradients, not in the layout of `.grad`
     layout_cache: tuple[object, Forms, bool] | None = None  # `layout_info` of the last gradient
-    route_cache: tuple[object, Route | None] | None = (
-        None  # kind and route of the last gradient sent; None: by a reshard
-    )
+    # Kind and route of the last gradient sent; a route of None means: by a reshard.
+    route_cache: tuple[object, Route | None] | None = None
     local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `takes_addends`
     local_grad_forms: tuple[object, Forms] = (None, ())  # kind and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
@@ -95,7 +96,7 @@ class Leaf:
         return forms
 
     def layout_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
-        """The gradient's kind, the forms, and whether the layout is the target; cached in `layout_cache`."""
+        """The gradient's kind, its forms, and whether the gradient is in the target layout; see `layout_cache`."""
         kind = kind_of(grad)
         if self.layout_cache is None or self.layout_cache[0] is not kind:
             layout = layout_of(grad)
@@ -103,7 +104,7 @@ class Leaf:
         return self.layout_cache
 
     def zeros(self, form: Form) -> DTensor:
-        """A gradient of zeros in the given form, which a rank without a gradient gives to the sum."""
+        """A gradient of zeros in the given form, from a rank without a gradient."""
         local = torch.zeros(
             form.layout.local_shape(self.home.shape, this_rank()),
             dtype=form.dtype,

@@ -31,17 +31,18 @@ def clip_grad_norm_(
 
     parameters: DTensors on any meshes, whose gradients may have other layouts, and plain tensors, which count as
         replicated. A parameter given twice counts once.
-    norm_type: p of the p-norm, above 0; inf takes the largest magnitude.
+    norm_type: p of the p-norm of all gradients as one vector, above 0; inf takes the largest magnitude.
     mesh: the ranks over which the norm is taken. None takes the ranks of all parameters' meshes; every rank then gives
-        parameters on the same meshes. Where each rank has the parameters of a single pipeline stage, give the mesh of
-        all stages; plain tensors then belong to this rank alone.
-    copies: parameters with repeated gradients, as of a weight tied across stages; scaled, not counted. A shard on
-        several ranks counts once. Sums are taken in float32, of float64 gradients in float64. A non-finite norm scales
-        nothing. The host waits for no device.
-    Communication: a single all-reduce of a number over the ranks of `mesh`, where any parameter is a DTensor or a mesh
-    is given. A rank outside takes no part, and gets the norm of this rank's gradients.
-    Raises ValueError for a max_norm below 0, a norm_type not above 0, and a Partial gradient, which is only this rank's
-    addend; RuntimeError for gradients before GradientSync's `wait()`.
+        parameters on the same meshes. Where each rank gives only its own stage's parameters, give the mesh of all
+        stages; plain tensors then belong to this rank alone.
+    copies: parameters whose gradients repeat others, as of a weight tied across stages: scaled, not counted.
+
+    A shard held by several ranks counts on one of them. Sums are taken in float32, of float64 gradients in float64. A
+    norm that is not finite scales nothing. The host waits for no device.
+    Communication: an all-reduce of one number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
+    given. A rank outside takes no part, and gets the norm of its own gradients.
+    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient, which is only
+    this rank's addend; RuntimeError for gradients that still need GradientSync's `wait()`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
@@ -96,7 +97,7 @@ def _group_and_counter(
 
 
 def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
-    """Whether this rank counts the gradient: among the ranks with the same shard a single rank does."""
+    """Whether this rank counts the gradient: only one of the ranks with the same shard does."""
     if not isinstance(gradient, DTensor):
         return counts_plain
     layout = layout_of(gradient)

@@ -34,14 +34,15 @@ class OrderError(RuntimeError):
 
 @contextmanager
 def check_order(timeout: float = 60.0) -> Iterator[None]:
-    """Inside, ranks tell each other the next plan, and wait until all ranks of the plan are about to run this plan.
+    """Inside, each rank announces its next plan, and waits until all ranks of the plan have announced the same plan.
 
     timeout: seconds to wait for the other ranks before each plan. Each plan costs a few round trips to a store on rank
         0, at MASTER_ADDR, else at this host's name.
-    Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last: rank 0 waits for the
-    remaining ranks up to `timeout`, or briefly after an error. The remaining ranks leave at once.
+
+    Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last, after waiting for the
+    other ranks up to `timeout`, or briefly after an error. The other ranks leave at once.
     Raises OrderError where plans differ or a rank does not come. The check has then failed on every rank of the world:
-    waiting ranks raise at once, all others at the next plan, with the same message.
+    waiting ranks raise at once, all others at their next plan, with the same message.
     Raises RuntimeError inside another check, ValueError unless the timeout is finite and > 0.
     """
     global _check
@@ -65,8 +66,9 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     """Inside `check_order`, waits until all `ranks` are about to run `plan`; elsewhere returns at once.
 
     ranks: by default the ranks of `meshes`.
-    Plans are the same if equal in print, ranks and `meshes`.
-    Threads wait in turn: autograd's thread and the main thread must alternate alike on all ranks.
+
+    Plans are the same if their text, ranks and `meshes` are equal. Threads wait in turn: autograd's thread and the main
+    thread must alternate alike on all ranks.
     Raises OrderError: see `check_order`.
     """
     check = _check
@@ -79,7 +81,7 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class LazyText:
-    """A plan's description for `announce`, made only inside `check_order`, as making the text takes time."""
+    """A plan's description for `announce`. The text takes time to make, and is made inside `check_order` only."""
 
     make: Callable[[], str]
 
@@ -107,13 +109,12 @@ class _Announced:
 class _Check:
     """A `check_order` under way: compares plans pair by pair.
 
-    The n-th plan of two ranks must be the same on both. Only plans of both ranks count: disjoint meshes may run
-    different plans at the same time.
+    The n-th plan that two ranks have in common must be the same on both. Plans on disjoint meshes may run in any order.
 
     Keys in the store, for ranks r and s:
     r>s/n: the n-th plan of r for s; s deletes the key.
     latest/r: the latest plan of r. left/r: r has left, and why.
-    failed: the error message of all ranks.
+    failed: the error message for all ranks.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -235,7 +236,7 @@ def _store(host: str, port: int, *, master: bool) -> TCPStore:
 
 
 def _host() -> str:
-    """This process's host name, for connections from all ranks."""
+    """This process's host name, by which other ranks connect."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
@@ -245,7 +246,7 @@ def _host() -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1, 4-7"."""
+    """Ranks as words in a message: "rank 3", "ranks 0, 1, 4-7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""Keeps the tensors received by reshards in forward, and returns these while a recomputation repeats the forward.
+"""Keeps the tensors that reshards receive in forward, and returns them while a recomputation repeats the forward.
 
-Selective recomputation (weft.models' parallel/recompute.py) uses this, and sends nothing twice. The executor starts
-every communicating plan by `run_or_replay`.
+Selective recomputation (weft.models' parallel/recompute.py) uses this to send nothing twice. The executor starts
+every plan with communication by `run_or_replay`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _thread = threading.local()  # autograd runs the backward of each device on a se
 
 @contextmanager
 def keeping(begin: Callable[[], Store]) -> Iterator[None]:
-    """Inside, the tensor received by each communicating reshard is handed over, to be kept.
+    """Inside, every reshard with communication hands over the tensor that it receives, to be kept.
 
     begin: called when a reshard starts; returns a function, which is called with the received tensor.
     """
@@ -30,7 +30,7 @@ def keeping(begin: Callable[[], Store]) -> Iterator[None]:
 
 @contextmanager
 def giving(next_received: Callable[[], Tensor]) -> Iterator[None]:
-    """Inside, a communicating reshard returns `next_received()` and sends nothing."""
+    """Inside, a reshard that would communicate returns `next_received()` instead, and sends nothing."""
     with _set("next_received", next_received):
         yield
 

@@ -1,9 +1,9 @@
 """Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
 `recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's code then runs on
-tensors without data as on the mesh. The groups are subclasses of torch's ProcessGroup: the program's own calls of
-torch.distributed are recorded too, and the collectives of DTensor's ops. weft.models predicts a step's
-communication from the record.
+tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
+own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
+step's communication from the record.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Recorded:
             for axis, index in coordinate.items():
                 place = place * part.axis_size(axis) + index
             self.groups[name] = _Group(place, part.size, name)
-            c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look it up by name
+            c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
             self.axes[name] = wide_axes(part)
         return self.groups[name]
 
@@ -129,7 +129,7 @@ def _as_torch(name: str) -> Any:
 
 
 def _ranks_of(mesh: ProcessMesh) -> Tensor:
-    """The ranks of a mesh, as a tensor of the mesh's shape; made by a few ops where the mesh is part of a grid."""
+    """The ranks of a mesh, as a tensor of the mesh's shape. For a part of a grid a few ops make it."""
     if mesh.strides is None:
         return torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
     ranks = torch.full((), mesh.rank_at(**dict.fromkeys(mesh.axis_names, 0)), device="cpu")
@@ -142,8 +142,8 @@ class _Mesh(DeviceMesh):
     """A DeviceMesh whose groups come from the current World.
 
     torch makes a DeviceMesh without groups by `_init_backend=False`, and for another rank than the process's by
-    `_rank`. torch caches results by mesh, also for an equal mesh. So a `_Mesh` equals no DeviceMesh of a real world,
-    and equals a `_Mesh` of another recording by content. DeviceMesh's own comparison reads all ranks.
+    `_rank`. torch caches results by mesh, and returns them for any equal mesh. So a `_Mesh` equals no DeviceMesh of a
+    real world, and equals a `_Mesh` of another recording by content. DeviceMesh's own comparison reads all ranks.
     """
 
     content: tuple[ProcessMesh, str, int]
@@ -169,7 +169,7 @@ class _Mesh(DeviceMesh):
 
     def _axis(self, mesh_dim: int | str | None) -> str:
         names = self.mesh_dim_names
-        assert names is not None, "`device_mesh` makes it with names"
+        assert names is not None, "`device_mesh` gives names"
         return mesh_dim if isinstance(mesh_dim, str) else names[mesh_dim or 0]
 
 

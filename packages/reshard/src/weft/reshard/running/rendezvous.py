@@ -1,14 +1,14 @@
-"""Process groups made by the members alone, each under a name derived from the ranks.
+"""Process groups made by their members alone, each under a name derived from its ranks.
 
 torch.distributed.new_group() must be called by the whole world, and names groups by a counter. Where ranks make
-different groups, because each works on a part of the model, the counters agree by accident, and members of
-different groups connect. With use_local_synchronization only the members call, but the counter stays. Here groups
-are made as in new_group(), but named by a digest of the ranks: different groups have different names and cannot
-connect.
+different groups, because each works on a part of the model, the counters of different groups can agree, and their
+members connect to each other. With use_local_synchronization only the members call, but the counter stays. Here
+groups are made as in new_group(), but are named by a digest of the ranks: different groups have different names and
+cannot connect.
 
 NCCL: where init_process_group() was given a device_id, torch would split the world's communicator, a call of every
-rank of the world. Here the members create a communicator of their own at once; without a device_id, NCCL creates
-the communicator in the first collective. Ranks outside the group are never called.
+rank of the world. Here the members create a separate communicator at once; without a device_id, NCCL creates the
+communicator in the first collective. Ranks outside the group are never called.
 
 The same store carries small messages between ranks: `tell`, `told`, `hear`.
 """
@@ -32,22 +32,22 @@ from torch.distributed.distributed_c10d import (
 
 PREFIX = "weft-"  # of the names of these groups
 REMEDY = (
-    "all ranks of a group must make it: use meshes of the same ranks in the same order on all of these ranks, or allow "
-    "more time with init_process_group(timeout=...)"
+    "all ranks of a group must make it: use the meshes that ranks share in the same order on all of these ranks, or "
+    "allow more time with init_process_group(timeout=...)"
 )
 
 
 def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
-    """Makes a process group of `ranks`, ascending, which hold this rank, on the backend of the world.
+    """Makes a process group of `ranks`, ascending, including this rank, on the backend of the world.
 
     purpose: distinguishes several groups of the same ranks.
     Communication: waits for the other members through the world's store, up to the timeout given to
     init_process_group().
-    Raises RuntimeError where members do not come, or list different ranks. The message names these members and the
-    groups in the making.
+    Raises RuntimeError where members do not come, or list different ranks. The message names these members, and the
+    groups that they are making.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
-    assert world is not None, "asked for where there is a world"
+    assert world is not None, "the world exists, as `Processes` does"
     text = f"ranks {', '.join(map(str, ranks))} on {dist.get_backend()}" + (f" for {purpose}" if purpose else "")
     name = PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     store = _get_default_store()
@@ -80,7 +80,7 @@ def tell(name: str, value: bytes) -> None:
 
 
 def told(names: Sequence[str]) -> list[bytes | None]:
-    """The bytes told so far under each name; None where nothing was told.
+    """The bytes told so far under each name; None for a name without bytes.
 
     Communication: two requests to the world's store.
     """
@@ -88,7 +88,7 @@ def told(names: Sequence[str]) -> list[bytes | None]:
     keys = [f"told/{name}" for name in names]
     if not store.check(keys):
         return [bytes.fromhex(store.get(key).decode()) if store.check([key]) else None for key in keys]
-    several = store.has_extended_api()  # type: ignore[attr-defined]  # a FileStore has not
+    several = store.has_extended_api()  # type: ignore[attr-defined]  # False for a FileStore
     values = store.multi_get(keys) if several else [store.get(key) for key in keys]
     return [bytes.fromhex(value.decode()) for value in values]
 
@@ -100,10 +100,9 @@ def patience() -> float:
 
 
 def hear(name: str) -> bytes:
-    """Waits for another rank's bytes under this name, and returns these.
+    """Waits until another rank tells bytes under this name, and returns the bytes.
 
-    Communication: with the world's store.
-    Raises RuntimeError after the store's timeout.
+    Communication: with the world's store. Raises RuntimeError after the store's timeout.
     """
     store = _get_default_store()
     try:
@@ -118,9 +117,7 @@ def hear(name: str) -> bytes:
 
 @contextmanager
 def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
-    """The device of the world's communicator. Inside, the communicator counts as unbound, and torch does not split
-    it.
-    """
+    """The device of the world's communicator. Inside, the world counts as unbound, so torch splits nothing."""
     device = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -133,9 +130,9 @@ class _Members:
     """The members of a new group, who wait for each other in the store.
 
     Keys in the store, where r is a rank and `at` is name/purpose:
-    making/r: the group in the making on rank r.
-    name/ranks: the ranks in the first member's list.
-    at/r: rank r has come. at/count: number of ranks present. at/all: all have come.
+    making/r: the group that rank r is making.
+    name/ranks: the ranks as listed by the first member.
+    at/r: rank r has come. at/count: number of ranks that have come. at/all: all have come.
     """
 
     def __init__(self, store: Store, name: str, text: str, ranks: Sequence[int], rank: int) -> None:

@@ -31,9 +31,7 @@ class Sending:
         forms = leaf.pending()
         leaf.sent = forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
         if leaf.local_grad is not None:
-            assert leaf.route_cache is not None and leaf.route_cache[1] is not None, (
-                "set when the local gradient was taken"
-            )
+            assert leaf.route_cache is not None and leaf.route_cache[1] is not None, "set with the local gradient"
             self._add_to_bucket(leaf, leaf.local_grad, leaf.route_cache[1])
             leaf.local_grad = None
         for layout, older in leaf.in_other_layouts.items():
@@ -48,7 +46,7 @@ class Sending:
             leaf.put_placeholder()
 
     def add_zeros(self, leaf: Leaf, form: Form) -> None:
-        """Puts zeros into a bucket, as this rank's part of a sum."""
+        """Puts zeros into a bucket: this rank's part of a gradient that other ranks have."""
         self._add_grad(leaf, leaf.zeros(form), form.layout == leaf.target)
 
     def finish(self) -> None:

@@ -1,9 +1,9 @@
 """Sums over the processes of a machine in shared memory; sockets would copy each byte into the kernel and out again.
 
-Each member of the group writes a tensor to its place. Once all have written, each member adds all tensors up: each
-byte is written once, and read once by each member. Members learn from an all-reduce of a number, on the same group,
-when all have written; a wait for a dead member thus ends as in any collective. For small groups only: a member
-reads as many tensors as there are members.
+Each member of the group writes its tensor to its place. Once all have written, each member adds all tensors up:
+each byte is written once, and read once by each member. An all-reduce of one number on the same group tells the
+members that all have written; so a wait for a dead member ends as in any collective. For small groups only: a
+member reads as many tensors as there are members.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _PLACES = 2
 def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
     """The sum over the group's members of `parts`, concatenated into a flat tensor.
 
-    parts: of the same dtype, and equally many elements in all on every member. The list is emptied, to free the
-        tensors. The result is the same to the bit on every member.
-    Communication: an all-reduce. Members with shared memory reduce a single number, counted as the whole tensor.
+    parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
+        tensors.
+    The result is the same to the bit on every member.
+    Communication: an all-reduce. Members with shared memory reduce only one number, which counts as the whole tensor.
     """
     memory = _memory_for(parts, group)
     flat_parts = [part.reshape(-1) for part in parts]
@@ -62,7 +63,7 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
 class _Memory:
     """Memory shared by the members of a group: `_PLACES` places of `nbytes` bytes for each member.
 
-    A single sum uses the memory at a time. A sum without a wait never gives the memory back: members may still read.
+    Only one sum uses the memory at a time. A sum without a wait never gives it back, as members may still read.
     """
 
     def __init__(self, shared: Tensor, members: int, nbytes: int) -> None:
@@ -79,10 +80,10 @@ class _Memory:
 
 
 def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None:
-    """The group's shared memory, with room for `parts`; None without such memory, or while a sum uses the memory.
+    """The group's shared memory, with room for `parts`; None where there is none, or while a sum uses it.
 
-    All members get the same answer, as sums start and end in the same order on all members. The memory lives as long as
-    the group.
+    All members get the same answer, as they start and end sums in the same order. The memory lives as long as the
+    group.
     Communication: with the store, where the present memory is too small.
     """
     like, nbytes = parts[0], sum(part.nbytes for part in parts)
@@ -99,7 +100,7 @@ def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The first member's message to the rest of the group: where the memory is."""
+    """The first member's message to the other members: where its memory is."""
 
     machine: str  # `_machine()` of the first member
     path: str
@@ -149,7 +150,7 @@ def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
 
 
 def _machine() -> str:
-    """A string equal for processes with the same memory and network.
+    """A string that is equal for processes with the same memory and network.
 
     Two network or PID namespaces of a machine count as two machines.
     """

@@ -35,8 +35,8 @@ class Topology(Links):
     ) -> Topology:
         """Times all-gathers along each axis and fits a link to each; all groups of an axis run at once.
 
-        sizes: bytes of a rank's part.
-        Of each size the median of the rounds counts, of the slowest group. The fit is least squares without negative
+        sizes: bytes of a rank's part, of each all-gather.
+        The time of a size is the median of the rounds, in the slowest group. The fit is least squares without negative
         numbers.
         Communication: all ranks of the world call this, and get equal topologies.
         Raises ValueError for fewer than two different sizes.
@@ -45,7 +45,10 @@ class Topology(Links):
         device = device_type or str(getattr(mesh, "device_type", backend))
         mesh = as_process_mesh(mesh)
         if len(set(sizes)) < 2 or min(sizes) < 1:
-            raise ValueError(f"sizes is {tuple(sizes)}, and no line fits; give two different numbers of bytes at least")
+            raise ValueError(
+                f"sizes is {tuple(sizes)}, through which no line can be fitted; give at least two different numbers of "
+                f"bytes"
+            )
         on = device_mesh(mesh, device)
         seconds = torch.zeros(mesh.ndim, len(sizes), dtype=torch.float64)
         if dist.get_rank() in mesh:
@@ -87,7 +90,7 @@ def _finish(device_type: str) -> None:
 def _fitted(nbytes: Sequence[int], seconds: Sequence[float], messages: int) -> Link:
     """The link with seconds = latency * messages + bytes / bandwidth, by least squares of relative errors.
 
-    Absolute errors would let the longest times decide alone. A negative latency or bandwidth is set to 0, and the
+    Absolute errors would let the longest times decide alone. A negative latency or time per byte is set to 0, and the
     remaining number is fitted again.
     """
     rows = [(messages / t, n / t) for n, t in zip(nbytes, seconds, strict=True)]

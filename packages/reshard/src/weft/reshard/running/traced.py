@@ -1,7 +1,7 @@
-"""Plans under torch.compile: local steps are traced through; a communicating plan becomes custom ops.
+"""Plans under torch.compile: local steps are traced through; a plan with communication becomes custom ops.
 
-`traced` adds an op for the whole plan. `begin` adds an op to start the plan and `finish` an op to wait: the graph's
-ops between the two overlap with the communication. api.py calls these where a graph is traced.
+`traced` adds a single op for a plan. `begin` and `finish` add an op each, to start the plan and to wait: the
+graph's ops between the two overlap with the communication. api.py calls these while a graph is traced.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
 
 
 def begin(plan: Plan, local: Tensor) -> Tensor:
-    """Adds a node to start a plan, each time the graph runs.
+    """Adds a node that starts a plan, each time the graph runs.
 
-    Returns the number of the started plan, as a float64 tensor of shape [1], which can have a gradient.
+    Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
     """
     number: Tensor = _begin(local, _text(replace(plan)), this_rank())
     return number
 
 
 def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Adds a node to wait for the plan started by `begin`.
+    """Adds a node that waits for the plan started by `begin`.
 
-    local: the argument of `begin`, given again to keep the compiler from reusing the memory in between. shape: of the
-        result.
+    local: the argument of `begin`, given again so that the compiler does not reuse its memory in between.
+    shape: of the result.
     """
     result: Tensor = _finish(number, local, list(shape))
     return result
@@ -67,8 +67,10 @@ def _plan(text: str) -> Plan:
 
 @library.custom_op("weft::reshard", mutates_args=())
 def _reshard(local: Tensor, plan: str, rank: int) -> Tensor:
-    """rank: this process's. Used only in the key of the compiler's disk cache, which must not give a rank another
-    rank's graph.
+    """Runs a plan when the graph runs.
+
+    rank: this process's. Only a part of the key of the compiler's disk cache, which must not give a rank another rank's
+        graph.
     """
     made = _plan(plan)
     moved = execute(made, local, device_mesh(made.src.mesh, local.device.type)).contiguous()

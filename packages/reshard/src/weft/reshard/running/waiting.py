@@ -10,11 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class Waiting(Tensor):
-    """Has the gradient's shape, dtype and device, but no memory. Any op on the placeholder raises an error about
-    `sync.wait()`.
+    """A placeholder with the gradient's shape, dtype and device, but no memory. Any op on it raises RuntimeError.
 
-    With None in `.grad`, an update by hand would skip the parameter, torch's `clip_grad_norm_` would find a norm of 0,
-    and a GradScaler would find nothing to unscale.
+    The error tells to call `sync.wait()`. With None in `.grad`, an update by hand would skip the parameter, torch's
+    `clip_grad_norm_` would find a norm of 0, and a GradScaler would find nothing to unscale.
     """
 
     parameter_name: str

@@ -44,7 +44,7 @@ class Waits:
         return seconds
 
 
-_measuring: list[Waits] = []
+_measuring: list[Waits] = []  # of the `measured_by` blocks, innermost last
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`weakly`: hooks without strong references."""
+"""`weakly`: hooks that do not keep objects alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook to call `method` while the method's object is alive.
+    """A hook that calls `method` while the method's object is alive.
 
     A strong reference from a torch hook could keep the object alive for good: the garbage collector does not see such
     references.

@@ -45,9 +45,7 @@ class Gathering(Protocol):
 
 
 def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
-    """The slices of a rank's shard in the rank's part of the full tensor; None where the shard is not contiguous
-    there.
-    """
+    """A rank's shard as slices of its part of the full tensor; None where the shard is not contiguous in that part."""
     held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
     found = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
     sizes = [b.stop - b.start for b in outer]
@@ -58,9 +56,9 @@ def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> 
 class FullParameter:
     """The full-size copy of a sharded parameter, with which its module computes.
 
-    An autograd leaf over a buffer, which is freed and refilled. Tensors saved for backward share the buffer. While the
-    buffer is kept, a contiguous shard is a view into the buffer: the parameter is held once. A shard with views in the
-    program keeps separate memory, as these views must stay valid.
+    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. While the
+    buffer is kept, a contiguous shard is a view into the buffer, and the parameter is held only once. A shard that the
+    program has views of keeps its own memory, so that these views stay valid.
     stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate (ZeRO 1).
     """
 
@@ -103,7 +101,7 @@ class FullParameter:
             self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """A value changed by an optimizer's step or in-place update of the shard; not by a change through `.data`."""
+        """A value that changes with an optimizer's step or in-place update of the shard; not with one by `.data`."""
         return self.optimizer_steps, shard._version, self._shard._version
 
     def allocate(self) -> None:
@@ -112,9 +110,7 @@ class FullParameter:
             self._storage.resize_(self._nbytes)
 
     def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keeps: bool) -> None:
-        """Record: the buffer now holds the shard's values. keeps: keep the buffer after this call, whatever `stays`
-        is.
-        """
+        """Records that the buffer holds the shard's values. keeps: keep it after this call, whatever `stays` is."""
         self.filled_in_pass = pass_number
         if self._last_filled is not None and self._last_filled != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
@@ -125,7 +121,7 @@ class FullParameter:
             self._shard_view.data = self.buffer[self._shard_slices]
 
     def free(self) -> None:
-        """Frees the buffer's memory; gives a shard viewing the buffer separate memory."""
+        """Frees the buffer's memory; a shard that is a view into the buffer gets memory of its own."""
         if self._shard_view is not None:
             self._shard_view.data = self._shard_view.clone()
             self._shard_view = None
@@ -169,8 +165,8 @@ class ModelGathering:
     """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
     Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
-    through a view. Each forward pass therefore gathers anew, on every rank alike. Backward computes with the values
-    from forward.
+    through a view. So each forward pass gathers anew, on every rank alike. Backward computes with the values from
+    forward.
     """
 
     def __init__(self) -> None:
@@ -264,7 +260,7 @@ class ModelGathering:
             unit.end_pass()
 
     def fix(self, by: Any) -> None:
-        """Promises constant parameters until `by` is removed from `fixed_by`."""
+        """Promises that parameters do not change until `by` is removed from `fixed_by`."""
         if by not in self.fixed_by:
             self.begin_pass()
             self.fixed_by.add(by)

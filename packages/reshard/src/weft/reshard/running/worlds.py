@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported early: default arguments keep a world's group alive
+import torch.distributed.nn.functional  # before init_process_group(): default arguments would hold the world's group
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
@@ -29,7 +29,7 @@ Positions = Sequence[int]
 class World(Protocol):
     """The communicating ranks, as this rank sees them. `world()` returns the current World.
 
-    A World also holds caches: their entries refer to process groups, and must end with the groups.
+    A World also holds caches, because their entries refer to process groups and must end with these groups.
     """
 
     rank: int  # this process's
@@ -53,7 +53,7 @@ class World(Protocol):
         """
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """`group_of` for ascending ranks outside any mesh."""
+        """`group_of` for ranks, ascending, that need not be a part of a mesh."""
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
         """A new group of `ranks`, ascending, for a purpose. Communication: as `group_of`.
@@ -62,13 +62,13 @@ class World(Protocol):
         """
 
     def tell(self, name: str, value: bytes) -> None:
-        """Publish a few bytes to all ranks under a name. Communication: with the store; no collective."""
+        """Publishes a few bytes to all ranks under a name. Communication: with the store; no collective."""
 
     def hear(self, name: str) -> bytes:
-        """Waits for another rank's bytes under this name, and returns these."""
+        """Waits until another rank tells bytes under this name, and returns the bytes."""
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
-        """The bytes told so far under each name; None where nothing was told."""
+        """The bytes told so far under each name; None for a name without bytes."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """The position in `part` of each member of `group`, in the order of the group's ranks."""
@@ -77,7 +77,7 @@ class World(Protocol):
 class Processes:
     """The World of the processes joined by an init_process_group(); made by `processes()`.
 
-    A later init_process_group() gets a new instance: no group is used after the end of its world.
+    The next init_process_group() gets a new instance, so no group outlives its world.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -184,10 +184,10 @@ def processes() -> Processes:
 
 @atexit.register
 def _forget() -> None:
-    """Drop the process groups at exit, while the interpreter still runs.
+    """Drops the process groups at exit, while the interpreter still runs.
 
-    Destroying a gloo group waits for the group's threads. These need the interpreter to release the tensors of the last
-    collective: a thread asking for the interpreter too late aborts the process.
+    Destroying a gloo group waits for the group's threads, which need the interpreter to release the tensors of the last
+    collective. A thread that asks for the interpreter too late aborts the process.
     """
     global _latest_processes
     _latest_processes = None
