@@ -69,9 +69,8 @@ class FullParameter:
             self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
             assert isinstance(self.leaf, DTensor), "nn.Parameter of a DTensor is a DTensor"
             self._shard, self._local = memory_of(shard), memory_of(self.leaf)
-            self.buffer = (
-                self._local.data
-            )  # filled by way of .data: refilling with equal values is no change to autograd
+            # Filled by way of .data, unseen by autograd: refilling with equal values is no change.
+            self.buffer = self._local.data
         self._shard_slices = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
         self._shard_view: Tensor | None = None  # this rank's shard, while it is a view into the buffer
         self._storage = self._local.untyped_storage()
@@ -172,9 +171,9 @@ class ModelGathering:
     def __init__(self) -> None:
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
-        # keepers: above 0, full copies are kept. pass_number: of the forward pass that gathered last.
+        # keepers: full copies are kept while above 0. pass_number: the number of forward passes that gathered.
         self.keepers = self.pass_number = 0
-        # Holders of a promise that parameters do not change. While there is one, parameters are gathered once.
+        # Holders of a promise that parameters do not change. With any holder, parameters are gathered only once.
         self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = 0  # number of running calls of units
         self._in_forward = False  # whether the model's forward runs
