@@ -34,7 +34,7 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
             if not _same_layout(tensor, parameter):
                 raise LayoutError(
                     f"an optimizer state of a parameter of shape {tuple(parameter.shape)} is {_described(tensor)}, and "
-                    f"the parameter {_described(parameter)}; reshard the state to the parameter's layout before the "
+                    f"the parameter is {_described(parameter)}; reshard the state to the parameter's layout before the "
                     f"step"
                 )
     locals_ = [[_local(each) for each in tensors] for tensors in (parameters, gradients, *states, steps)]

@@ -159,5 +159,5 @@ def grad_of(parameter: DTensor) -> DTensor | None:
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor), "GradientSync hooks DTensors alone, whose gradients are DTensors"
+    assert isinstance(tensor, DTensor), "GradientSync hooks only DTensors, whose gradients are DTensors"
     return tensor

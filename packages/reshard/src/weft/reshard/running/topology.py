@@ -46,8 +46,7 @@ class Topology(Links):
         mesh = as_process_mesh(mesh)
         if len(set(sizes)) < 2 or min(sizes) < 1:
             raise ValueError(
-                f"sizes is {tuple(sizes)}, through which no line can be fitted; give at least two different numbers of "
-                f"bytes"
+                f"sizes is {tuple(sizes)}, and a line needs two points; give two different numbers of bytes at least"
             )
         on = device_mesh(mesh, device)
         seconds = torch.zeros(mesh.ndim, len(sizes), dtype=torch.float64)

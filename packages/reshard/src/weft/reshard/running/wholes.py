@@ -169,6 +169,7 @@ class ModelGathering:
     """
 
     def __init__(self) -> None:
+        # By shard, the full copy; by full copy's leaf, True.
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
         # keepers: full copies are kept while above 0. pass_number: the number of forward passes that gathered.
