@@ -74,4 +74,4 @@ def test_a_gradient_that_lies_otherwise_is_brought_as_torch_does_and_a_state_is_
     torch.optim.AdamW([whole], fused=True).step()
     for found, said in pool.run(other_layouts, ranks=2):
         torch.testing.assert_close(found, whole.detach(), rtol=0, atol=0)
-        assert "of a parameter of shape (3,), is (dp: S(0)), and the parameter (dp: R)" in said
+        assert "an optimizer state of a parameter of shape (3,) is (dp: S(0)), and the parameter is (dp: R)" in said

@@ -1,1 +1,1 @@
-"""What runs: DTensors, process groups, collectives, and plans carried out on them."""
+"""What runs on processes: groups and meshes, plans carried out on DTensors, and synchronized gradients."""

@@ -1,4 +1,9 @@
-"""`reshard`: a DTensor brought to another layout, on its mesh or another, with autograd."""
+"""`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
+
+A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
+`executor.started`, or as custom ops (traced.py) while torch.compile traces. The autograd functions at the end of
+the file reshard gradients back.
+"""
 
 from __future__ import annotations
 
@@ -45,36 +50,45 @@ def reshard(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> DTensor:
-    """`dtensor` in the layout of `placements` on `mesh` (absent: its own mesh; absent axes replicate).
+    """Brings `dtensor` to the layout of `placements` on `mesh`, and returns the result as a new DTensor.
 
-    mesh: of the same ranks or of others; ranks outside it then hold an empty local part with the metadata. A Layout is both.
-    device_mesh: torch's name for it; give one of the two.
+    mesh: of the same ranks or any others; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local part
+        with the result's metadata. A Layout gives mesh and placements at once.
+    placements: mesh axes without a placement replicate.
+    device_mesh: torch's name for `mesh`; do not give both.
     topology, memory_limit: see `plan`.
-    Differentiable, twice as well: the gradient is brought to the layout of `dtensor`, Replicate where that is Partial,
-    also where the forward moves nothing. Where this rank receives nothing, the result may share memory with `dtensor`.
-    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, started by the ranks of both meshes. Where
-    the target's mesh is new to this process group world, its ranks make its groups.
-    Raises LayoutError for a target that no plan leads to, or where this rank's part has not the shape of its layout;
-    ValueError where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit: there it takes placements alone.
+
+    Differentiable, also twice: the backward brings the gradient to the layout of `dtensor`, or to Replicate where
+    `dtensor` is Partial, even where the forward moves nothing. Where this rank receives nothing, the result may share
+    memory with `dtensor`.
+    Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. Where the
+    target's mesh is new to this world of process groups, its ranks also make its groups.
+    Raises LayoutError for a target without a plan, or a local part of another shape than its layout gives; ValueError
+    where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit, as compiled
+    code can give placements alone.
     """
     if torch.compiler.is_dynamo_compiling():
-        where, placements = _asked(mesh, device_mesh, placements)
-        if where is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
-            # Dynamo cannot make a LayoutError.
+        on_mesh, placements = _one_target(mesh, device_mesh, placements)
+        if on_mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
+            # ValueError: Dynamo cannot construct a LayoutError.
             raise ValueError(
-                "compiled code reshards by placements, on the tensor's mesh; call reshard outside for the rest"
+                "compiled code reshards by placements, on the tensor's mesh; call reshard outside the compiled "
+                "function to give a mesh, a Layout, a topology or a memory_limit"
             )
-        return _in_graph(dtensor, *_in_words(placements))
-    result: DTensor = _Reshard.apply(*_begun(dtensor, mesh, placements, device_mesh, topology, memory_limit))  # type: ignore[no-untyped-call]
+        return _in_graph(dtensor, *_graph_arguments(placements))
+    result: DTensor = _Reshard.apply(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))  # type: ignore[no-untyped-call]
     return result
 
 
-def _asked(
+def _one_target(
     mesh: ProcessMesh | DeviceMesh | Layout | None,
     device_mesh: ProcessMesh | DeviceMesh | None,
     placements: Placements | Layout | None,
 ) -> tuple[ProcessMesh | DeviceMesh | None, Placements | Layout | None]:
-    """The mesh and the placements that are meant."""
+    """The mesh and the placements in reshard's arguments; a Layout comes back as the placements.
+
+    Raises ValueError for a Layout beside a mesh or placements, and for two meshes.
+    """
     if isinstance(mesh, Layout):
         if device_mesh is not None or placements is not None:
             raise ValueError(
@@ -85,25 +99,25 @@ def _asked(
 
 
 @in_graph
-def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, words: str | tuple[str, ...]) -> DTensor:
-    """`reshard` where Dynamo traces."""
-    placements = words if isinstance(words, str) else tuple(map(as_placement, words))
+def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, texts: str | tuple[str, ...]) -> DTensor:
+    """`reshard` while Dynamo traces: a node of the graph. axes, texts: from `_graph_arguments`."""
+    placements = texts if isinstance(texts, str) else tuple(map(as_placement, texts))
     named: Any = placements if axes is None else dict(zip(axes, placements, strict=True))
-    result: DTensor = _Reshard.apply(*_begun(dtensor, None, named))  # type: ignore[no-untyped-call]
+    result: DTensor = _Reshard.apply(*_start(dtensor, None, named))  # type: ignore[no-untyped-call]
     return result
 
 
-def _in_words(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
-    """The axes, where placements are named, and the placements: what Dynamo can put into its graph."""
+def _graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
+    """The mesh axes, if placements are given by axis, and the placements as strings: arguments for Dynamo's graph."""
     if placements is None or isinstance(placements, str):
         return None, placements or ()
     if isinstance(placements, Mapping):
-        return tuple(placements), tuple([_word(each) for each in placements.values()])
-    return None, tuple([_word(each) for each in placements])
+        return tuple(placements), tuple([_placement_text(each) for each in placements.values()])
+    return None, tuple([_placement_text(each) for each in placements])
 
 
-def _word(placement: Any) -> str:
-    """`str(placement)`, as Dynamo can trace it; of torch's placements as well."""
+def _placement_text(placement: Any) -> str:
+    """`str(placement)`, in code that Dynamo can trace; also for torch's placements."""
     if isinstance(placement, Shard | TorchShard):
         return f"S({placement.dim})"
     if isinstance(placement, Replicate | TorchReplicate):
@@ -120,16 +134,17 @@ def start_reshard(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> StartedReshard:
-    """`reshard` whose first collective is started, and waited for by `wait()`; see there for the rest. Until then `dtensor` is sent
-    from its own memory: nothing may write to it.
+    """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
-    In the backward it is the other way round: that of `wait()` starts the gradient's first collective, and that of
-    `start_reshard` waits for it. What was computed between the two has its backward between them.
+    Arguments and errors as `reshard`. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may
+    write to `dtensor`.
+    In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the backward
+    of `start_reshard` waits for it. So computations between the two calls overlap with communication in both passes.
     """
-    return StartedReshard(*_begun(dtensor, mesh, placements, device_mesh, topology, memory_limit))
+    return StartedReshard(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))
 
 
-def _begun(
+def _start(
     dtensor: DTensor,
     mesh: ProcessMesh | DeviceMesh | Layout | None,
     placements: Placements | Layout | None,
@@ -137,15 +152,15 @@ def _begun(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> tuple[DTensor, _Change, Pending]:
-    """The tensor, what is done to it, and that under way."""
+    """Plans a reshard and starts the first collective. Returns `dtensor`, the plan with its layouts, and the run."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
-    where, placements = _asked(mesh, device_mesh, placements)
-    change = _change_of(dtensor, where, placements, topology, memory_limit)
+    on_mesh, placements = _one_target(mesh, device_mesh, placements)
+    change = _cached_change(dtensor, on_mesh, placements, topology, memory_limit)
     with torch.no_grad():
         local = dtensor.to_local()
-        if local.shape != change.part and this_rank() in change.src.mesh:
-            raise _misshapen(local, change.src, dtensor.shape)
+        if local.shape != change.local_shape and this_rank() in change.src.mesh:
+            raise _wrong_local_shape(local, change.src, dtensor.shape)
         if not change.plan.steps:
             pending = Pending.finished(local)
         else:
@@ -155,45 +170,42 @@ def _begun(
 
 
 class _Change(NamedTuple):
-    """What reshards of one kind of DTensor have in common.
+    """A reshard's plan and layouts, the same for all DTensors of a kind; see `_cached_change`."""
 
-    part: the shape of this rank's local tensor.
-    strided: the kind of the DTensor where torch spells its layout in a way of its own, in which its gradient has to lie.
-    """
-
-    src: Layout
-    target: Layout
-    cotangent: Layout
+    src: Layout  # of the input
+    target: Layout  # of the result
+    cotangent: Layout  # of the input's gradient
     plan: Plan
-    part: tuple[int, ...]
-    strided: Any
+    local_shape: tuple[int, ...]  # of this rank's part of the input
+    # `kind_of` an input whose layout torch states by a `_StridedShard`: the gradient must have this kind; else None.
+    strided_kind: Any
     topology: Topology | None
     memory_limit: int | None
 
     @property
     def options(self) -> dict[str, Any]:
-        """For the reshard of the gradient."""
+        """Keyword arguments for the reshard of the gradient."""
         return {"topology": self.topology, "memory_limit": self.memory_limit}
 
     def as_input(self, grad: DTensor) -> DTensor:
-        """The gradient, in the layout of the input, as torch spells that."""
-        return grad if self.strided is None else of_kind(grad.to_local(), self.strided)
+        """The gradient, with its layout stated by torch's placements of the input."""
+        return grad if self.strided_kind is None else of_kind(grad.to_local(), self.strided_kind)
 
 
-def _change_of(
+def _cached_change(
     dtensor: DTensor,
     mesh: ProcessMesh | DeviceMesh | None,
     placements: Placements | Layout | None,
     topology: Topology | None,
     memory_limit: int | None,
 ) -> _Change:
-    """Found once for DTensors that lie alike, where the placements are given as a value that is quickly compared."""
+    """`_change`, computed once for each kind of DTensor where the placements are given as a hashable value."""
     if is_compiling() or not isinstance(placements, Layout | str | tuple | None):
         return _change(dtensor, mesh, placements, topology, memory_limit)
-    kept, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
-    change = kept.get(key)
+    cache, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
+    change = cache.get(key)
     if change is None:
-        change = kept[key] = _change(dtensor, mesh, placements, topology, memory_limit)
+        change = cache[key] = _change(dtensor, mesh, placements, topology, memory_limit)
     found: _Change = change
     return found
 
@@ -208,49 +220,56 @@ def _change(
     src, shape = layout_of(dtensor), shape_of(dtensor)
     target = _target(src, mesh, placements).resolved(shape)
     made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
-    part = src.local_shape(shape, this_rank())
-    strided = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
-    return _Change(src, target, cotangent(src), made, part, strided, topology, memory_limit)
+    local_shape = src.local_shape(shape, this_rank())
+    strided_kind = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
+    return _Change(src, target, cotangent(src), made, local_shape, strided_kind, topology, memory_limit)
 
 
 class StartedReshard:
-    """A reshard under way; made by `start_reshard`."""
+    """A reshard under way; made by `start_reshard`, finished by `wait()`."""
 
     def __init__(self, dtensor: DTensor, change: _Change, pending: Pending) -> None:
         self._arguments = dtensor, change, pending
-        self._backward = _Backward()
+        self._gradient_reshard = _GradientReshard()
         self._token: Tensor | None = None
         if dtensor.requires_grad and torch.is_grad_enabled() and not is_compiling():
-            self._token = _Started.apply(dtensor, change, self._backward)  # type: ignore[no-untyped-call]
+            self._token = _Started.apply(dtensor, change, self._gradient_reshard)  # type: ignore[no-untyped-call]
 
     def wait(self) -> DTensor:
-        """The resharded tensor. Communication: the collectives of the plan after the first."""
+        """Returns the resharded tensor. Communication: the plan's collectives after the first."""
         dtensor, change, pending = self._arguments
         token, self._token = self._token, None
         result: DTensor
-        if token is None:  # no gradient, or not the first time
+        if token is None:  # no gradient is needed, or wait() was called before
             result = _Reshard.apply(dtensor, change, pending)  # type: ignore[no-untyped-call]
         else:
-            result = _Waited.apply(token, dtensor.shape, change, pending, self._backward)  # type: ignore[no-untyped-call]
+            result = _Waited.apply(token, dtensor.shape, change, pending, self._gradient_reshard)  # type: ignore[no-untyped-call]
         return result
 
     def token(self, grad: DTensor) -> Tensor:
-        """What autograd hands from the backward of `wait()` to that of `start_reshard`, which looks elsewhere for the gradient."""
+        """The placeholder gradient from `_Waited.backward` to `_Started.backward`.
+
+        Only the edge in autograd's graph matters: `_Started.backward` takes the real gradient from `_GradientReshard`.
+        """
         return grad.to_local().new_empty(0) if self._token is None else self._token
 
 
-class _Backward:
-    """Of a reshard that was started: that of its gradient, from the backward of `wait()` to that of the start."""
+class _GradientReshard:
+    """The gradient's reshard under way: started by `_Waited.backward`, finished by `_Started.backward`."""
 
     started: StartedReshard | None = None
 
 
-def _misshapen(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
-    """A part of another size would be sent as if it were right, and the ranks that receive it would wait for the rest."""
+def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
+    """The error for a local part of another shape than its layout gives.
+
+    If such a part were sent, the receiving ranks would wait for the missing elements.
+    """
     rank = this_rank()
     return LayoutError(
-        f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it {src.local_shape(shape, rank)}; "
-        "make the DTensor by distribute(), or give from_local the global shape= and stride="
+        f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it "
+        f"{src.local_shape(shape, rank)}; make the DTensor by distribute(), or give from_local the global shape= and "
+        f"stride="
     )
 
 
@@ -258,7 +277,9 @@ def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Plac
     if not isinstance(placements, Layout):
         return layout_given(src.mesh if mesh is None else mesh, () if placements is None else placements)
     if mesh is not None and as_process_mesh(mesh) != placements.mesh:
-        raise LayoutError(f"the target is a layout on {placements.mesh}, and the mesh given is {mesh}; give one")
+        raise LayoutError(
+            f"the target is a layout on {placements.mesh}, but mesh={mesh} was given too; give the layout alone"
+        )
     return placements
 
 
@@ -268,7 +289,7 @@ def to_global(dtensor: DTensor) -> Tensor:
 
 
 class _Reshard(torch.autograd.Function):
-    """Its dual is itself: layout of the gradient -> layout of the input."""
+    """A reshard, for autograd. Its dual is a reshard of the gradient, from any layout to `change.cotangent`."""
 
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, change: _Change, pending: Pending) -> DTensor:
@@ -282,60 +303,70 @@ class _Reshard(torch.autograd.Function):
         if layout_of(grad) != wanted:
             grad = reshard(grad, placements=wanted, **options)
         elif this_rank() not in wanted.mesh:
-            # One that nobody else holds, so that autograd keeps it: it would copy another, which DTensor cannot do here.
+            # A new DTensor, with a single reference, is stored by autograd without a copy; on a rank outside the mesh
+            # DTensor cannot copy.
             grad = wrap(grad.to_local(), wanted, grad.shape)
         return change.as_input(grad), None, None
 
 
 class _Started(torch.autograd.Function):
-    """The start of a reshard, for autograd: an empty token, which `_Waited` takes. Its dual is `_Waited` of the gradient."""
+    """The start of a reshard, for autograd; returns a token for `_Waited`. Its dual is `_Waited` of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _Change, backward: _Backward) -> Tensor:
-        ctx.change, ctx.backward_of = change, backward
+    def forward(ctx: Any, dtensor: DTensor, change: _Change, gradient_reshard: _GradientReshard) -> Tensor:
+        ctx.change, ctx.gradient_reshard = change, gradient_reshard
         return dtensor.to_local().new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[DTensor, None, None]:
-        started, ctx.backward_of.started = ctx.backward_of.started, None
-        assert started is not None, "the backward of wait() has come before, as only it leads here"
+        started, ctx.gradient_reshard.started = ctx.gradient_reshard.started, None
+        assert started is not None, "the backward of wait() has run: only the token from wait() leads here"
         return ctx.change.as_input(started.wait()), None, None
 
 
 class _Waited(torch.autograd.Function):
-    """The end of a reshard that was started. Its dual is `_Started` of the gradient."""
+    """The end of a started reshard, for autograd. Its dual is `_Started` of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, shape: torch.Size, change: _Change, pending: Pending, backward: _Backward
+        ctx: Any,
+        token: Tensor,
+        shape: torch.Size,
+        change: _Change,
+        pending: Pending,
+        gradient_reshard: _GradientReshard,
     ) -> DTensor:
-        ctx.change, ctx.backward_of = change, backward
+        ctx.change, ctx.gradient_reshard = change, gradient_reshard
         return wrap(pending.wait(), change.target, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None, None]:
         started = start_reshard(grad, placements=ctx.change.cotangent, **ctx.change.options)
-        ctx.backward_of.started = started
+        ctx.gradient_reshard.started = started
         return started.token(grad), None, None, None, None
 
 
 def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor]:
-    """`start_reshard` as two tensors, for a function that Dynamo takes as one node; `finish_in_graph` takes them."""
+    """`start_reshard` inside an `in_graph` function.
+
+    Returns two tensors, both for `finish_in_graph`: the reshard's number and an unfilled tensor.
+    """
     made: tuple[Tensor, Tensor] = _Begun.apply(dtensor, _change(dtensor, None, placements, None, None))  # type: ignore[no-untyped-call]
     return made
 
 
 def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
-    """What `begin_in_graph` started of the same tensor."""
+    """Waits for the reshard started by `begin_in_graph` with the same `dtensor`; returns the resharded DTensor."""
     change = _change(dtensor, None, placements, None, None)
     result: DTensor = _Finished.apply(number, unfilled, dtensor.detach(), change)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Begun(torch.autograd.Function):
-    """The start of a reshard in a graph: its number, and a tensor like the result, which is never filled or read.
+    """The start of a reshard in a graph: returns the reshard's number (`traced.begin`) and an unfilled tensor.
 
-    Their gradients are the number of the gradient's reshard, and the gradient that it is of.
+    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward, the number's
+    gradient is the number of the gradient's reshard, and the unfilled tensor's gradient is the input of that reshard.
     """
 
     @staticmethod
@@ -346,11 +377,11 @@ class _Begun(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, number: Tensor, grad: Tensor) -> tuple[DTensor, None]:
         change: _Change = ctx.change
-        return change.as_input(wrap(finish(number, grad, change.part), change.cotangent, ctx.shape)), None
+        return change.as_input(wrap(finish(number, grad, change.local_shape), change.cotangent, ctx.shape)), None
 
 
 class _Finished(torch.autograd.Function):
-    """The end of a reshard that was begun in a graph. Its dual is `_Begun` of the gradient."""
+    """The end of a reshard begun in a graph. Its dual is `_Begun` of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, unfilled: Tensor, dtensor: DTensor, change: _Change) -> DTensor:

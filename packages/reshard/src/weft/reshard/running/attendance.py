@@ -1,4 +1,8 @@
-"""The gradients that each rank has at a `GradientSync.wait()`: told to the store, and read by ranks without some gradient."""
+"""Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
+
+Each rank writes a message to the world's store. Only a rank without some gradient reads the messages, to give zeros
+where other ranks have a gradient (completing.py).
+"""
 
 from __future__ import annotations
 
@@ -18,138 +22,155 @@ from .order import named_ranks
 from .rendezvous import patience
 from .worlds import world
 
-_SLOTS = 64  # the most steps between two ranks: on a GPU the host waits for no collective
-_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two looks at the store
+_SLOTS = 64  # keys of a rank, used in turn: the most steps between two ranks, as hosts do not wait for a GPU
+_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A rank's message about a step. number: of the step. done: whether the rank has come to `wait()`; its message is final then.
+class Message:
+    """A rank's message about a step, that is, about a `GradientSync.wait()`."""
 
-    reads: whether the rank reads the messages of the step. has: the forms of each parameter's gradients, () for none. again: the numbers
-    of parameters whose gradients the rank sends last, after the expected gradients.
-    """
-
-    number: int
-    done: bool
-    reads: bool
-    has: tuple[Forms, ...]
-    again: frozenset[int]
+    step: int
+    done: bool  # whether the rank has come to `wait()`; the message is final then
+    reads: bool  # whether the rank reads the other ranks' messages of the step
+    leaf_forms: tuple[Forms, ...]  # of each parameter's gradients; () for none
+    unexpected: frozenset[int]  # indices of the parameters whose gradients this rank sends after the expected ones
 
 
 class Attendance:
-    """The gradients that each rank has of the parameters `leaves`, step by step.
+    """Which gradients of the parameters `leaves` each rank has, step by step; made by GradientSync.
 
-    Communication: each rank sends one message to the world's store, and waits for no answer. Only a rank without some gradient, or with
-    a gradient to send twice, reads the messages of the ranks of the parameters' meshes.
+    Communication: each rank writes a message to the world's store in each step, and waits for no answer. A rank without
+    some gradient, or with a gradient to send twice, also reads the messages from the parameters' meshes.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._leaves, self._number = leaves, 0
-        self._begun = False
-        self._last: tuple[object, str] = ((), "")  # the last message's content and text
-        self._heard: dict[int, Told] = {}
+        self._leaves, self._step = leaves, 0
+        self._told_early = False
+        self._last_text: tuple[object, str] = ((), "")  # the last message's content and text
+        self._received: dict[int, Message] = {}  # by rank, this step's messages
         # Whether other processes have parts of these parameters.
-        self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().others_run
+        self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().peers_run
         if self.has_peers:
             self._world, self._name = world(), _named(leaves)
 
-    def begin(self, has: tuple[Forms, ...], *, anew: bool) -> None:
-        """Tells, in backward, the gradients that this rank has sent. anew: also after an earlier call in this step."""
-        if self.has_peers and (anew or not self._begun):
-            self._begun = True
-            self._tell(has, frozenset(), done=False, reads=False)
+    def tell_early(self, leaf_forms: tuple[Forms, ...], *, anew: bool) -> None:
+        """Tells, during backward, which gradients this rank has sent; once in a step.
 
-    def come(self, has: tuple[Forms, ...], again: frozenset[int], *, reads: bool) -> None:
-        """Tells all gradients that this rank has in this step."""
-        self._heard.clear()
+        anew: also where this step's message was told before.
+        """
+        if self.has_peers and (anew or not self._told_early):
+            self._told_early = True
+            self._tell(leaf_forms, frozenset(), done=False, reads=False)
+
+    def tell_final(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, reads: bool) -> None:
+        """Tells, in `wait()`, which gradients this rank has in this step."""
+        self._received.clear()
         if self.has_peers:
-            self._tell(has, again, done=True, reads=reads)
+            self._tell(leaf_forms, unexpected, done=True, reads=reads)
 
-    def leave(self) -> None:
-        """The step is over."""
-        self._number, self._begun = self._number + 1, False
+    def end_step(self) -> None:
+        """Ends the step: the next message is about the next `wait()`."""
+        self._step, self._told_early = self._step + 1, False
 
-    def someone_has_any(self, mesh: ProcessMesh) -> bool:
-        """Whether another rank of the mesh has a gradient of any parameter. Waits until a rank has said yes, or all have come."""
-        return self._until(mesh, lambda told: any(told.has) or None) or False
+    def any_gradient_on(self, mesh: ProcessMesh) -> bool:
+        """Whether another rank of the mesh has a gradient of any parameter.
+
+        Waits until a rank has told of a gradient, or all messages are final.
+        """
+        return self._wait_until(mesh, lambda message: any(message.leaf_forms) or None) or False
 
     def forms_of(self, number: int) -> Forms:
-        """The forms of a parameter's gradients on the first rank found to have any; () for none. Waits as `someone_has_any`."""
-        return self._until(self._leaves[number].mesh, lambda told: told.has[number] or None) or ()
+        """The forms of a parameter's gradients on the first rank found with a gradient; () for none.
 
-    def others(self, leaf: Leaf) -> dict[int, Told]:
-        """The messages of the rest of a parameter's mesh, by rank. Waits until all have come."""
-        self._until(leaf.mesh, lambda told: None)
-        return {rank: self._heard[rank] for rank in self._peers[leaf.mesh]}
+        number: the parameter's index in `leaves`. Waits as `any_gradient_on`.
+        """
+        return self._wait_until(self._leaves[number].mesh, lambda message: message.leaf_forms[number] or None) or ()
 
-    def _tell(self, has: tuple[Forms, ...], again: frozenset[int], *, done: bool, reads: bool) -> None:
-        if (has, again) != self._last[0]:
-            forms = {form: None for each in has for form in each}
+    def peer_messages(self, leaf: Leaf) -> dict[int, Message]:
+        """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final."""
+        self._wait_until(leaf.mesh, lambda message: None)
+        return {rank: self._received[rank] for rank in self._peers[leaf.mesh]}
+
+    def _tell(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, done: bool, reads: bool) -> None:
+        if (leaf_forms, unexpected) != self._last_text[0]:
+            forms = {form: None for each in leaf_forms for form in each}
             places = {form: place for place, form in enumerate(forms)}
-            of = {number: [places[form] for form in each] for number, each in enumerate(has) if each}
-            self._last = (has, again), json.dumps([[str(form) for form in forms], of, sorted(again)])
-        text = f"{self._number} {done:d} {reads:d} {self._last[1]}"
+            places_of = {number: [places[form] for form in each] for number, each in enumerate(leaf_forms) if each}
+            self._last_text = (
+                (leaf_forms, unexpected),
+                json.dumps([[str(form) for form in forms], places_of, sorted(unexpected)]),
+            )
+        text = f"{self._step} {done:d} {reads:d} {self._last_text[1]}"
         self._world.tell(self._key(this_rank()), text.encode())
 
-    def _until(self, mesh: ProcessMesh, found: Callable[[Told], Found | None]) -> Found | None:
-        """The first result of `found` on a message of a rank of the mesh; None when all ranks have come."""
+    def _wait_until(self, mesh: ProcessMesh, found: Callable[[Message], Found | None]) -> Found | None:
+        """Calls `found` on the messages of the mesh's ranks; returns the first result that is not None.
+
+        Returns None once all messages are final. Raises RuntimeError where a message is not final within the store's
+        timeout.
+        """
         end, pause = time.monotonic() + patience(), _PAUSE
         while True:
             for rank in self._peers[mesh]:
-                if rank in self._heard and (result := found(self._heard[rank])) is not None:
+                if rank in self._received and (result := found(self._received[rank])) is not None:
                     return result
-            missing = [rank for rank in self._peers[mesh] if rank not in self._heard or not self._heard[rank].done]
+            missing = [
+                rank for rank in self._peers[mesh] if rank not in self._received or not self._received[rank].done
+            ]
             if not missing:
                 return None
-            if self._look(missing):
+            if self._poll(missing):
                 continue
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"rank {this_rank()} lacks gradients that others may have, and waited {patience():g} s at wait() number "
-                    f"{self._number} of its GradientSync for {named_ranks(missing)}; every rank of the parameters' meshes calls "
-                    f"wait() as often"
+                    f"rank {this_rank()} lacks gradients that other ranks may have, and waited {patience():g} s at "
+                    f"wait() number {self._step} of its GradientSync for {named_ranks(missing)}; call wait() equally "
+                    f"often on every rank of the parameters' meshes"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _look(self, ranks: Sequence[int]) -> bool:
-        """Whether any of these ranks has a new message."""
+    def _poll(self, ranks: Sequence[int]) -> bool:
+        """Reads the present messages of `ranks` from the store; returns whether any is new.
+
+        Raises RuntimeError where a rank is at a later step.
+        """
         more = False
         for rank, value in zip(ranks, self._world.told([self._key(rank) for rank in ranks]), strict=True):
             number = -1 if value is None else int(value.split(b" ", 1)[0])
-            if number > self._number:
+            if number > self._step:
                 raise RuntimeError(
-                    f"rank {rank} has come to wait() number {number} of its GradientSync, and rank {this_rank()} to number "
-                    f"{self._number}; every rank of the parameters' meshes calls wait() as often"
+                    f"rank {rank} has come to wait() number {number} of its GradientSync, and rank {this_rank()} to "
+                    f"number {self._step}; call wait() equally often on every rank of the parameters' meshes"
                 )
-            if value is not None and number == self._number:
-                told = self._parsed(value.decode())
-                more = more or told != self._heard.get(rank)
-                self._heard[rank] = told
+            if value is not None and number == self._step:
+                message = self._parse(value.decode())
+                more = more or message != self._received.get(rank)
+                self._received[rank] = message
         return more
 
-    def _parsed(self, text: str) -> Told:
+    def _parse(self, text: str) -> Message:
         number, done, reads, body = text.split(" ", 3)
-        forms, of, again = json.loads(body)
-        has = tuple(
-            tuple([Form.parse(forms[place], leaf.mesh) for place in of.get(str(i), ())])
+        forms, places_of, unexpected = json.loads(body)
+        leaf_forms = tuple(
+            tuple([Form.parse(forms[place], leaf.mesh) for place in places_of.get(str(i), ())])
             for i, leaf in enumerate(self._leaves)
         )
-        return Told(int(number), done == "1", reads == "1", has, frozenset(again))
+        return Message(int(number), done == "1", reads == "1", leaf_forms, frozenset(unexpected))
 
     @cached_property
     def _peers(self) -> dict[ProcessMesh, list[int]]:
         return {mesh: sorted(set(mesh) - {this_rank()}) for mesh in {leaf.mesh for leaf in self._leaves}}
 
     def _key(self, rank: int) -> str:
-        return f"{self._name}/{rank}/{self._number % _SLOTS}"
+        return f"{self._name}/{rank}/{self._step % _SLOTS}"
 
 
 def _named(leaves: Sequence[Leaf]) -> str:
-    """A name for these parameters, the same on every rank; each GradientSync of the same parameters gets a name of its own."""
+    """A name for these parameters, equal on all ranks; another for each further GradientSync of the same parameters."""
     text = "\n".join(f"{leaf.name} {tuple(leaf.home.shape)} {leaf.mesh.digest}" for leaf in leaves)
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     made: dict[str, int] = of_this_world().setdefault("attendances", {})

@@ -1,4 +1,8 @@
-"""Parts of a tensor as a collective stacks them, and as the tensor holds them: padded, put side by side."""
+"""A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
+
+Parts are padded to equal shapes for the collective. The executor, buckets.py (gradients) and gathering.py
+(parameters) use this.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from .worlds import Positions
 
 
 def padded(local: Tensor, shape: Sequence[int]) -> Tensor:
-    """`local`, contiguous, with zeros behind it up to `shape`."""
+    """`local`, contiguous, padded with zeros at the end of each dim up to `shape`."""
     if list(local.shape) == list(shape):
         return local.contiguous()
     larger = local.new_zeros(shape)
@@ -23,12 +27,12 @@ def padded(local: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def cut_to(part: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first elements of a padded part, up to `shape`."""
+    """A padded part without its padding: the first `shape[i]` elements of each dim i."""
     return part[tuple(slice(size) for size in shape)].contiguous()
 
 
 def assembled(stacked: Tensor, leading: Sequence[str], step: AllGather) -> Tensor:
-    """Parts stacked along `leading` axes, put side by side in the dims that the axes shard."""
+    """Puts parts stacked along the `leading` axes side by side, in the dims that these axes shard."""
     count = len(leading)
     order: list[int] = []
     shape: list[int] = []
@@ -43,24 +47,20 @@ def assembled(stacked: Tensor, leading: Sequence[str], step: AllGather) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """Parts of one shape, stacked along axes, of a tensor that has them side by side.
+    """How equal parts of a tensor are stacked along mesh axes; made by `stacking_of`."""
 
-    part: the shape of each. sizes: of the axes, as they are stacked. whole: the shape of the tensor, padded to whole parts.
-    along: of each dim of the tensor, the positions in `sizes` of the axes that cut it, major first.
-    """
-
-    part: tuple[int, ...]
-    sizes: tuple[int, ...]
-    whole: tuple[int, ...]
-    along: tuple[tuple[int, ...], ...]
+    part: tuple[int, ...]  # shape of each part
+    sizes: tuple[int, ...]  # of the mesh axes, in stacking order
+    whole: tuple[int, ...]  # shape of the tensor, padded to whole parts
+    along: tuple[tuple[int, ...], ...]  # for each dim, the positions in `sizes` of the axes that cut it, major first
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether each part is in one place of the tensor: only the first dim is cut."""
+        """Whether only the first dim is cut, and each part is contiguous in the tensor."""
         return not any(self.along[1:])
 
     def of_whole(self, whole: Tensor) -> Tensor:
-        """A view of a tensor of shape `whole`: [*sizes, *part]."""
+        """A view of a tensor of shape `whole` as its stacked parts: [*sizes, *part]."""
         view: list[int] = []
         where: dict[int, int] = {}
         inner: list[int] = []
@@ -73,9 +73,10 @@ class Stacking:
         return whole.reshape(view).permute(*(where[axis] for axis in range(len(self.sizes))), *inner)
 
     def pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of `rows`, each with that of `tensor` which holds the same elements: all of it, without padding.
+        """Pairs of views, of `rows` and `tensor`, with the same elements, for copying between the two; without padding.
 
-        rows: [parts, elements of one]. tensor: contiguous, no larger than `whole`. positions: of the part in each row.
+        rows: [parts, elements of a part]. tensor: contiguous, no larger than `whole`. positions: of the part in each
+            row.
         """
         if tuple(tensor.shape) == self.whole and isinstance(positions, range):
             yield rows.view(*self.sizes, *self.part), self.of_whole(tensor)
@@ -88,7 +89,7 @@ class Stacking:
                 yield row.view(self.part)[held], tensor[tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))]
 
     def _indices(self, position: int) -> list[int]:
-        """Which of the parts side by side it is, along each dim."""
+        """The index along each dim, in parts, of the part at a position."""
         coordinate = [position // math.prod(self.sizes[axis + 1 :]) % size for axis, size in enumerate(self.sizes)]
         found = []
         for axes in self.along:
@@ -103,7 +104,7 @@ class Stacking:
 def stacking_of(
     part: tuple[int, ...], leading: tuple[str, ...], sizes: tuple[int, ...], step: AllGather | ReduceScatter
 ) -> Stacking:
-    """How parts of that shape are stacked along `leading` axes of these sizes, before the step scatters or after it gathers."""
+    """How parts of shape `part` are stacked along `leading` axes, before `step` scatters or after `step` gathers."""
     along = tuple(tuple(leading.index(axis) for axis in _axes_over(step, dim)) for dim in range(len(part)))
     whole = tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(part, along, strict=True))
     return Stacking(part, sizes, whole, along)

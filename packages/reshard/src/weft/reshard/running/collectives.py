@@ -1,4 +1,9 @@
-"""Collectives on local tensors, as generators: each yields the work it has started and returns its result."""
+"""Collectives on local tensors, as generators: each yields the Works that it starts, and returns the result.
+
+`Pending` runs a generator, with time for other work between start and wait. Callers are the executor for the steps
+of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file decides how a backend
+performs a collective: on gloo, all-gathers and reduce-scatters go as all-to-alls.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +25,35 @@ from .waits import wait_for
 from .worlds import Positions, world
 
 Running = Generator[dist.Work, None, Tensor]
-Phase = tuple[dist.ProcessGroup, Positions]  # a group, and the position of each of its members along the axes
+Phase = tuple[dist.ProcessGroup, Positions]  # a group and its members' positions along the mesh axes
 
-# torch 2.13 renamed these; 2.11 and 2.12 have the old names only
+# torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # then divided: gloo has no average
+    "avg": dist.ReduceOp.SUM,  # and divided afterwards: gloo has no average
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
 
 
-_SMALL = (
-    1 << 19
-)  # bytes; gloo's own all-reduce of two ranks takes 1.2 to 2 times as long below, and less time above 1 MB
+# Up to this many bytes two ranks on gloo swap tensors: gloo's all-reduce takes 1.2 to 2 times as long, above 1 MB less.
+_SMALL = 1 << 19
 
 
-# Bytes of a rank's part that are worth a piece of their own. Between hosts the latency of 0.1 ms is then a twentieth of the time of 1
-# Gbit/s; a GPU's collective costs 10 to 20 us to start, in which 400 Gbit/s bring 1 MB. What a link waits for before the first piece,
-# and others after the last, is a part of so many.
+# The least bytes of a piece. On CPUs: at 1 Gbit/s between hosts a piece takes 2 ms, twenty times the latency of 0.1 ms.
+# On GPUs: a collective takes 10 to 20 us to start, in which 400 Gbit/s move 1 MB.
+# During the first piece, and during the last, a single link works: with n pieces, for 1/n of the time.
 _PIECE, _PIECE_ON_GPU = 1 << 18, 1 << 22
 _MOST_PIECES = 16
-_AHEAD = 1  # pieces under way beside the one that starts: more of them share a link, and end at once
+_EXTRA_IN_FLIGHT = 1  # pieces in flight beside the newest; more would share a link and end at the same time
 
 
 class Pending:
-    """Collectives that run: the first is started; `wait()` brings the result."""
+    """Running collectives: the first is started at construction; `wait()` runs the rest and returns the result."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -57,11 +61,11 @@ class Pending:
 
     @classmethod
     def finished(cls, result: Tensor) -> Pending:
-        """Nothing runs any more."""
+        """A Pending whose result is there already."""
         return cls(_returned(result))
 
     def wait(self) -> Tensor:
-        """Waits for what was started, runs the rest, and returns the result."""
+        """Waits for the started collective, runs the rest, and returns the result."""
         while self._work is not None:
             wait_for(self._work)
             self._advance()
@@ -81,9 +85,10 @@ def _returned(result: Tensor) -> Running:
 
 
 def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[slice]:
-    """The pieces in which a rank's part, so many elements of a tensor, goes through phases: while one is in one, the next is in another.
+    """Cuts a rank's part, `elements` elements of `tensor`, into pieces for a pipeline of phases.
 
-    Phases are of links of different speeds, which then work at once. One piece where there is one phase, or little to move.
+    While a piece is in a phase, the next piece is in the phase before: links of different speeds work at once. A single
+    phase, or little data, takes a single piece.
     """
     least = _PIECE_ON_GPU if tensor.is_cuda else _PIECE
     pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least)) if len(phases) > 1 else 1
@@ -92,27 +97,30 @@ def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[sl
 
 
 def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
-    """Runs what is alike in all: of a few pieces a collective each is under way, and the oldest is waited for."""
+    """Interleaves the generators of several pieces, which must issue the same collectives.
+
+    Two pieces have a collective in flight at a time; the older collective is waited for.
+    """
     active: deque[tuple[Running, dist.Work]] = deque()
 
-    def go_on(piece: Running) -> None:
+    def advance(piece: Running) -> None:
         with suppress(StopIteration):
             active.append((piece, next(piece)))
 
     for piece in pieces:
-        go_on(piece)
-        if len(active) > _AHEAD:
+        advance(piece)
+        if len(active) > _EXTRA_IN_FLIGHT:
             oldest, work = active.popleft()
             yield work
-            go_on(oldest)
+            advance(oldest)
     while active:
         oldest, work = active.popleft()
         yield work
-        go_on(oldest)
+        advance(oldest)
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
-    """The parts of all members, stacked by position; the last phase's outermost."""
+    """All-gathers `part` phase by phase: returns all members' parts stacked by position, the last phase outermost."""
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
@@ -123,7 +131,10 @@ def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
 def gather_pieces(
     part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice], into: Tensor
 ) -> Generator[dist.Work, None, None]:
-    """As `all_gather`, piece by piece. part: of one dim. into: takes the parts, [*sizes, elements of one]."""
+    """`all_gather` piece by piece.
+
+    part: flat. into: receives the parts, [*sizes, elements of a part].
+    """
 
     def gather(piece: slice) -> Running:
         place = into[..., piece]
@@ -133,51 +144,52 @@ def gather_pieces(
 
 
 def by_exchange() -> bool:
-    """Whether all-gathers and reduce-scatters go as all-to-alls.
+    """Whether all-gathers and reduce-scatters are run as all-to-alls.
 
-    Not where torch checks all calls (TORCH_DISTRIBUTED_DEBUG=DETAIL): it compares the shapes of gathers, and not of all-to-alls.
+    Not where torch checks all calls (TORCH_DISTRIBUTED_DEBUG=DETAIL): torch then compares the shapes of gathers, and
+    not of all-to-alls.
     """
     return world().by_exchange and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to fill `whole` with the parts of a group's members, one behind the other.
+    """Starts to fill `whole` with the parts of the group's members, in the order of the group's ranks.
 
-    On gloo by an exchange, which takes half the time or less, and for that long the memory of the result once more; between two ranks
-    none more.
+    On gloo an all-to-all does this in half the time or less, but holds the result's memory a second time while it runs.
+    Two ranks need no extra memory.
     """
     if not by_exchange():
-        return _started(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
+        return _as_work(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
     if group.size() == 2:
         rows, mine = whole.view(2, -1), part.reshape(-1)
         if rows[group.rank()].data_ptr() != mine.data_ptr():
             rows[group.rank()].copy_(mine)
-        return _swapped(rows[1 - group.rank()], mine, group, "all-gather")
+        return _start_swap(rows[1 - group.rank()], mine, group, "all-gather")
     copies = part.reshape(1, -1).expand(group.size(), -1).contiguous()
-    return _exchanged(whole, copies, group, "all-gather")
+    return _start_exchange(whole, copies, group, "all-gather")
 
 
 def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
-    """The reduction of all members' tensors, in the memory of `whole`; bool goes as bytes, which every backend reduces.
+    """Reduces the members' tensors into the memory of `whole`; bool is reduced as uint8, which every backend supports.
 
-    On gloo two ranks exchange small tensors and add them up: as many bytes, in one step of two. Of one or two numbers gloo does it so
-    itself.
+    On gloo, two ranks swap small tensors and add: the same bytes, in one step instead of two. For up to two elements
+    gloo's own all-reduce does the same.
     """
     result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
     small = whole.numel() > 2 and whole.nbytes <= _SMALL
     if small and op in ("sum", "avg") and group.size() == 2 and by_exchange():
-        other = torch.empty_like(result)
-        yield _swapped(other, result, group, "all-reduce")
-        result.add_(other)
+        theirs = torch.empty_like(result)
+        yield _start_swap(theirs, result, group, "all-reduce")
+        result.add_(theirs)
     else:
-        yield _started(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
+        yield _as_work(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
     return whole.div_(dist.get_world_size(group)) if op == "avg" else whole
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """This rank's part of the reduction of all members' stacks; the first phase's outermost.
+    """This rank's part of the reduction of all members' stacked parts; the first phase is outermost.
 
-    stacked: [*sizes, elements of a part], with any strides; it is only read.
+    stacked: [*sizes, elements of a part], with any strides; not changed.
     """
     pieces = pieces_of(stacked.shape[-1], stacked, phases)
     return _scatter_pieces(stacked, op, phases, pieces) if len(pieces) > 1 else _reduce_scatter(stacked, op, phases)
@@ -194,10 +206,11 @@ def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: S
 
 
 def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """By one collective a phase.
+    """`reduce_scatter` by one collective in each phase.
 
-    NCCL scatters sums. Other reductions exchange the parts, which is as many bytes, and reduce them here. So do sums on gloo, which
-    would reduce the whole everywhere, for twice the bytes, and keep a part.
+    NCCL scatters sums. For any other reduction, the ranks exchange parts, which is as many bytes, and reduce the
+    received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank, for
+    twice the bytes, and keeps a part.
     """
     for group, positions in phases:
         stacked = stacked.reshape(len(positions), -1).contiguous()
@@ -205,14 +218,14 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
             stacked = stacked[list(positions)]
         if op in ("sum", "avg") and not by_exchange():
             part = stacked.new_empty(stacked.shape[1])
-            yield _started(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
+            yield _as_work(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
         elif op in ("sum", "avg") and group.size() == 2:
             part = torch.empty_like(stacked[0])
-            yield _swapped(part, stacked[1 - group.rank()], group, "reduce-scatter")
+            yield _start_swap(part, stacked[1 - group.rank()], group, "reduce-scatter")
             part.add_(stacked[group.rank()])
         else:
             rows = torch.empty_like(stacked)
-            yield _exchanged(rows, stacked, group, "reduce-scatter")
+            yield _start_exchange(rows, stacked, group, "reduce-scatter")
             part = reduced("sum" if op == "avg" else op, rows)
         stacked = part.div_(len(positions)) if op == "avg" else part
     return stacked
@@ -229,9 +242,10 @@ def exchange(
     *,
     add: bool = False,
 ) -> Running:
-    """Fills `result`, the box `wanted`, from `local`, the box `held`, of all `ranks`; with `add`, adds to it.
+    """Fills `result`, the box `wanted`, from the local tensors of all `ranks`; `local` is the box `held`.
 
-    ranks: the members of the group, ascending; without a group nothing moves.
+    ranks: the group's members, ascending. Without a group nothing is sent, and this rank's own overlap is copied.
+    add: adds the received parts to `result` instead of overwriting.
     """
     sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
     run = None if add else run_of(received, wanted)
@@ -245,7 +259,7 @@ def exchange(
                 part.copy_(piece)
         sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends)]
         split_in, split_out = ([each.get(rank, 0) for rank in ranks] for each in sizes)
-        yield _started(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
+        yield _as_work(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
     parts: list[tuple[Tensor, Tensor]] = []
     if run is None:
         places = [result[within(box, wanted)] for box in received]
@@ -261,7 +275,7 @@ def exchange(
 
 
 def _split_as(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """`flat` cut into tensors of the shapes of parts, one behind the other."""
+    """`flat` cut into consecutive tensors of the shapes of `parts`."""
     cut = torch.split(flat, [part.numel() for part in parts])
     return [each.view(part.shape) for each, part in zip(cut, parts, strict=True)]
 
@@ -270,21 +284,24 @@ def _inverse(positions: Positions) -> list[int]:
     return sorted(range(len(positions)), key=positions.__getitem__)
 
 
-def _exchanged(
+def _start_exchange(
     received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str, counts: list[int] | None = None
 ) -> dist.Work:
-    """An all-to-all of rows, or of as many elements as `counts` says to and from each member."""
+    """Starts an all-to-all of equal rows, or with `counts[i]` elements to and from member i.
+
+    instead_of: the kind of collective for which the all-to-all stands (see `issued.counted_as`).
+    """
     with counted_as(instead_of):
-        return _started(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
+        return _as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
 
 
-def _swapped(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str) -> dist.Work:
-    """Each of two members gets what the other sends: as many elements both ways."""
+def _start_swap(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str) -> dist.Work:
+    """Starts a swap between a group's two members, of tensors with equally many elements."""
     counts = [0, sent.numel()] if group.rank() == 0 else [sent.numel(), 0]
-    return _exchanged(received, sent, group, instead_of, counts)
+    return _start_exchange(received, sent, group, instead_of, counts)
 
 
-def _started(work: Any) -> dist.Work:
+def _as_work(work: Any) -> dist.Work:
     assert work is not None, "async_op=True returns the work"
     started: dist.Work = work
     return started

@@ -1,4 +1,4 @@
-"""The gradients left to send at `GradientSync.wait()`: in the same order on all ranks, which may have different gradients."""
+"""Sends the remaining gradients at `GradientSync.wait()`, in the same order on all ranks, whichever they have."""
 
 from __future__ import annotations
 
@@ -11,79 +11,82 @@ from .order import named_ranks
 from .sending import Sending
 
 
-def complete(leaves: Sequence[Leaf], rest: Sequence[Leaf], sending: Sending, attendance: Attendance) -> list[Forms]:
-    """Adds the gradients left to send to buckets; returns each parameter's forms on all ranks, () where no rank has a gradient.
+def complete(leaves: Sequence[Leaf], expected: Sequence[Leaf], sending: Sending, attendance: Attendance) -> list[Forms]:
+    """Puts unsent gradients into buckets. Returns each parameter's forms on all ranks, () if no rank has a gradient.
 
-    rest: the parameters that every rank sends next, in order.
-    Communication: as `attendance`, and the full buckets. Raises RuntimeError for gradients without a sum.
+    expected: the parameters that every rank sends next, in order.
+    Communication: as `Attendance`, and the buckets that fill up. Raises RuntimeError where the ranks' gradients have no
+    sum.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
-            sending.add(leaf)  # to the part in the open bucket
+            sending.add(leaf)  # added to this parameter's gradient in the open bucket
     pending = [leaf.pending() for leaf in leaves]
-    has = [
+    leaf_forms = [
         forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
         for leaf, forms in zip(leaves, pending, strict=True)
     ]
-    expected = set(rest)
-    again = [i for i, forms in enumerate(pending) if forms and leaves[i] not in expected]
-    twice = {i for i in again if leaves[i].sent}
-    regular = not twice and all(
-        len(forms) == 1 for leaf, forms in zip(leaves, has, strict=True) if leaf.learns or forms
+    expected_set = set(expected)
+    unexpected = [i for i, forms in enumerate(pending) if forms and leaves[i] not in expected_set]
+    resent = {i for i in unexpected if leaves[i].sent}
+    regular = not resent and all(
+        len(forms) == 1 for leaf, forms in zip(leaves, leaf_forms, strict=True) if leaf.expects_grad or forms
     )
-    attendance.come(tuple(has), frozenset(again), reads=not regular)
+    attendance.tell_final(tuple(leaf_forms), frozenset(unexpected), reads=not regular)
     if not regular and attendance.has_peers:
-        return _complete_with_others(leaves, rest, sending, attendance, has, twice)
-    for leaf in (*rest, *leaves):
+        return _complete_with_peers(leaves, expected, sending, attendance, leaf_forms, resent)
+    for leaf in (*expected, *leaves):
         if leaf.pending():
             sending.add(leaf)
-    return has
+    return leaf_forms
 
 
-def _complete_with_others(
+def _complete_with_peers(
     leaves: Sequence[Leaf],
-    rest: Sequence[Leaf],
+    expected: Sequence[Leaf],
     sending: Sending,
     attendance: Attendance,
-    has: Sequence[Forms],
-    twice: set[int],
+    leaf_forms: Sequence[Forms],
+    resent: set[int],
 ) -> list[Forms]:
-    """As `complete`, where this rank lacks a gradient, or sends a gradient twice.
+    """`complete` on a rank without some gradient, or with a gradient to send twice: reads messages, and gives zeros.
 
-    has: the forms of each gradient on this rank. twice: the numbers of the gradients that were sent before.
-    The expected gradients come first, in their known forms: a rank that still runs backward may wait for their buckets, and has not
-    told its message yet.
+    leaf_forms: of each parameter's gradients on this rank.
+    resent: indices of the parameters whose gradients were sent before in this step.
+    The expected gradients come first, in the forms of the last step: a rank still in backward may wait for these
+    buckets before it tells its message.
     """
     number = {leaf: i for i, leaf in enumerate(leaves)}
-    lacks_all = not any(has)
-    given: dict[int, Forms] = {}  # zeros
-    for leaf in rest:
+    lacks_all = not any(leaf_forms)
+    zero_forms: dict[int, Forms] = {}  # by parameter, the forms of the zeros that this rank gives
+    for leaf in expected:
         i = number[leaf]
         if leaf.pending():
             sending.add(leaf)
-        elif leaf.learns and (not lacks_all or attendance.someone_has_any(leaf.mesh)):
-            given[i] = leaf.known or attendance.forms_of(i)
-            _add_zeros(sending, leaf, given[i])
-    found = list(has)
+        elif leaf.expects_grad and (not lacks_all or attendance.any_gradient_on(leaf.mesh)):
+            zero_forms[i] = leaf.last_forms or attendance.forms_of(i)
+            _add_zeros(sending, leaf, zero_forms[i])
+    all_forms = list(leaf_forms)
     for i, leaf in enumerate(leaves):
-        told = attendance.others(leaf) if leaf.is_here else {}
-        theirs = {rank: each.has[i] for rank, each in told.items() if each.has[i]}
-        _check_alike(leaf, has[i] or given.get(i, ()), theirs)
-        if not has[i]:
-            found[i] = next(iter(theirs.values()), ())
-        alone = [rank for rank, each in told.items() if not each.reads and i not in each.again]
-        if i in twice and alone:
+        messages = attendance.peer_messages(leaf) if leaf.is_here else {}
+        theirs = {rank: each.leaf_forms[i] for rank, each in messages.items() if each.leaf_forms[i]}
+        _check_alike(leaf, leaf_forms[i] or zero_forms.get(i, ()), theirs)
+        if not leaf_forms[i]:
+            all_forms[i] = next(iter(theirs.values()), ())
+        unaware = [rank for rank, each in messages.items() if not each.reads and i not in each.unexpected]
+        if i in resent and unaware:
             raise RuntimeError(
-                f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on {named_ranks(alone)}, "
-                f"after it was sent; make as many on every rank, or all but the last within sync.paused()"
+                f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on "
+                f"{named_ranks(unaware)}, after the gradient was sent; run equally many passes on every rank, or all "
+                f"but the last within sync.paused()"
             )
         if leaf.pending():
             sending.add(leaf)
-        elif any(i in each.again for each in told.values()):
-            _add_zeros(sending, leaf, found[i])
-        if not has[i] and leaf.target in [form.layout for form in found[i]]:
-            _stand_in(sending, leaf, found[i], sorted(theirs))
-    return found
+        elif any(i in each.unexpected for each in messages.values()):
+            _add_zeros(sending, leaf, all_forms[i])
+        if not leaf_forms[i] and leaf.target in [form.layout for form in all_forms[i]]:
+            _add_zero_shard(sending, leaf, all_forms[i], sorted(theirs))
+    return all_forms
 
 
 def _add_zeros(sending: Sending, leaf: Leaf, forms: Forms) -> None:
@@ -93,26 +96,29 @@ def _add_zeros(sending: Sending, leaf: Leaf, forms: Forms) -> None:
 
 
 def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
-    """Raises RuntimeError where a rank's gradients have forms unlike this rank's."""
+    """Raises RuntimeError where another rank's gradients differ from this rank's in form."""
     for rank, forms in theirs.items():
         if mine and set(mine) != set(forms):
             raise RuntimeError(
                 f"the gradient of {leaf.name} is ({', '.join(map(str, mine))}) on rank {this_rank()}, and "
-                f"({', '.join(map(str, forms))}) on rank {rank}: such addends have no sum; give the ranks batches that lie alike"
+                f"({', '.join(map(str, forms))}) on rank {rank}: these cannot be summed; give all ranks batches of the "
+                f"same layout and dtype"
             )
 
 
-def _stand_in(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Gives zeros for this rank's shard of a gradient whose remaining shards are complete.
+def _add_zero_shard(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
+    """Gives zeros for this rank's shard of a gradient, whose other shards are complete on other ranks.
 
-    Raises RuntimeError where a rank with this rank's shard has a gradient: complete there, it is no sum.
+    Raises RuntimeError where a rank with the same shard has a gradient: in the target layout, the gradient is no
+    partial sum.
     """
     shape, target = leaf.home.shape, leaf.target
     mine = target.local_slices(shape, this_rank())
-    same = [rank for rank in ranks if target.local_slices(shape, rank) == mine]
-    if same:
+    same_shard = [rank for rank in ranks if target.local_slices(shape, rank) == mine]
+    if same_shard:
         raise RuntimeError(
-            f"rank {this_rank()} has no gradient of {leaf.name}, which {named_ranks(same)} ha{'s' if len(same) == 1 else 've'} whole "
-            f"({target}), so that nothing is to be added up; compute with it on all of these ranks, or on rows that an axis shards"
+            f"rank {this_rank()} has no gradient of {leaf.name}, which {named_ranks(same_shard)} "
+            f"ha{'s' if len(same_shard) == 1 else 've'} whole ({target}), so there is no sum to which this rank could "
+            f"add; compute with {leaf.name} on all of these ranks, or shard the batch's rows over an axis"
         )
     sending.add_zeros(leaf, next(form for form in forms if form.layout == target))

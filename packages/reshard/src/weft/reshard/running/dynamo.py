@@ -1,4 +1,8 @@
-"""Functions that Dynamo takes as one node. Dynamo, and Triton with it, is imported when DTensors are first used, and not before."""
+"""`in_graph`: functions that stay a single node in Dynamo's graph.
+
+Dynamo cannot trace layouts, which are Python values, so functions on DTensors are decorated with `in_graph`. Dynamo
+and Triton are slow to import: they are imported when DTensors are first used (`allow`), not before.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,21 @@ from torch.distributed.tensor import DTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-if hasattr(torch.compiler, "_compile_session_context"):  # torch 2.13, where it is True for all of a torch.compile
+if hasattr(torch.compiler, "_compile_session_context"):  # torch 2.13: True during all of torch.compile
     is_compiling = torch.compiler.is_compiling
 else:
 
     def is_compiling() -> bool:
-        """Whether what runs is traced: by Dynamo, of which torch tells, or by what traces its graph, of which it did not yet."""
+        """Whether Dynamo or AOTAutograd traces the running code; torch.compiler before 2.13 tells of Dynamo alone."""
         return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def guard_shapes() -> None:
-    """Where Dynamo traces a function: other whole shapes of the DTensors that it was given are compiled anew, on every rank.
+    """While Dynamo traces: makes the graph valid only for the global shapes of the traced DTensors, on every rank.
 
-    Dynamo itself (torch 2.13) looks at a DTensor's local sizes alone, which may be the same on one rank where the whole shape is
-    another: that rank would take the old graph, with the old whole shape, while others compile. A plan is made for a whole shape.
+    Dynamo itself (torch 2.13) guards a DTensor's local sizes alone. A new global shape may leave a rank's local size
+    unchanged: this rank would run the old graph, with the old global shape, while other ranks compile. A plan holds for
+    a single global shape.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -42,21 +47,22 @@ def guard_shapes() -> None:
             context.guards_context.dynamo_guards.add(guard)
 
 
-def _as_numbers(given: Any) -> Any:
-    """Numbers that Dynamo takes for symbols, since they were others before, as the numbers that they are now; each is guarded so."""
-    if isinstance(given, tuple):
-        return tuple([_as_numbers(each) for each in given])
-    return int(given) if isinstance(given, torch.SymInt) else given
+def _concrete(value: Any) -> Any:
+    """Replaces symbolic sizes by their values, each with a guard. Dynamo makes a size symbolic once it has changed."""
+    if isinstance(value, tuple):
+        return tuple([_concrete(each) for each in value])
+    return int(value) if isinstance(value, torch.SymInt) else value
 
 
-_waiting: list[Callable[..., Any]] = []
+_unregistered: list[Callable[..., Any]] = []  # `in_graph` functions that Dynamo does not know yet
 
 
 def in_graph(function: Function) -> Function:
-    """A decorator: where Dynamo traces, a call is a node of its graph, which what traces that graph sees through.
+    """Decorator: while Dynamo traces, a call is a single node of the graph, into which AOTAutograd traces later.
 
-    Dynamo itself knows no layouts, and would have to know the layout of each gradient before there is one. The function is
-    given tensors, numbers, text and tuples of them. Its graph is for the whole shapes that it was traced with: see `guard_shapes`.
+    Dynamo knows no layouts, and would have to know each gradient's layout before the gradient exists. The function
+    takes tensors, numbers, strings and tuples of these. The graph holds for the traced global shapes; see
+    `guard_shapes`.
     """
 
     @wraps(function)
@@ -64,15 +70,15 @@ def in_graph(function: Function) -> Function:
         if not is_compiling():
             return function(*args, **kwargs)
         guard_shapes()
-        return function(*_as_numbers(args), **{name: _as_numbers(each) for name, each in kwargs.items()})
+        return function(*_concrete(args), **{name: _concrete(each) for name, each in kwargs.items()})
 
-    _waiting.append(node)
+    _unregistered.append(node)
     if "torch._dynamo" in sys.modules:
         allow()
     return cast(Function, node)
 
 
 def allow() -> None:
-    """Tells Dynamo of the functions that it was not told of yet."""
-    while _waiting:
-        torch.compiler.allow_in_graph(_waiting.pop())  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Registers new `in_graph` functions with Dynamo. Called when DTensors are first used."""
+    while _unregistered:
+        torch.compiler.allow_in_graph(_unregistered.pop())  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -1,7 +1,8 @@
-"""Runs a plan's steps on this rank's local tensor, by torch.distributed.
+"""Runs a plan on this rank's local tensor, over torch.distributed.
 
-A step is a generator that yields the collectives it has started and returns its result: who runs it decides whether to
-wait for each at once, or to do something else meanwhile.
+Each step is a generator: it yields every collective that it starts, and returns the local tensor after the step.
+`execute` waits for each collective at once; with `started`, the caller computes something else between start and
+wait.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from .collectives import (
 )
 from .groups import device_mesh, group_along, group_of, group_over, this_rank
 from .order import announce
-from .received import run_or_given
+from .received import run_or_replay
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's local tensor after the plan; `local` itself is not changed.
+    """This rank's local tensor after the plan; `local` is not changed.
 
     Communication: the plan's steps, in order. A rank outside both meshes does nothing.
     """
@@ -64,10 +65,13 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`execute` whose first collective is started; `wait()` runs the rest. Within `giving` none is, and what is given is the result."""
+    """`execute` with its first collective started; `wait()` runs the rest.
+
+    Inside `received.giving` nothing is sent: the result is the tensor received in forward.
+    """
     if all(isinstance(step, Local) for step in plan.steps):
         return Pending(_run(plan, local, mesh))
-    return run_or_given(lambda: _run(plan, local, mesh))
+    return run_or_replay(lambda: _run(plan, local, mesh))
 
 
 def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
@@ -80,13 +84,13 @@ def _run(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Running:
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
         if rank in layout.mesh or (isinstance(step, Targeted) and rank in step.target.mesh):
             on = mesh if layout.mesh == plan.src.mesh else device_mesh(layout.mesh, mesh.device_type)
-            local = yield from _Here(layout, plan.shape, on, rank).run(step, local)
+            local = yield from _StepStart(layout, plan.shape, on, rank).run(step, local)
     return local
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
-    """Where a step starts: the layout, the tensor's shape, and this rank."""
+class _StepStart:
+    """Where a step starts: the layout before the step, the global shape, the mesh and this rank."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -117,13 +121,13 @@ class _Here:
 
     def _index(self, axis: str) -> int:
         coordinate = self.layout.mesh.coordinate(self.rank)
-        assert coordinate is not None, "only an exchange runs on ranks outside the mesh it starts from"
+        assert coordinate is not None, "ranks outside the step's mesh run only exchanges"
         return coordinate[axis]
 
     def _all_gather(self, step: AllGather, local: Tensor) -> Running:
         whole = follow(step, self.layout).local_shape(self.shape, self.rank)
         part = padded_part(step, self.layout, whole)
-        leading = [*reversed(step.apart)] or [*axes_of(step)]  # the last gathered is the outermost in memory
+        leading = [*reversed(step.apart)] or [*axes_of(step)]  # the axis gathered last is outermost in memory
         phases, stacking = self._phases(step), self._stacking(step, part, leading)
         local = padded(local, part)
         pieces = pieces_of(local.numel(), local, phases)
@@ -140,7 +144,7 @@ class _Here:
 
     def _reduce_scatter(self, step: ReduceScatter, local: Tensor) -> Running:
         part = padded_part(step, self.layout, local.shape)
-        leading = [*step.apart] or [*axes_of(step)]  # the first scattered is the outermost in memory
+        leading = [*step.apart] or [*axes_of(step)]  # the axis scattered first is outermost in memory
         stacking = self._stacking(step, part, leading)
         scattered = yield from reduce_scatter(
             stacking.of_whole(padded(local, stacking.whole)).flatten(len(leading)), step.op, self._phases(step)
@@ -149,7 +153,7 @@ class _Here:
         return cut_to(scattered.view(part), mine)
 
     def _phases(self, step: AllGather | ReduceScatter) -> list[Phase]:
-        """The groups that the step goes over, one after the other."""
+        """The groups over which the step gathers or scatters, in order, with the members' positions."""
         return [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
 
     def _stacking(self, step: AllGather | ReduceScatter, part: Sequence[int], leading: Sequence[str]) -> Stacking:
@@ -164,7 +168,7 @@ class _Here:
         return (yield from exchange(local, held, result, wanted, messages, group, ranks))
 
     def _reduce_exchange(self, step: ReduceExchange, local: Tensor) -> Running:
-        """The dual exchange backwards: what it receives is sent, what it sends arrives, and is added."""
+        """Runs the dual exchange with sends and receives swapped, and adds the received parts."""
         ranks, group = self._exchanging(dual_layout(step.target), dual_layout(self.layout))
         messages = backwards(self.layout, step, self.shape, self.rank).reversed()
         held = self.layout.local_slices(self.shape, self.rank)
@@ -173,7 +177,7 @@ class _Here:
         return (yield from exchange(local, held, result, wanted, messages, group, ranks, add=True))
 
     def _exchanging(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """The ranks, ascending, that exchange with this one, and their group."""
+        """The ranks, ascending, in this rank's exchange, this rank included, and the group of these ranks."""
         ranks = taking_part(src, dst, self.rank)
         axes = exchanging_axes(src, dst) if src.mesh == dst.mesh else ()
         return ranks, group_over(self.mesh, axes) if axes else group_of(ranks)

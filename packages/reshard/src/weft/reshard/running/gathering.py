@@ -1,4 +1,8 @@
-"""Shards made whole in bundles: those that are gathered over the same ranks in one dtype travel in one all-gather."""
+"""All-gathers of sharded parameters into buffers.
+
+Parameters gathered over the same ranks in one dtype share a collective. A unit (units.py) runs a `Gathers` before
+each forward or backward that needs its parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,49 +24,49 @@ from .collectives import Pending, start_all_gather
 from .dtensor import layout_of, memory_of
 from .executor import started
 from .groups import group_along, process_mesh, this_rank
-from .order import Words, announce
+from .order import LazyText, announce
 from .waits import wait_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """A shard, the layout that it is to have, and the memory that takes this rank's part of that, which may come and go."""
+    """A shard to gather, the layout of the result, and the buffer for this rank's part of the result."""
 
     shard: DTensor
-    layout: Layout
-    into: Tensor
+    layout: Layout  # of the result
+    into: Tensor  # receives this rank's part; may have no memory between gathers
 
 
 class Gathers:
-    """What gathers the same shards again and again: all that does not change from one time to the next is found once.
+    """Repeated gathers of the same shards into the same buffers. Everything that stays the same is computed once.
 
-    Communication: one collective for all shards that go over the same ranks in one dtype, in the order in which they are given;
-    what is none or several goes by itself. Ranks outside do nothing.
+    Communication: one all-gather for all shards gathered over the same ranks in one dtype, in the order given. A gather
+    whose plan is not a single all-gather runs by itself. Ranks outside the shards' meshes do nothing.
     """
 
     def __init__(self, gathers: Iterable[Gather]) -> None:
         bundles: dict[object, list[tuple[Gather, AllGather]]] = {}
-        self._alone: list[Gather] = []
+        self._single: list[Gather] = []
         for each in gathers:
             step = _step(each)
             if step is None:
-                self._alone.append(each)
+                self._single.append(each)
             else:
                 group, _ = group_along(each.shard.device_mesh, axes_of(step))
                 bundles.setdefault((group.group_name, each.shard.dtype), []).append((each, step))
-        with torch.no_grad(), torch.inference_mode(False):  # buffers that are born in it could be filled in it alone
+        with torch.no_grad(), torch.inference_mode(False):  # a buffer made in inference mode could be filled only there
             self._bundles = [_Bundle(items) for items in bundles.values()]
         self._pending: list[tuple[Gather, Pending]] = []
 
     def start(self) -> None:
-        """Starts the collectives, of what the shards are now."""
+        """Starts to gather the present values of the shards."""
         with torch.no_grad():
             for bundle in self._bundles:
                 bundle.start()
-            self._pending = [(each, _started(each)) for each in self._alone]
+            self._pending = [(each, _started(each)) for each in self._single]
 
     def finish(self) -> None:
-        """Waits for them, and fills `into` of each gather."""
+        """Waits for the collectives, and fills the buffers (`Gather.into`)."""
         with torch.no_grad():
             for bundle in self._bundles:
                 bundle.finish()
@@ -70,20 +74,20 @@ class Gathers:
                 each.into.copy_(pending.wait())
             self._pending = []
 
-    def give_up(self) -> None:
-        """Waits for them, and fills nothing."""
+    def discard(self) -> None:
+        """Waits for the collectives, and fills nothing."""
         for bundle in self._bundles:
-            bundle.give_up()
+            bundle.discard()
         for _, pending in self._pending:
             pending.wait()
         self._pending = []
 
 
 class _Bundle:
-    """One all-gather: each rank's parts of all shards, one after the other, are a row of a buffer.
+    """A single all-gather of several shards: a row of the buffer holds a rank's parts of all shards, concatenated.
 
-    The buffer has memory while it is used. Its views, and those of what they are copied to, are made once: each costs the host
-    as much as a small copy.
+    The buffer has memory only from start to finish. All views are made once, as each costs the host as much as a small
+    copy.
     """
 
     def __init__(self, items: Sequence[tuple[Gather, AllGather]]) -> None:
@@ -95,46 +99,47 @@ class _Bundle:
             axes_of(step),
             tuple(dict.fromkeys(process_mesh(e.device_mesh) for e in self._shards)),
         )
-        parts = [_part(each, its) for each, its in items]
+        parts = [_part(each, gather_step) for each, gather_step in items]
         sizes = [math.prod(part) for part in parts]
         self._buffer = first.into.new_empty((len(ranks), sum(sizes)))
         self._flat = self._buffer.view(-1)
         self._mine = self._buffer[self._group.rank()]
-        self._places: list[Tensor] = []  # of this rank's shards in its row
-        self._received: list[Tensor] = []  # what is copied, and where to
-        self._filled: list[Tensor] = []
+        self._slots: list[Tensor] = []  # views of this rank's row, one for each shard
+        self._sources: list[Tensor] = []  # views of the buffer, each copied to the target of its index
+        self._targets: list[Tensor] = []  # views of the buffers to fill
         columns = zip(torch.split(self._buffer, sizes, 1), torch.split(self._mine, sizes), parts, items, strict=True)
-        for rows, mine, part, (each, its) in columns:
+        for rows, mine, part, (each, gather_step) in columns:
             held = each.shard.to_local().shape
-            self._places.append(mine.view(part)[tuple(slice(size) for size in held)])
-            sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(its))
-            stacking = stacking_of(tuple(part), axes_of(its), sizes_along, its)
-            _, positions = group_along(each.shard.device_mesh, axes_of(its))  # the axes come in an order of its own
+            self._slots.append(mine.view(part)[tuple(slice(size) for size in held)])
+            sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(gather_step))
+            stacking = stacking_of(tuple(part), axes_of(gather_step), sizes_along, gather_step)
+            # Positions follow the order of the axes, in which the steps of a bundle may differ.
+            _, positions = group_along(each.shard.device_mesh, axes_of(gather_step))
             for received, filled in stacking.pairs(rows, each.into, positions):
-                self._received.append(received)
-                self._filled.append(filled)
+                self._sources.append(received)
+                self._targets.append(filled)
         self._storage = self._buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        announce(Words(self._words), meshes=self._meshes)
+        announce(LazyText(self._description), meshes=self._meshes)
         self._storage.resize_(self._nbytes)
-        torch._foreach_copy_(self._places, self._parts)
-        # In place, as NCCL documents it: a rank's input is its row of the output. gloo copies nothing then either.
+        torch._foreach_copy_(self._slots, self._parts)
+        # In place, as NCCL documents: a rank's input is its row of the output. Then gloo copies nothing either.
         self._work = start_all_gather(self._flat, self._mine, self._group)
 
     def finish(self) -> None:
         self._wait()
-        torch._foreach_copy_(self._filled, self._received)
+        torch._foreach_copy_(self._targets, self._sources)
         self._storage.resize_(0)
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         self._wait()
         self._storage.resize_(0)
 
-    def _words(self) -> str:
+    def _description(self) -> str:
         shapes = [tuple(shard.shape) for shard in self._shards]
         return f"parameters of shapes {shapes}, {self._shards[0].dtype}, gathered over {self._axes}"
 
@@ -144,7 +149,7 @@ class _Bundle:
 
 
 def _step(gather: Gather) -> AllGather | None:
-    """The one collective that this gather is; None where it is none, or several."""
+    """This gather's plan, if the plan is a single all-gather; else None."""
     src = layout_of(gather.shard)
     if this_rank() not in src.mesh:
         return None

@@ -1,4 +1,7 @@
-"""What a collective is and how many bytes it brings, read from the call that issues it."""
+"""A collective's kind, group and received bytes, read from the call.
+
+Used by recording.py and by weft.models' observer of a real step: both see calls of torch's ops, and count alike.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
 
-_NOT_SENT = ("wait_tensor", "wrap_tensor_autograd", "monitored_barrier")  # of the namespaces, but nothing travels
+# Ops of torch's namespaces for collectives that send no tensor.
+_NOT_SENT = ("wait_tensor", "wrap_tensor_autograd", "monitored_barrier")
 _NAMES = {
     "allreduce": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -26,36 +30,34 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective as one rank issues it.
+    """A collective, as a rank issues it."""
 
-    kind: as "all-reduce". axes: of the mesh, along which its group lies; () where they are not known.
-    nbytes: received from other ranks, as `received_bytes` counts them.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    nbytes: int
+    kind: str  # such as "all-reduce"
+    axes: tuple[str, ...]  # mesh axes of the group; () where unknown
+    nbytes: int  # received from other ranks, by `received_bytes`
 
 
-def received_bytes(kind: str, ranks: int, given: int, made: int, itemsize: int = 1) -> int:
-    """Bytes that a rank receives from the others in a group of `ranks`, as of the ring algorithms; see `planning.costs`.
+def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, itemsize: int = 1) -> int:
+    """Bytes that a rank receives from the rest of its group, by the ring algorithms; see `planning.costs`.
 
-    given, made: bytes of its input and of its output. itemsize: bytes of an element.
-    An all-reduce is a reduce-scatter and an all-gather of even parts; an all-to-all's parts are even. A broadcast counts as
-    received, also where it starts.
+    input_bytes, output_bytes: of the collective's input and output on this rank.
+    itemsize: bytes of an element.
+
+    An all-reduce counts as a reduce-scatter and an all-gather of even parts; an all-to-all has even parts. A broadcast
+    counts as received on the source rank too.
     """
     match kind:
         case "all-reduce":
-            return -(-2 * (ranks - 1) * (given // itemsize) // ranks) * itemsize
+            return -(-2 * (ranks - 1) * (input_bytes // itemsize) // ranks) * itemsize
         case "all-gather":
-            return (ranks - 1) * given
+            return (ranks - 1) * input_bytes
         case "reduce-scatter":
-            return (ranks - 1) * made
+            return (ranks - 1) * output_bytes
         case "all-to-all":
-            return made * (ranks - 1) // ranks
+            return output_bytes * (ranks - 1) // ranks
         case "send" | "barrier":
             return 0
-    return made
+    return output_bytes
 
 
 _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as", default=(None, None))
@@ -63,9 +65,9 @@ _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as
 
 @contextmanager
 def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
-    """What is issued inside is of that kind: another by the name of its op, where the backend has none of its own.
+    """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
-    nbytes: what a rank receives, where it is not what the call brings.
+    nbytes: received by a rank, where the call's tensors do not show this.
     """
     token = _counted_as.set((kind, nbytes))
     try:
@@ -75,7 +77,7 @@ def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
 
 
 def kind_of_op(namespace: str, name: str) -> str | None:
-    """The kind of collective that torch's op of that name issues; None where it issues none."""
+    """The kind of collective issued by torch's op of this name; None for none."""
     name = name.lstrip("_").replace("all_", "all")
     if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT):
         return None
@@ -83,30 +85,34 @@ def kind_of_op(namespace: str, name: str) -> str | None:
 
 
 def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output: Any) -> int:
-    """Bytes that a rank receives by a call of torch's op: from its arguments and what it returns.
+    """Bytes that a rank receives in a call of torch's op, from the op's arguments and output.
 
-    rank: its own in the group, to which an all-to-all sends nothing.
+    rank: of this process in the group. A rank's own part of an all-to-all is not counted.
     """
-    stated = _counted_as.get()[1]
-    if stated is not None:
-        return stated
+    stated_bytes = _counted_as.get()[1]
+    if stated_bytes is not None:
+        return stated_bytes
     tensors = [each for each in args if _first(each) is not None]
     splits = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], int)]
     if not tensors:
         return 0
     first = _first(tensors[0])
-    functional = isinstance(output, Tensor)  # such an op is given its input and makes its output; others are given both
-    made, given = (_bytes(output), _bytes(tensors[0])) if functional else (_bytes(tensors[0]), _bytes(tensors[-1]))
-    if kind in ("all-gather", "reduce-scatter") and made == given:
-        kind = "all-to-all"  # which took its place
+    functional = isinstance(
+        output, Tensor
+    )  # functional ops return the output, in-place ops take input and output as arguments
+    output_bytes, input_bytes = (
+        (_bytes(output), _bytes(tensors[0])) if functional else (_bytes(tensors[0]), _bytes(tensors[-1]))
+    )
+    if kind in ("all-gather", "reduce-scatter") and output_bytes == input_bytes:
+        kind = "all-to-all"  # input and output of one size: an all-to-all issued in its place
     if kind == "all-to-all" and splits and sum(splits[0]):
         sizes: Sequence[int] = splits[0]
-        return made * (sum(sizes) - sizes[rank]) // sum(sizes)
-    return received_bytes(kind, ranks, given, made, 1 if first is None else first.element_size())
+        return output_bytes * (sum(sizes) - sizes[rank]) // sum(sizes)
+    return received_bytes(kind, ranks, input_bytes, output_bytes, 1 if first is None else first.element_size())
 
 
 def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup | str | None:
-    """The process group of a call of torch's op, or its name; None for none."""
+    """The process group among the arguments of a call of torch's op, or the group's name; None without either."""
     for each in args:
         if isinstance(each, ScriptObject):
             if "ProcessGroup" in str(each._type()):
@@ -114,7 +120,7 @@ def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup | str | None:
         elif isinstance(each, dist.ProcessGroup):
             return each
     names = [each for each in args if isinstance(each, str)]
-    return names[-1] if names else None  # after the reduction's, where there is one
+    return names[-1] if names else None  # the first may name the reduction
 
 
 def _bytes(each: Any) -> int:
@@ -124,7 +130,7 @@ def _bytes(each: Any) -> int:
 
 
 def _first(each: Any) -> Tensor | None:
-    """The first tensor of a tensor, or of lists of them; None for anything else."""
+    """A tensor, or the first tensor of nested lists; None for anything else."""
     while isinstance(each, list | tuple) and each:
         each = each[0]
     return each if isinstance(each, Tensor) else None

@@ -1,4 +1,4 @@
-"""A parameter whose gradients are brought elsewhere, and what is known of them."""
+"""`Leaf`: what GradientSync keeps about a parameter and its gradients; `Form`: a gradient's layout and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .waiting import Waiting
 
 
 class Form(NamedTuple):
-    """How a gradient lies, and its dtype."""
+    """The layout and dtype of a gradient; ranks compare forms in messages."""
 
     layout: Layout
     dtype: torch.dtype
@@ -36,78 +36,75 @@ Forms = tuple[Form, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """One parameter's gradients between backward and `GradientSync.wait()`.
+    """A parameter's gradients between backward and `GradientSync.wait()`; made by GradientSync."""
 
-    parameter: the tensor that autograd accumulates into. home: the parameter that gets the result; under ZeRO the two differ.
-    mesh: of home. is_here: whether this rank is in the mesh. target: the layout of the result. is_ours: whether hooks are set; a frozen
-    parameter has no hooks. at_once: gradients are whole, and never add up before they are sent.
-    aside: earlier gradients, in layouts unlike that of `.grad`. lies: kind and forms of the last gradient, and whether the layout is the
-    target. travels: kind and route of the last gradient sent. addend: this rank's part of a gradient that bypassed `.grad`; taken: kind
-    and forms of the addend.
-    waits: whether backward gave a gradient since `wait()`. arrived: the number of gradients ready to send. sent: the forms sent since
-    `wait()`; bucket: the bucket of the last gradient sent. known: the forms on all ranks in the last step with a gradient. held: the
-    synchronized sum, until `wait()` ends. stand_in: the placeholder in `home.grad` until then.
-    """
-
-    parameter: DTensor
-    home: DTensor
+    parameter: DTensor  # autograd accumulates into `parameter.grad`
+    home: DTensor  # gets the result in `.grad`; under ZeRO the shard, while `parameter` is the full copy
     name: str
-    mesh: ProcessMesh
-    is_here: bool
-    target: Layout
-    at_once: bool
-    is_ours: bool = False
-    aside: dict[Layout, DTensor] = field(default_factory=dict)
-    lies: tuple[object, Forms, bool] | None = None
-    travels: tuple[object, Route | None] | None = None
-    addend: Tensor | None = None
-    taken: tuple[object, Forms] = (None, ())
-    waits: bool = False
-    arrived: int = 0
-    sent: Forms = ()
-    bucket: Bucket[Leaf] | None = None
-    known: Forms = ()
-    held: DTensor | None = None
-    stand_in: Waiting | None = None
+    mesh: ProcessMesh  # of home
+    is_here: bool  # whether this rank is in the mesh
+    target: Layout  # of the result
+    sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends its gradient, also inside `paused()`
+    is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
+    in_other_layouts: dict[Layout, DTensor] = field(
+        default_factory=dict
+    )  # older gradients, not in the layout of `.grad`
+    layout_cache: tuple[object, Forms, bool] | None = None  # `layout_info` of the last gradient
+    # Kind and route of the last gradient sent; a route of None means: by a reshard.
+    route_cache: tuple[object, Route | None] | None = None
+    local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `takes_addends`
+    local_grad_forms: tuple[object, Forms] = (None, ())  # kind and forms of `local_grad`
+    has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
+    ready_count: int = 0  # number of gradients ready to send
+    sent: Forms = ()  # of the gradients sent since `wait()`
+    bucket: Bucket[Leaf] | None = None  # of the gradient sent last
+    last_forms: Forms = ()  # on all ranks, in the last step with a gradient
+    synced: DTensor | None = None  # sum of the gradients in the target layout, until `wait()` ends
+    placeholder: Waiting | None = None  # in `home.grad` until `wait()` ends
 
     @property
     def grad(self) -> DTensor | None:
-        """What backward passes gave it since the last was sent."""
+        """The unsent gradient in `.grad`; None for none."""
         return grad_of(self.parameter)
 
     @property
-    def learns(self) -> bool:
-        """Whether this rank is to have a gradient."""
-        return self.is_ours and self.is_here and self.home.requires_grad
+    def expects_grad(self) -> bool:
+        """Whether this rank should have a gradient of this parameter."""
+        return self.is_hooked and self.is_here and self.home.requires_grad
 
     def pending(self) -> Forms:
-        """The forms of the gradients not sent yet; a gradient in its target layout counts where backward gave it since `wait()`."""
-        if not self.is_ours:
-            return ()
-        if self.aside:
-            older = [Form(layout, each.dtype) for layout, each in self.aside.items() if layout != self.target]
-            return (*(self.taken[1] if self.addend is not None else ()), *older, *self._in_grad())
-        return self._in_grad() if self.addend is None else (*self.taken[1], *self._in_grad())
+        """The forms of the unsent gradients.
 
-    def _in_grad(self) -> Forms:
+        A gradient in the target layout counts if backward gave a gradient since `wait()`.
+        """
+        if not self.is_hooked:
+            return ()
+        if self.in_other_layouts:
+            older = [
+                Form(layout, each.dtype) for layout, each in self.in_other_layouts.items() if layout != self.target
+            ]
+            return (*(self.local_grad_forms[1] if self.local_grad is not None else ()), *older, *self._forms_in_grad())
+        return self._forms_in_grad() if self.local_grad is None else (*self.local_grad_forms[1], *self._forms_in_grad())
+
+    def _forms_in_grad(self) -> Forms:
         grad = self.grad
         if grad is None:
             return ()
-        _, forms, is_there = self.find(grad)
-        if is_there and self.parameter is self.home:  # it stays in `.grad`, and is no news after it was counted
-            return forms if self.waits and forms[0] not in self.sent else ()
+        _, forms, in_target = self.layout_info(grad)
+        if in_target and self.parameter is self.home:  # stays in `.grad`, and counts once
+            return forms if self.has_new_grad and forms[0] not in self.sent else ()
         return forms
 
-    def find(self, grad: DTensor) -> tuple[object, Forms, bool]:
-        """`lies` of a gradient."""
+    def layout_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
+        """The gradient's kind, its forms, and whether the gradient is in the target layout; see `layout_cache`."""
         kind = kind_of(grad)
-        if self.lies is None or self.lies[0] is not kind:
+        if self.layout_cache is None or self.layout_cache[0] is not kind:
             layout = layout_of(grad)
-            self.lies = kind, (Form(layout, grad.dtype),), layout == self.target
-        return self.lies
+            self.layout_cache = kind, (Form(layout, grad.dtype),), layout == self.target
+        return self.layout_cache
 
     def zeros(self, form: Form) -> DTensor:
-        """A gradient of zeros in the given form: the addend of a rank without a gradient."""
+        """A gradient of zeros in the given form, from a rank without a gradient."""
         local = torch.zeros(
             form.layout.local_shape(self.home.shape, this_rank()),
             dtype=form.dtype,
@@ -115,29 +112,29 @@ class Leaf:
         )
         return wrap(local, form.layout, self.home.shape)
 
-    def end(self) -> None:
-        """The step is over."""
-        self.waits, self.arrived, self.sent, self.bucket = False, 0, (), None
+    def end_step(self) -> None:
+        """Clears the state of a step, at the end of `wait()`."""
+        self.has_new_grad, self.ready_count, self.sent, self.bucket = False, 0, (), None
 
     def call_hooks(self) -> None:
-        """Calls the post-accumulate hooks of a home parameter that autograd does not see."""
+        """Calls the home parameter's post-accumulate-grad hooks, where autograd accumulates into another tensor."""
         hooks = self.home._post_accumulate_grad_hooks if self.parameter is not self.home else None
         for hook in list(hooks.values()) if hooks else ():
             hook(self.home)
 
-    def stand(self) -> None:
-        """Puts into `home.grad` what stands there while its gradient is on its way."""
-        if self.stand_in is None or not self.stand_in.fits(self.home):
-            self.stand_in = Waiting(self.home, self.name)
-        self.home.grad = self.stand_in
+    def put_placeholder(self) -> None:
+        """Puts the placeholder into `home.grad`, until the gradient is synchronized."""
+        if self.placeholder is None or not self.placeholder.fits(self.home):
+            self.placeholder = Waiting(self.home, self.name)
+        self.home.grad = self.placeholder
 
-    def hold(self, grad: DTensor) -> None:
-        """Adds a synchronized gradient to what is held."""
-        self.held = sum_of(self.held, grad)
+    def add_synced(self, grad: DTensor) -> None:
+        """Adds a gradient in the target layout to `synced`."""
+        self.synced = sum_of(self.synced, grad)
 
     @property
-    def is_seen_by_us_alone(self) -> bool:
-        """Whether no hook but those of a GradientSync is called with a gradient."""
+    def has_only_our_hooks(self) -> bool:
+        """Whether no hooks but GradientSync's are called with the gradient."""
         before, after = self.parameter._backward_hooks, self.parameter._post_accumulate_grad_hooks
         return before is not None and after is not None and len(before) == len(after) == 1
 
@@ -148,7 +145,7 @@ def in_dtype(grad: DTensor, dtype: torch.dtype) -> DTensor:
 
 
 def sum_of(first: DTensor | None, second: DTensor) -> DTensor:
-    """The sum of two gradients in one layout."""
+    """The sum of two gradients in one layout; the first may be None."""
     if first is None:
         return second
     with torch.no_grad():
@@ -156,11 +153,11 @@ def sum_of(first: DTensor | None, second: DTensor) -> DTensor:
 
 
 def grad_of(parameter: DTensor) -> DTensor | None:
-    """Its gradient, where there are numbers in it."""
+    """The parameter's `.grad`; None for none or a placeholder."""
     grad = parameter.grad
     return None if grad is None or isinstance(grad, Waiting) else as_dtensor(grad)
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor), "parameters that are hooked are DTensors, and their gradients are"
+    assert isinstance(tensor, DTensor), "GradientSync hooks only DTensors, whose gradients are DTensors"
     return tensor

@@ -1,4 +1,4 @@
-"""The norm of gradients however they lie: each element counted once, in one all-reduce."""
+"""`clip_grad_norm_` for gradients in any layouts: each element counts once, and a single all-reduce gives the norm."""
 
 from __future__ import annotations
 
@@ -27,55 +27,58 @@ def clip_grad_norm_(
     mesh: ProcessMesh | DeviceMesh | None = None,
     copies: Iterable[Tensor] = (),
 ) -> Tensor:
-    """Scales the gradients so that their norm, as of one vector, is at most `max_norm`; returns it as it was, a scalar on every rank.
+    """Scales gradients to a total norm of at most `max_norm`. Returns the norm before, a scalar, on every rank.
 
-    parameters: DTensors on any meshes, whose gradients may lie otherwise than they do, and plain tensors, which count as
-        replicated. One that is given twice counts once.
-    norm_type: p of the p-norm, above 0; inf is the largest magnitude.
-    mesh: over whose ranks it is counted; where None those of all the parameters' meshes, and every rank gives parameters on the
-        same meshes. Where each rank has the parameters of its own stage alone, give the mesh of all stages; what is not laid out
-        is then the rank's own.
-    copies: parameters whose gradients are those of others, as of a weight tied across stages: scaled, and not counted.
-    A shard is counted on one of the ranks that hold it. It is added up in float32, of float64 gradients in float64. A norm that
-    is not finite scales nothing. The host waits for no device.
-    Communication: one all-reduce of a number, over the ranks of `mesh`, where any parameter is a DTensor or a mesh is given. A rank
-    outside has no part in it, and is given its own norm.
-    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient: that is an addend. RuntimeError
-    for gradients that wait for the `wait()` of a GradientSync.
+    parameters: DTensors on any meshes, whose gradients may have other layouts, and plain tensors, which count as
+        replicated. A parameter given twice counts once.
+    norm_type: p of the p-norm of all gradients as one vector, above 0; inf takes the largest magnitude.
+    mesh: the ranks over which the norm is taken. None takes the ranks of all parameters' meshes; every rank then gives
+        parameters on the same meshes. Where each rank gives only its own stage's parameters, give the mesh of all
+        stages; plain tensors then belong to this rank alone.
+    copies: parameters whose gradients repeat others, as of a weight tied across stages: scaled, not counted.
+
+    A shard held by several ranks counts on one of them. Sums are taken in float32, of float64 gradients in float64. A
+    norm that is not finite scales nothing. The host waits for no device.
+    Communication: an all-reduce of one number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
+    given. A rank outside takes no part, and gets the norm of its own gradients.
+    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient, which is only
+    this rank's addend; RuntimeError for gradients that still need GradientSync's `wait()`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; give a number > 0, or inf")
-    given = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
-    refuse_before_wait(given, "clip_grad_norm_()")
-    group, first = _counting(list(given), mesh)
-    first = first or mesh is not None
-    held = [parameter for parameter in given if parameter.grad is not None]
-    gradients: list[Tensor] = [parameter.grad for parameter in held if parameter.grad is not None]
+    unique = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+    refuse_before_wait(unique, "clip_grad_norm_()")
+    group, counts_plain = _group_and_counter(list(unique), mesh)
+    counts_plain = counts_plain or mesh is not None
+    with_grad = [parameter for parameter in unique if parameter.grad is not None]
+    gradients: list[Tensor] = [parameter.grad for parameter in with_grad if parameter.grad is not None]
     uncounted = set(copies)
     counted = [
         _local(gradient)
-        for parameter, gradient in zip(held, gradients, strict=True)
-        if parameter not in uncounted and _counts_here(gradient, first)
+        for parameter, gradient in zip(with_grad, gradients, strict=True)
+        if parameter not in uncounted and _counts_here(gradient, counts_plain)
     ]
-    device = next((each.device for each in gradients or given), None)
+    device = next((each.device for each in gradients or unique), None)
     if device is None and group is not None:
-        device = torch.device(device_type())  # of a rank whose stage has nothing that learns
+        device = torch.device(device_type())  # a stage without trainable parameters
     total = _powers([each for each in counted if each.numel()], norm_type, gradients, device)
     if group is not None:
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         wait_for(dist.all_reduce(total, op, group=group, async_op=True))
     norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
-    quotient = (max_norm / norm).nan_to_num(0.0)  # of 0 and 0, where torch adds 1e-6 to the norm
+    quotient = (max_norm / norm).nan_to_num(0.0)  # 0 for 0 / 0; torch adds 1e-6 to the norm instead
     scale = torch.where(norm.isfinite(), quotient.clamp(max=1), 1)
     if gradients:
         torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm
 
 
-def _counting(parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, bool]:
-    """The group over which it is counted, and whether this is the rank that counts what is not laid out."""
+def _group_and_counter(
+    parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None
+) -> tuple[dist.ProcessGroup | None, bool]:
+    """The group over which the norm is taken, None for no group, and whether this rank counts plain tensors."""
     on = {layout_of(each).mesh: each.device_mesh for each in parameters if isinstance(each, DTensor)}
     if mesh is not None:
         kind = parameters[0].device.type if parameters else device_type()
@@ -83,7 +86,9 @@ def _counting(parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None) -
     if not on:
         return None, True
     largest = max(on, key=lambda each: each.size)
-    if all(parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in on):  # one set of ranks
+    if all(
+        parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in on
+    ):  # all meshes have the same ranks
         if this_rank() not in largest:
             return None, True
         return group_over(on[largest], largest.axis_names), not any((largest.coordinate(this_rank()) or {}).values())
@@ -91,15 +96,15 @@ def _counting(parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None) -
     return (group_of(ranks), this_rank() == ranks[0]) if this_rank() in ranks else (None, True)
 
 
-def _counts_here(gradient: Tensor, first: bool) -> bool:
-    """True on the one rank, of those that hold the same shard, that counts it."""
+def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
+    """Whether this rank counts the gradient: only one of the ranks with the same shard does."""
     if not isinstance(gradient, DTensor):
-        return first
+        return counts_plain
     layout = layout_of(gradient)
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise ValueError(
-            f"a gradient of shape {tuple(gradient.shape)} is ({layout}): this rank has an addend of it; call wait() of the "
-            f"GradientSync before its norm is asked for"
+            f"a gradient of shape {tuple(gradient.shape)} is ({layout}): this rank has only an addend; call wait() of "
+            f"the GradientSync before clip_grad_norm_()"
         )
     coordinate = layout.mesh.coordinate(this_rank())
     if coordinate is None:
@@ -108,7 +113,7 @@ def _counts_here(gradient: Tensor, first: bool) -> bool:
 
 
 def _powers(counted: list[Tensor], norm_type: float, gradients: list[Tensor], device: torch.device | None) -> Tensor:
-    """The sum of the magnitudes' powers; of inf the largest of them."""
+    """The sum of the magnitudes' p-th powers; for inf the largest magnitude."""
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
     if not counted:
         return torch.zeros((), dtype=dtype, device=device)

@@ -1,4 +1,7 @@
-"""A check that all ranks run the same plans in the same order: a debug mode that turns a hang into an error."""
+"""`check_order`: a debug mode where ranks with different plans raise an error instead of hanging.
+
+Plans, gradient buckets and gathers call `announce` before communicating; without a check the call costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,27 @@ from weft.mesh import ProcessMesh
 
 from .groups import this_rank
 
-STRAGGLER_SECONDS = 0.5  # for ranks about to arrive when a difference is found: the error names them too
-FAREWELL_SECONDS = 1.0  # how long rank 0 stays when it leaves with an error, so that those who wait for it see why
+STRAGGLER_SECONDS = 0.5  # wait after a difference is found, so that the error also names ranks about to arrive
+FAREWELL_SECONDS = 1.0  # how long rank 0 keeps the store after an error, so that waiting ranks read the reason
 REMEDY = "the ranks' programs diverged: call the same reshards in the same order on every rank that a plan involves"
 
 
 class OrderError(RuntimeError):
-    """Two ranks were about to run different plans, or one of them did not come; the message names ranks and plans."""
+    """Ranks were about to run different plans, or a rank did not come; the message names the ranks and plans."""
 
 
 @contextmanager
 def check_order(timeout: float = 60.0) -> Iterator[None]:
-    """Inside, each rank tells the others which plan it is about to run, and waits until they are about to run it too.
+    """Inside, each rank announces its next plan, and waits until all ranks of the plan have announced the same plan.
 
-    timeout: seconds to wait for the others before a plan. Each plan costs some round trips to a store on rank 0, at
-    MASTER_ADDR, or where that is not set at this host's name.
-    Communication: all ranks of the world enter together. Rank 0 keeps the store, and leaves last: it waits for the
-    others up to `timeout`, or shortly where it leaves with an error. The others leave at once.
-    Raises OrderError where plans differ or a rank does not come. The check has failed then, on every rank of the world:
-    who waits raises at once, who announces later raises then, all with the same message.
-    Raises RuntimeError where a check is on already, ValueError for a timeout that is not finite and > 0.
+    timeout: seconds to wait for the other ranks before each plan. Each plan costs a few round trips to a store on rank
+        0, at MASTER_ADDR, else at this host's name.
+
+    Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last, after waiting for the
+    other ranks up to `timeout`, or briefly after an error. The other ranks leave at once.
+    Raises OrderError where plans differ or a rank does not come. The check has then failed on every rank of the world:
+    waiting ranks raise at once, all others at their next plan, with the same message.
+    Raises RuntimeError inside another check, ValueError unless the timeout is finite and > 0.
     """
     global _check
     if _check is not None:
@@ -59,11 +63,12 @@ def check_order(timeout: float = 60.0) -> Iterator[None]:
 
 
 def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[ProcessMesh] = ()) -> None:
-    """Waits until all `ranks` are about to run `plan`, where `check_order` is on; returns at once where it is not.
+    """Inside `check_order`, waits until all `ranks` are about to run `plan`; elsewhere returns at once.
 
-    ranks: those of the meshes where None.
-    Plans are the same if they print the same, on the same ranks and the same `meshes`.
-    Threads may call it: one waits at a time, as autograd's thread and the main thread must take turns alike everywhere.
+    ranks: by default the ranks of `meshes`.
+
+    Plans are the same if their text, ranks and `meshes` are equal. Threads wait in turn: autograd's thread and the main
+    thread must alternate alike on all ranks.
     Raises OrderError: see `check_order`.
     """
     check = _check
@@ -71,12 +76,12 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
         taking_part = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
         digests = tuple(mesh.digest for mesh in meshes)
         on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or named_ranks(taking_part)
-        check.announce(_Said(f"{plan} on {on}", tuple(taking_part), digests))
+        check.announce(_Announced(f"{plan} on {on}", tuple(taking_part), digests))
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What `announce` is given where its words take time to make: they are made where a check is on."""
+class LazyText:
+    """A plan's description for `announce`. The text takes time to make, and is made inside `check_order` only."""
 
     make: Callable[[], str]
 
@@ -85,32 +90,35 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What a rank is about to run."""
+class _Announced:
+    """A plan about to run on a rank."""
 
-    text: str
-    ranks: tuple[int, ...]
-    digests: tuple[str, ...]
+    text: str  # the plan as printed, and where it runs
+    ranks: tuple[int, ...]  # that run the plan, ascending
+    digests: tuple[str, ...]  # of its meshes
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, value: bytes) -> _Said:
-        said = json.loads(value)
-        return cls(said["text"], tuple(said["ranks"]), tuple(said["digests"]))
+    def decode(cls, value: bytes) -> _Announced:
+        announced = json.loads(value)
+        return cls(announced["text"], tuple(announced["ranks"]), tuple(announced["digests"]))
 
 
 class _Check:
-    """Says what this rank is about to run, pair by pair: the n-th plan that concerns two ranks is the same for both.
+    """A `check_order` under way: compares plans pair by pair.
 
-    What other ranks run makes no difference to a pair, so disjoint meshes may run whatever they like at once.
+    The n-th plan that two ranks have in common must be the same on both. Plans on disjoint meshes may run in any order.
 
-    Keys: r>s/n, the n-th plan that r announces to s, deleted by s; latest/r; left/r, how r left; failed, why all raise.
+    Keys in the store, for ranks r and s:
+    r>s/n: the n-th plan of r for s; s deletes the key.
+    latest/r: the latest plan of r. left/r: r has left, and why.
+    failed: the error message for all ranks.
     """
 
     def __init__(self, timeout: float) -> None:
-        global _kept
+        global _last_store
         self._timeout = timeout
         self._rank, self._size = this_rank(), dist.get_world_size()
         self._lock = threading.Lock()
@@ -118,9 +126,9 @@ class _Check:
         where: list[object] = [None, None]
         if self._rank == 0:
             try:
-                _kept = self._store = _store(_host(), 0, master=True)
+                _last_store = self._store = _store(_host(), 0, master=True)
                 where = [self._store.host, self._store.port]
-            except dist.DistError as error:  # the others are told, as they wait for it
+            except dist.DistError as error:  # the broadcast tells the waiting ranks
                 where = [None, str(error)]
         dist.broadcast_object_list(where, src=0)
         if where[0] is None:
@@ -131,7 +139,7 @@ class _Check:
         if self._rank != 0:
             self._store = _store(str(where[0]), int(str(where[1])), master=False)
 
-    def announce(self, mine: _Said) -> None:
+    def announce(self, mine: _Announced) -> None:
         peers = [rank for rank in mine.ranks if rank != self._rank]
         if not peers or self._rank not in mine.ranks:
             return
@@ -147,49 +155,55 @@ class _Check:
                     self._count[peer] += 1
             except dist.DistError as error:
                 raise OrderError(
-                    f"rank {self._rank} is about to run {mine.text}, and rank 0, which keeps the store of check_order, "
-                    f"cannot be reached; see whether its process has ended"
+                    f"rank {self._rank} is about to run {mine.text}, but cannot reach rank 0, which keeps the store of "
+                    f"check_order; see whether the process of rank 0 has ended"
                 ) from error
 
-    def _meet(self, mine: _Said, peers: Sequence[int]) -> None:
-        """Returns when all peers have said what this rank says."""
-        heard = {self._rank: mine}
+    def _meet(self, mine: _Announced, peers: Sequence[int]) -> None:
+        """Waits until all peers have announced the same plan as this rank."""
+        announced_by = {self._rank: mine}
         end = time.monotonic() + self._timeout
         different, pause = False, 1e-4
         while True:
-            left = {
-                peer for peer in peers if peer not in heard and self._has(f"left/{peer}")
-            }  # before it is looked for
-            for peer in sorted({rank for said in heard.values() for rank in said.ranks} - set(heard)):
+            # Read before the announcements: a rank that announces and leaves in between is not counted as missing.
+            departed = {peer for peer in peers if peer not in announced_by and self._has(f"left/{peer}")}
+            for peer in sorted(
+                {rank for announced in announced_by.values() for rank in announced.ranks} - set(announced_by)
+            ):
                 if self._has(self._key(peer)):
-                    heard[peer] = _Said.decode(self._store.get(self._key(peer)))
-            missing = [rank for rank in peers if rank not in heard]
-            if not different and any(said != mine for said in heard.values()):
+                    announced_by[peer] = _Announced.decode(self._store.get(self._key(peer)))
+            missing = [rank for rank in peers if rank not in announced_by]
+            if not different and any(announced != mine for announced in announced_by.values()):
                 different, end = True, min(end, time.monotonic() + STRAGGLER_SECONDS)
             if not missing and not different:
                 return
             self._raise_if_failed()
-            over = time.monotonic() > end
-            if different and (over or not missing):
-                self._fail("ranks are about to run different plans:", heard, missing, REMEDY)
-            if not different and (over or left & set(missing)):
-                waited = f"waited {self._timeout:g} s" if over else "waits in vain"
-                remedy = "every rank of a plan must run it; see what those did instead, or give them a longer timeout"
-                self._fail(f"rank {self._rank} {waited} for others to run {mine.text}:", heard, missing, remedy)
+            timed_out = time.monotonic() > end
+            if different and (timed_out or not missing):
+                self._fail("ranks are about to run different plans:", announced_by, missing, REMEDY)
+            if not different and (timed_out or departed & set(missing)):
+                waited = f"waited {self._timeout:g} s" if timed_out else "still waits"
+                remedy = (
+                    "every rank of a plan must run it: see above what these ranks did instead, or give check_order a "
+                    "longer timeout"
+                )
+                self._fail(
+                    f"rank {self._rank} {waited} for other ranks to run {mine.text}:", announced_by, missing, remedy
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
-    def _fail(self, what: str, heard: Mapping[int, _Said], missing: Sequence[int], remedy: str) -> None:
-        """Raises on this rank, and lets all others raise the same; the first rank to fail is the one heard."""
-        by_plan: dict[_Said, list[int]] = defaultdict(list)
-        for rank, said in sorted(heard.items()):
-            by_plan[said].append(rank)
-        lines = [what, *(f"  {named_ranks(ranks)}: {said.text}" for said, ranks in by_plan.items())]
+    def _fail(self, what: str, announced_by: Mapping[int, _Announced], missing: Sequence[int], remedy: str) -> None:
+        """Raises OrderError here and on all ranks; the first rank to fail sets the message."""
+        by_plan: dict[_Announced, list[int]] = defaultdict(list)
+        for rank, announced in sorted(announced_by.items()):
+            by_plan[announced].append(rank)
+        lines = [what, *(f"  {named_ranks(ranks)}: {announced.text}" for announced, ranks in by_plan.items())]
         for rank in missing:
             latest, left = f"latest/{rank}", f"left/{rank}"
-            said_last = _Said.decode(self._store.get(latest)).text if self._has(latest) else "none yet"
+            latest_plan = _Announced.decode(self._store.get(latest)).text if self._has(latest) else "none yet"
             gone = f" (it left check_order {self._store.get(left).decode()}".rstrip() + ")" if self._has(left) else ""
-            lines.append(f"  rank {rank} did not come; its latest plan: {said_last}{gone}")
+            lines.append(f"  rank {rank} did not come; its latest plan: {latest_plan}{gone}")
         message = "\n".join([*lines, remedy])
         raise OrderError(self._store.compare_set("failed", "", message).decode())
 
@@ -204,8 +218,8 @@ class _Check:
         return f"{peer}>{self._rank}/{self._count[peer]}"
 
     def leave(self, why: str) -> None:
-        """Rank 0 stays until the others have left too, or their time is over: its process may end with it."""
-        with suppress(dist.DistError):  # rank 0 has gone
+        """Rank 0 stays until all ranks have left or time is up: the store ends with rank 0's process."""
+        with suppress(dist.DistError):  # the process of rank 0 has ended
             self._store.set(f"left/{self._rank}", why)
             end = time.monotonic() + (min(FAREWELL_SECONDS, self._timeout) if why else self._timeout)
             others = [f"left/{rank}" for rank in range(self._size)]
@@ -214,7 +228,7 @@ class _Check:
 
 
 _check: _Check | None = None
-_kept: TCPStore | None = None  # rank 0's, until the next check: ranks may still be inside when it has left
+_last_store: TCPStore | None = None  # rank 0 keeps the store until the next check: other ranks may still be inside
 
 
 def _store(host: str, port: int, *, master: bool) -> TCPStore:
@@ -222,7 +236,7 @@ def _store(host: str, port: int, *, master: bool) -> TCPStore:
 
 
 def _host() -> str:
-    """Where the other ranks find this one."""
+    """This process's host name, by which other ranks connect."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
@@ -232,7 +246,7 @@ def _host() -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1, 4-7"."""
+    """Ranks as words in a message: "rank 3", "ranks 0, 1, 4-7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,8 @@
-"""What reshards received, kept so that a computation that is repeated need not move it again."""
+"""Keeps the tensors that reshards receive in forward, and returns them while a recomputation repeats the forward.
+
+Selective recomputation (weft.models' parallel/recompute.py) uses this to send nothing twice. The executor starts
+every plan with communication by `run_or_replay`.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +14,47 @@ from torch import Tensor
 
 from .collectives import Pending, Running
 
-Take = Callable[[Tensor], None]
-_here = threading.local()  # a device's backward runs on a thread of its own
+Store = Callable[[Tensor], None]  # keeps a received tensor
+_thread = threading.local()  # autograd runs the backward of each device on a separate thread
 
 
 @contextmanager
-def keeping(begin: Callable[[], Take]) -> Iterator[None]:
-    """Within it `begin` is called whenever a reshard starts to communicate, and what it returned with what was received."""
+def keeping(begin: Callable[[], Store]) -> Iterator[None]:
+    """Inside, every reshard with communication hands over the tensor that it receives, to be kept.
+
+    begin: called when a reshard starts; returns a function, which is called with the received tensor.
+    """
     with _set("begin", begin):
         yield
 
 
 @contextmanager
 def giving(next_received: Callable[[], Tensor]) -> Iterator[None]:
-    """Within it a reshard that would communicate has what `next_received` returns, and moves nothing."""
+    """Inside, a reshard that would communicate returns `next_received()` instead, and sends nothing."""
     with _set("next_received", next_received):
         yield
 
 
-def run_or_given(run: Callable[[], Running]) -> Pending:
-    """What communicates, started; or what it received before, within `giving`."""
-    next_received: Callable[[], Tensor] | None = getattr(_here, "next_received", None)
+def run_or_replay(run: Callable[[], Running]) -> Pending:
+    """Starts the collectives of `run`; inside `giving`, returns the tensor received earlier instead."""
+    next_received: Callable[[], Tensor] | None = getattr(_thread, "next_received", None)
     if next_received is not None:
         return Pending.finished(next_received())
-    begin: Callable[[], Take] | None = getattr(_here, "begin", None)
-    return Pending(run() if begin is None else _taken(run(), begin()))
+    begin: Callable[[], Store] | None = getattr(_thread, "begin", None)
+    return Pending(run() if begin is None else _then_store(run(), begin()))
 
 
-def _taken(running: Running, take: Take) -> Running:
+def _then_store(running: Running, store: Store) -> Running:
     result = yield from running
-    take(result)
+    store(result)
     return result
 
 
 @contextmanager
 def _set(name: str, value: object) -> Iterator[None]:
-    before = getattr(_here, name, None)
-    setattr(_here, name, value)
+    before = getattr(_thread, name, None)
+    setattr(_thread, name, value)
     try:
         yield
     finally:
-        setattr(_here, name, before)
+        setattr(_thread, name, before)

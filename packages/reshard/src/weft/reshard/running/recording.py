@@ -1,8 +1,9 @@
-"""Collectives recorded instead of run: one rank of any mesh, in a process of its own or of any other program.
+"""Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
-Weft's own code runs as it does on the mesh, on tensors without data: it finds a world (see `worlds.py`) whose groups note
-what they are asked for. They are subclasses of torch's ProcessGroup, so a call of torch.distributed on a group of the mesh is
-recorded as well, and so is what DTensor's own ops issue.
+`recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's code then runs on
+tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
+own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
+step's communication from the record.
 """
 
 from __future__ import annotations
@@ -25,20 +26,19 @@ from . import dynamo
 from .issued import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes
 from .worlds import Positions, entered, wide_axes, world
 
-UNLIKE = (
-    -62125
-)  # marks meshes as of no world, less the rank: torch keeps what it found for a mesh, and would give it to an equal one
+UNLIKE = -62125  # read by nothing: `_Mesh.__eq__` tells recorded meshes from real ones
 
 
 @contextmanager
 def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
-    """Inside, in this thread, this process is `rank` of the ranks of `mesh`: its collectives are recorded, and none is run.
+    """Inside, in this thread, this process acts as `rank` on `mesh`: collectives are recorded, and none is run.
 
-    Tensors have no data (the meta device), and neither have the results of the collectives. It makes no difference whether
-    there is a process group, which `rank` this process is in it, or whether `mesh` holds the rank.
-    Cost: that of one rank. Nothing is made for each rank of the mesh, but the tensor of ranks that torch's DeviceMesh holds.
+    Tensors have no data (the meta device); nor have the results of collectives. The record is the same with or without
+    a process group, whichever rank this process has, and also for a rank outside `mesh`.
+    Cost: one rank's work. The only data with an entry for each rank is the tensor of ranks in torch's DeviceMesh.
     Communication: none.
-    Raises RuntimeError inside for collectives that read data or wait for other ranks: those of Python objects, stores, barriers of all.
+    Raises RuntimeError inside for collectives that read data or wait for ranks: of Python objects, stores, global
+    barriers.
     """
     dynamo.allow()
     recorded = Recorded(mesh, rank)
@@ -51,34 +51,34 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
 
 
 class Recorded:
-    """A rank whose collectives are recorded: `take_each()` gives those since it was last called, in order."""
+    """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`."""
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
         self.rank, self.size, self.device_type, self.by_exchange = rank, mesh.size, "cpu", False
-        self.others_run = False
-        self.made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
-        self.known: dict[DeviceMesh, ProcessMesh] = {}
-        self.kept: dict[Any, Any] = {}
+        self.peers_run = False
+        self.device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
+        self.process_meshes: dict[DeviceMesh, ProcessMesh] = {}
+        self.cache: dict[Any, Any] = {}
         self.axes: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, _Group] = {}
         self._issued: list[Collective] = []
 
     def add(self, kind: str, group: _Group, nbytes: int) -> None:
-        """Notes a collective."""
+        """Appends a collective to the record."""
         self._issued.append(Collective(kind, self.axes[group.group_name], nbytes))
 
     def take_each(self) -> list[Collective]:
-        """What was issued since the last call."""
-        taken, self._issued = self._issued, []
-        return taken
+        """The collectives recorded since the last call, in order."""
+        collectives, self._issued = self._issued, []
+        return collectives
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
-        with unset_fake_temporarily():  # which ranks there are is known, also among tensors without data
+        with unset_fake_temporarily():  # ranks are real numbers, also where tensors have no data
             ranks = _ranks_of(mesh)
             made = _Mesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=self.rank)
         parts = [mesh.submesh(self.rank, axis) for axis in mesh.axis_names]
         names: list[Any] = [self.group_of(part).group_name for part in parts if part is not None]
-        made._dim_group_names = names  # for DTensor's own ops
+        made._dim_group_names = names  # DTensor's ops look groups up by these names
         made.content = mesh, device_type, self.rank
         return made
 
@@ -86,12 +86,12 @@ class Recorded:
         name = f"recorded {part.rename(**{a: f'axis{i}' for i, a in enumerate(part.axis_names)}).digest}"
         if name not in self.groups:
             coordinate = part.coordinate(self.rank)
-            assert coordinate is not None, "ranks outside have no groups"
+            assert coordinate is not None, "ranks outside the mesh have no groups"
             place = 0
             for axis, index in coordinate.items():
                 place = place * part.axis_size(axis) + index
             self.groups[name] = _Group(place, part.size, name)
-            c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's own ops find it by name alone
+            c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
             self.axes[name] = wide_axes(part)
         return self.groups[name]
 
@@ -107,26 +107,29 @@ class Recorded:
         self.axes[name] = axes
         return self.groups[name]
 
-    def tell(self, what: str, value: bytes) -> None:
-        """Nobody hears it."""
+    def tell(self, name: str, value: bytes) -> None:
+        """Does nothing: no other rank runs."""
 
-    def hear(self, what: str) -> bytes:
-        raise RuntimeError(f"a rank that is recorded was to be told {what} by another, which does not run")
+    def hear(self, name: str) -> bytes:
+        raise RuntimeError(
+            f"this rank waits for the message {name!r} of another rank, and inside recording() no other rank runs; "
+            "run the program in real processes"
+        )
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
         return [None for _ in names]
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
-        return range(part.size)  # another order is a view of what has no data
+        return range(part.size)  # the order makes no difference to tensors without data
 
 
 def _as_torch(name: str) -> Any:
-    """A group's name in torch's words, which are a str of another type."""
+    """A group's name typed as torch types names: a subtype of str."""
     return name
 
 
 def _ranks_of(mesh: ProcessMesh) -> Tensor:
-    """Its ranks as a tensor of its shape; of a part of a grid by a few ops."""
+    """The ranks of a mesh, as a tensor of the mesh's shape. For a part of a grid a few ops make it."""
     if mesh.strides is None:
         return torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
     ranks = torch.full((), mesh.rank_at(**dict.fromkeys(mesh.axis_names, 0)), device="cpu")
@@ -136,11 +139,11 @@ def _ranks_of(mesh: ProcessMesh) -> Tensor:
 
 
 class _Mesh(DeviceMesh):
-    """A DeviceMesh whose groups are those of the world that is entered.
+    """A DeviceMesh whose groups come from the current World.
 
-    torch makes one without groups by `_init_backend=False` alone, and for a rank that is not the process's by `_rank`.
-    torch keeps what it found for a mesh, and gives it to an equal one: so this one equals none of a real world, and those of
-    other recordings by their content. DeviceMesh itself compares all ranks.
+    torch makes a DeviceMesh without groups by `_init_backend=False`, and for another rank than the process's by
+    `_rank`. torch caches results by mesh, and returns them for any equal mesh. So a `_Mesh` equals no DeviceMesh of a
+    real world, and equals a `_Mesh` of another recording by content. DeviceMesh's own comparison reads all ranks.
     """
 
     content: tuple[ProcessMesh, str, int]
@@ -155,23 +158,23 @@ class _Mesh(DeviceMesh):
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
         here = world()
-        part = here.known[self].submesh(here.rank, self._axis(mesh_dim))
-        assert part is not None, "ranks outside have no groups"
+        part = here.process_meshes[self].submesh(here.rank, self._axis(mesh_dim))
+        assert part is not None, "ranks outside the mesh have no groups"
         return here.group_of(part)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         coordinate = self.get_coordinate()
-        assert coordinate is not None, "ranks outside have none"
+        assert coordinate is not None, "ranks outside the mesh have no coordinate"
         return coordinate[self.mesh_dim_names.index(self._axis(mesh_dim))]  # type: ignore[union-attr]
 
     def _axis(self, mesh_dim: int | str | None) -> str:
         names = self.mesh_dim_names
-        assert names is not None, "it was made with names"
+        assert names is not None, "`device_mesh` gives names"
         return mesh_dim if isinstance(mesh_dim, str) else names[mesh_dim or 0]
 
 
 class _Done(dist.Work):
-    """Of what was never started."""
+    """The Work of a recorded collective: always complete."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -180,15 +183,14 @@ class _Done(dist.Work):
         return True
 
 
-_ProcessGroup: Any = (
-    dist.ProcessGroup
-)  # to a type checker its methods have overloads, which differ between versions of torch
+# Any: the methods' overloads differ between versions of torch.
+_ProcessGroup: Any = dist.ProcessGroup
 
 
 class _Group(_ProcessGroup):  # type: ignore[misc]
-    """A process group that notes what it is asked for. Its results are the tensors that it is given, which have no data.
+    """A process group that records each collective. Outputs are the caller's tensors, which have no data.
 
-    torch 2.13 calls the methods by their public names, 2.11 and 2.12 by the older ones that start with an underscore.
+    torch 2.13 calls these methods by public names, 2.11 and 2.12 by older names with an underscore in front.
     """
 
     def __init__(self, place: int, size: int, name: str) -> None:
@@ -200,29 +202,29 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._name
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        return self._noted("all-reduce", tensors, tensors)
+        return self._note_tensors("all-reduce", tensors, tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self._noted("all-gather", [input], [output])
+        return self._note_tensors("all-gather", [input], [output])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self._noted("reduce-scatter", [input], [output])
+        return self._note_tensors("reduce-scatter", [input], [output])
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> dist.Work:
         if not received:
-            return self._noted("all-to-all", [input], [output])
+            return self._note_tensors("all-to-all", [input], [output])
         row = output.nbytes // sum(received) if sum(received) else 0
         return self._note("all-to-all", row * (sum(received) - received[self.rank()]))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        return self._noted("all-gather", inputs, outputs[0])
+        return self._note_tensors("all-gather", inputs, outputs[0])
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
-        return self._noted("reduce-scatter", inputs[0], outputs)
+        return self._note_tensors("reduce-scatter", inputs[0], outputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self._note("all-to-all", sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank()))
@@ -230,24 +232,24 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return self._noted("send", tensors, ())
+        return self._note_tensors("send", tensors, ())
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return self._noted("recv", tensors, tensors)
+        return self._note_tensors("recv", tensors, tensors)
 
-    def _noted(self, kind: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> dist.Work:
-        size = sum(each.nbytes for each in given), sum(each.nbytes for each in made)
-        return self._note(kind, received_bytes(kind, self.size(), *size, given[0].element_size()))
+    def _note_tensors(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dist.Work:
+        size = sum(each.nbytes for each in inputs), sum(each.nbytes for each in outputs)
+        return self._note(kind, received_bytes(kind, self.size(), *size, inputs[0].element_size()))
 
     def _note(self, kind: str, nbytes: int) -> dist.Work:
         here = world()
-        assert isinstance(here, Recorded), "its groups are those of a recording"
+        assert isinstance(here, Recorded), "only a recording makes these groups"
         here.add(kind, self, nbytes)
         return _Done()
 
 
 class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the collectives that DTensor's own ops issue: torch gives them an output without data, and asks no group."""
+    """Records the collectives of DTensor's ops, which on tensors without data call no method of the group."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -257,7 +259,7 @@ class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it unwraps first: what it issues then comes by here
+            return NotImplemented  # DTensor unwraps first, and its collectives then come here
         output = func(*args, **(kwargs or {}))
         kind = kind_of_op(func.namespace, func.__name__)
         if kind is not None:

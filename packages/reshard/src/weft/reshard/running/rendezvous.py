@@ -1,13 +1,16 @@
-"""Process groups made by their members alone, each under a name that follows from its ranks.
+"""Process groups made by their members alone, each under a name derived from its ranks.
 
-torch.distributed.new_group() is a call of the whole world and names groups by how many were made before. Where ranks make
-different groups, as when each works on a part of its own, it pairs members of one with members of another. Its
-use_local_synchronization asks the members alone, but counts as well. So groups are made here as new_group() makes them, but
-under a digest of their ranks: who makes another group has another name, and is not met.
+torch.distributed.new_group() must be called by the whole world, and names groups by a counter. Where ranks make
+different groups, because each works on a part of the model, the counters of different groups can agree, and their
+members connect to each other. With use_local_synchronization only the members call, but the counter stays. Here
+groups are made as in new_group(), but are named by a digest of the ranks: different groups have different names and
+cannot connect.
 
-NCCL: where init_process_group() was given a device_id, torch would split the world's communicator, which every rank of the
-world must take part in. The members make a communicator of their own instead, at once; without a device_id, NCCL makes
-it in their first collective. Nothing here is a call of ranks outside of the group.
+NCCL: where init_process_group() was given a device_id, torch would split the world's communicator, a call of every
+rank of the world. Here the members create a separate communicator at once; without a device_id, NCCL creates the
+communicator in the first collective. Ranks outside the group are never called.
+
+The same store carries small messages between ranks: `tell`, `told`, `hear`.
 """
 
 from __future__ import annotations
@@ -27,23 +30,24 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-PREFIX = "weft-"  # how the names of these groups begin
+PREFIX = "weft-"  # of the names of these groups
 REMEDY = (
-    "all ranks of a group must make it: use the meshes that a rank shares with others in one order on all of them, or allow "
-    "more time with init_process_group(timeout=...)"
+    "all ranks of a group must make it: use the meshes that ranks share in the same order on all of these ranks, or "
+    "allow more time with init_process_group(timeout=...)"
 )
 
 
 def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
-    """A process group of `ranks`, ascending, of which this rank is one, on the backend of the world.
+    """Makes a process group of `ranks`, ascending, including this rank, on the backend of the world.
 
-    purpose: tells it from other groups of these ranks.
-    Communication: waits for the other members, through the world's store and as long as its timeout, which is that of
+    purpose: distinguishes several groups of the same ranks.
+    Communication: waits for the other members through the world's store, up to the timeout given to
     init_process_group().
-    Raises RuntimeError where members do not come, or know of other ranks; it names them and what they make instead.
+    Raises RuntimeError where members do not come, or list different ranks. The message names these members, and the
+    groups that they are making.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
-    assert world is not None, "asked for where there is a world"
+    assert world is not None, "the world exists, as `Processes` does"
     text = f"ranks {', '.join(map(str, ranks))} on {dist.get_backend()}" + (f" for {purpose}" if purpose else "")
     name = PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     store = _get_default_store()
@@ -57,28 +61,34 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
             list(ranks),
             dist.get_backend(),
             store,
-            name,  # type: ignore[arg-type]  # torch 2.13 has a type of its own for names
+            name,  # type: ignore[arg-type]  # torch 2.13 has a separate type for group names
             timeout=_get_default_timeout(dist.get_backend()),
             device_id=device,
             group_desc="weft",
         )
     _world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
-    members.meet("to use")  # a rank that left before the others are connected would make them fail
+    members.meet("to use")  # a rank that exits before all are connected would make the other members fail
     return group
 
 
-def tell(what: str, value: bytes) -> None:
-    """Has a few bytes known to all ranks under a name. Communication: a request to the world's store; TCPStore sends no answer."""
-    PrefixStore("weft", _get_default_store()).set(f"told/{what}", value.hex())
+def tell(name: str, value: bytes) -> None:
+    """Publishes a few bytes to all ranks under a name.
+
+    Communication: one request to the world's store, which TCPStore does not answer.
+    """
+    PrefixStore("weft", _get_default_store()).set(f"told/{name}", value.hex())
 
 
 def told(names: Sequence[str]) -> list[bytes | None]:
-    """The bytes told under each name so far, or None. Communication: two requests to the world's store."""
+    """The bytes told so far under each name; None for a name without bytes.
+
+    Communication: two requests to the world's store.
+    """
     store = PrefixStore("weft", _get_default_store())
     keys = [f"told/{name}" for name in names]
     if not store.check(keys):
         return [bytes.fromhex(store.get(key).decode()) if store.check([key]) else None for key in keys]
-    several = store.has_extended_api()  # type: ignore[attr-defined]  # a FileStore has not
+    several = store.has_extended_api()  # type: ignore[attr-defined]  # False for a FileStore
     values = store.multi_get(keys) if several else [store.get(key) for key in keys]
     return [bytes.fromhex(value.decode()) for value in values]
 
@@ -89,24 +99,25 @@ def patience() -> float:
     return seconds
 
 
-def hear(what: str) -> bytes:
-    """What another rank has told under that name. Communication: waits for it, as long as the store's timeout.
+def hear(name: str) -> bytes:
+    """Waits until another rank tells bytes under this name, and returns the bytes.
 
-    Raises RuntimeError where nobody tells it in that time.
+    Communication: with the world's store. Raises RuntimeError after the store's timeout.
     """
     store = _get_default_store()
     try:
-        return bytes.fromhex(PrefixStore("weft", store).get(f"told/{what}").decode())
+        return bytes.fromhex(PrefixStore("weft", store).get(f"told/{name}").decode())
     except dist.DistError as error:
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
         raise RuntimeError(
-            f"rank {dist.get_rank()} waited {seconds:g} s to be told {what}; the other rank has failed, or runs another program"
+            f"rank {dist.get_rank()} waited {seconds:g} s for the message {name!r} of another rank, which has failed "
+            "or runs another program; see the other ranks' output"
         ) from error
 
 
 @contextmanager
 def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
-    """The device of the world's communicator, which inside does not count as one to split."""
+    """The device of the world's communicator. Inside, the world counts as unbound, so torch splits nothing."""
     device = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -116,17 +127,19 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
 
 
 class _Members:
-    """Those of one group, who meet in the store.
+    """The members of a new group, who wait for each other in the store.
 
-    Keys: making/r, the group that rank r makes now; name/ranks, what the first member knows of it; name/when/r, that r has
-    come; name/when/count, how many have; name/when/all, that all have.
+    Keys in the store, where r is a rank and `at` is name/purpose:
+    making/r: the group that rank r is making.
+    name/ranks: the ranks as listed by the first member.
+    at/r: rank r has come. at/count: number of ranks that have come. at/all: all have come.
     """
 
     def __init__(self, store: Store, name: str, text: str, ranks: Sequence[int], rank: int) -> None:
         self._store, self._name, self._text, self._ranks, self._rank = store, name, text, ranks, rank
 
     def meet(self, purpose: str) -> None:
-        """Returns when all members have come."""
+        """Waits until all members have called this with the same purpose."""
         store, at = self._store, f"{self._name}/{purpose}"
         known = store.compare_set(f"{self._name}/ranks", "", self._text).decode()
         if known != self._text:

@@ -1,8 +1,9 @@
-"""Sums over the processes of one machine, by memory that they share: sockets would copy each byte into the kernel and out of it.
+"""Sums over the processes of a machine in shared memory; sockets would copy each byte into the kernel and out again.
 
-A member writes what it has into its own place, and when all have, each adds up all of them: every byte is written once and read once
-by each. The others learn that it is written by an all-reduce of one number, on the group itself, so that who waits for a member that
-is gone waits as for any collective. Of small groups alone: what each reads grows with the members.
+Each member of the group writes its tensor to its place. Once all have written, each member adds all tensors up:
+each byte is written once, and read once by each member. An all-reduce of one number on the same group tells the
+members that all have written; so a wait for a dead member ends as in any collective. For small groups only: a
+member reads as many tensors as there are members.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ from .groups import of_this_world
 from .issued import counted_as, received_bytes
 from .worlds import world
 
-_LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor that go so: of fewer, sockets are as quick
-_MEMBERS = 4
-# Of each member. A member writes the next sum's while others read the last one's; when that is over, all have read the one before.
+_LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor for which memory is shared; below, sockets are as fast
+_MEMBERS = 4  # the largest group
+# Places of each member. A member may write for the next sum while members still read the last sum. Once all have
+# written for the next sum, all have read the last.
 _PLACES = 2
 
 
 def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
-    """The sum over the group's members of `parts`, one behind the other in a flat tensor.
+    """The sum over the group's members of `parts`, concatenated into a flat tensor.
 
-    parts: of one dtype, and together of as many elements on every member. They are taken out of the list, and live no longer.
-    The result is the same to the bit on every member. Communication: an all-reduce; of one number where the members share memory,
-    which is counted as that of the whole.
+    parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
+        tensors.
+    The result is the same to the bit on every member.
+    Communication: an all-reduce. Members with shared memory reduce only one number, which counts as the whole tensor.
     """
-    memory = _memory(parts, group)
+    memory = _memory_for(parts, group)
     flat_parts = [part.reshape(-1) for part in parts]
     parts.clear()
     if memory is None:
@@ -58,54 +61,55 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
 
 
 class _Memory:
-    """Memory that the members of a group share: places for each, of `nbytes`.
+    """Memory shared by the members of a group: `_PLACES` places of `nbytes` bytes for each member.
 
-    One sum at a time has them. One that nobody waits for keeps them: others may still read.
+    Only one sum uses the memory at a time. A sum without a wait never gives it back, as members may still read.
     """
 
     def __init__(self, shared: Tensor, members: int, nbytes: int) -> None:
         self.shared, self.nbytes = shared.view(_PLACES, members, nbytes), nbytes
-        self.is_taken, self._turn = False, 0
+        self.in_use, self._turn = False, 0
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Each member's place, [members, elements], until they are given back."""
-        self.is_taken, self._turn = True, (self._turn + 1) % _PLACES
+        """Each member's place for the next sum, [members, elements]; in use until `give_back`."""
+        self.in_use, self._turn = True, (self._turn + 1) % _PLACES
         return self.shared[self._turn, :, : elements * dtype.itemsize].view(dtype)
 
     def give_back(self) -> None:
-        self.is_taken = False
+        self.in_use = False
 
 
-def _memory(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None:
-    """What the members share with room for the parts of each; None where they share none, or another sum has it.
+def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None:
+    """The group's shared memory, with room for `parts`; None where there is none, or while a sum uses it.
 
-    All members get the same answer: they start and end their sums in one order. Communication: with the store, where more room is
-    wanted than there was. The memory is there for as long as the group.
+    All members get the same answer, as they start and end sums in the same order. The memory lives as long as the
+    group.
+    Communication: with the store, where the present memory is too small.
     """
     like, nbytes = parts[0], sum(part.nbytes for part in parts)
     if not (_LEAST <= nbytes <= _MOST and like.is_cpu and like.is_floating_point() and 2 <= group.size() <= _MEMBERS):
         return None
-    if not by_exchange() or not hasattr(os, "memfd_create"):  # Linux alone has it
+    if not by_exchange() or not hasattr(os, "memfd_create"):  # on Linux alone
         return None
     known: dict[str, _Memory | None] = of_this_world().setdefault("shared memory", {})
     memory = known.get(group.group_name)
-    if group.group_name not in known or (memory is not None and memory.nbytes < nbytes and not memory.is_taken):
-        known[group.group_name] = memory = _agreed(nbytes, group)
-    return memory if memory is not None and memory.nbytes >= nbytes and not memory.is_taken else None
+    if group.group_name not in known or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
+        known[group.group_name] = memory = _allocate_together(nbytes, group)
+    return memory if memory is not None and memory.nbytes >= nbytes and not memory.in_use else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What the first member tells the others: where its memory is, on which machine, and what is written there."""
+    """The first member's message to the other members: where its memory is."""
 
-    machine: str
+    machine: str  # `_machine()` of the first member
     path: str
-    token: str
+    token: str  # at the start of the memory, to recognize it
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Raises OSError or ValueError where that is not this process's to map."""
+        """Maps the memory into this process. Raises OSError or ValueError where this is impossible."""
         if self.machine != _machine():
-            raise OSError("it is on another machine")
+            raise OSError("the memory is on another machine")
         file = os.open(self.path, os.O_RDWR)
         try:
             mapped = mmap.mmap(file, nbytes)
@@ -116,18 +120,18 @@ class _Offer:
         return mapped
 
 
-def _agreed(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
-    """New memory for so many bytes of each member, which has it or none; None where a member has none."""
+def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
+    """New shared memory with `nbytes` for each member; None on all members where the mapping fails on any member."""
     here, rank, members = world(), group.rank(), group.size()
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     size = _PLACES * members * nbytes
     name = f"shared memory of {group.group_name}, {nbytes} bytes"
     file, mapped = None, None
     if rank == 0:
-        offer = _Offer("", "", "")  # which nobody can take
+        offer = _Offer("", "", "")  # no member can map this
         with suppress(OSError):
             file = os.memfd_create("weft")
-            os.posix_fallocate(file, 0, size)  # else the kernel kills who writes where there is no more memory
+            os.posix_fallocate(file, 0, size)  # else the kernel kills a process that writes when memory is short
             token = secrets.token_hex(16)
             os.pwrite(file, token.encode(), 0)
             offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", token)
@@ -146,7 +150,10 @@ def _agreed(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
 
 
 def _machine() -> str:
-    """The same for processes that share memory and a network: two namespaces of one machine are meant to be two machines."""
+    """A string that is equal for processes with the same memory and network.
+
+    Two network or PID namespaces of a machine count as two machines.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "pid")]

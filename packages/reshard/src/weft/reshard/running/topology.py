@@ -1,4 +1,4 @@
-"""The links of a mesh's axes, given by the caller or measured."""
+"""`Topology`: the bandwidth and latency of each mesh axis, given or measured; `plan` prices steps by them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .collectives import all_gather_single
 from .dtensor import as_process_mesh
 from .groups import device_mesh
 
-MEASURED_BYTES = (2**12, 2**16, 2**20, 2**23)  # of a part: from what latency decides to what bandwidth decides
+MEASURED_BYTES = (2**12, 2**16, 2**20, 2**23)  # of a part: from latency-bound to bandwidth-bound
 WARMUP, ROUNDS = 2, 7
 
 
 class Topology(Links):
     """The links of a mesh's axes: Topology({"dp": Link(5e-6, 50e9), "tp": Link(2e-6, 400e9)}).
 
-    between: the link that joins ranks of different meshes; absent: the slowest of the axes' links.
+    between: the link between ranks of different meshes; by default the slowest of the axes' links.
     """
 
     __slots__ = ()
@@ -33,17 +33,21 @@ class Topology(Links):
     def measure(
         cls, mesh: ProcessMesh | DeviceMesh, device_type: str | None = None, *, sizes: Sequence[int] = MEASURED_BYTES
     ) -> Topology:
-        """The topology fitted to all-gathers of `sizes` bytes a part along each axis, all groups of an axis at once.
+        """Times all-gathers along each axis and fits a link to each; all groups of an axis run at once.
 
-        The slowest group decides, by the median of its rounds; the fit is least squares in which no number is negative.
-        Communication: all ranks of the world call it, and get equal topologies.
+        sizes: bytes of a rank's part, of each all-gather.
+        The time of a size is the median of the rounds, in the slowest group. The fit is least squares without negative
+        numbers.
+        Communication: all ranks of the world call this, and get equal topologies.
         Raises ValueError for fewer than two different sizes.
         """
         backend = "cuda" if dist.get_backend() == "nccl" else "cpu"
         device = device_type or str(getattr(mesh, "device_type", backend))
         mesh = as_process_mesh(mesh)
         if len(set(sizes)) < 2 or min(sizes) < 1:
-            raise ValueError(f"sizes {tuple(sizes)} fit no line; give two different numbers of bytes at least")
+            raise ValueError(
+                f"sizes is {tuple(sizes)}, and a line needs two points; give two different numbers of bytes at least"
+            )
         on = device_mesh(mesh, device)
         seconds = torch.zeros(mesh.ndim, len(sizes), dtype=torch.float64)
         if dist.get_rank() in mesh:
@@ -61,20 +65,20 @@ class Topology(Links):
 
 
 def _time_all_gathers(group: dist.ProcessGroup, ranks: int, sizes: Sequence[int], device_type: str) -> torch.Tensor:
-    """Median seconds of an all-gather of each size, the sizes taken in turn."""
+    """Median seconds of an all-gather of each size. Each round times all sizes, so a disturbance hits all alike."""
     parts = [torch.zeros(nbytes, dtype=torch.uint8, device=device_type) for nbytes in sizes]
     wholes = [part.new_empty(ranks * part.numel()) for part in parts]
     times: list[list[float]] = [[] for _ in sizes]
     for turn in range(WARMUP + ROUNDS):
-        for taken, part, whole in zip(times, parts, wholes, strict=True):
+        for samples, part, whole in zip(times, parts, wholes, strict=True):
             dist.barrier(group)
             _finish(device_type)
             start = time.perf_counter()
             all_gather_single(whole, part, group)
             _finish(device_type)
             if turn >= WARMUP:
-                taken.append(time.perf_counter() - start)
-    return torch.tensor([statistics.median(taken) for taken in times], dtype=torch.float64)
+                samples.append(time.perf_counter() - start)
+    return torch.tensor([statistics.median(samples) for samples in times], dtype=torch.float64)
 
 
 def _finish(device_type: str) -> None:
@@ -83,9 +87,10 @@ def _finish(device_type: str) -> None:
 
 
 def _fitted(nbytes: Sequence[int], seconds: Sequence[float], messages: int) -> Link:
-    """latency * messages + bytes / bandwidth through the times, by least squares of relative errors.
+    """The link with seconds = latency * messages + bytes / bandwidth, by least squares of relative errors.
 
-    Relative, as the longest times would decide alone otherwise. A negative number becomes 0, and the other is fitted again.
+    Absolute errors would let the longest times decide alone. A negative latency or time per byte is set to 0, and the
+    remaining number is fitted again.
     """
     rows = [(messages / t, n / t) for n, t in zip(nbytes, seconds, strict=True)]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))

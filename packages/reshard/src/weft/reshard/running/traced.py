@@ -1,6 +1,7 @@
-"""A plan where torch.compile traces: what moves nothing is traced through, a plan that communicates is one custom op, or two.
+"""Plans under torch.compile: local steps are traced through; a plan with communication becomes custom ops.
 
-Of two the first starts it, and the second waits: what the graph computes between them runs meanwhile.
+`traced` adds a single op for a plan. `begin` and `finish` add an op each, to start the plan and to wait: the
+graph's ops between the two overlap with the communication. api.py calls these while a graph is traced.
 """
 
 from __future__ import annotations
@@ -24,21 +25,28 @@ from .groups import device_mesh, this_rank
 
 
 def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`started` where it is traced: a node of the graph, waited for at once. Communication: when the graph runs, the plan's steps."""
+    """`executor.started` while a graph is traced: adds a node for the whole plan.
+
+    Communication: the plan's steps, whenever the graph runs.
+    """
     if all(isinstance(step, Local) for step in plan.steps):
         return started(plan, local, mesh)
     return Pending.finished(_reshard(local, _text(replace(plan)), this_rank()))
 
 
 def begin(plan: Plan, local: Tensor) -> Tensor:
-    """Starts a plan when the graph runs: the number of what is under way, a tensor of one float64, which has a gradient too."""
+    """Adds a node that starts a plan, each time the graph runs.
+
+    Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
+    """
     number: Tensor = _begin(local, _text(replace(plan)), this_rank())
     return number
 
 
 def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Waits for what `begin` started of `local`, which is given again so that its memory is not used for anything meanwhile.
+    """Adds a node that waits for the plan started by `begin`.
 
+    local: the argument of `begin`, given again so that the compiler does not reuse its memory in between.
     shape: of the result.
     """
     result: Tensor = _finish(number, local, list(shape))
@@ -47,7 +55,7 @@ def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _text(plan: Plan) -> str:
-    """The plan as an argument of a custom op."""
+    """The plan as a string, which a custom op can take."""
     return base64.b64encode(pickle.dumps(plan)).decode()
 
 
@@ -59,10 +67,14 @@ def _plan(text: str) -> Plan:
 
 @library.custom_op("weft::reshard", mutates_args=())
 def _reshard(local: Tensor, plan: str, rank: int) -> Tensor:
-    """rank: this process's, for the compiler alone, which keeps graphs on disk and must not give one rank's to another."""
+    """Runs a plan when the graph runs.
+
+    rank: this process's. Only a part of the key of the compiler's disk cache, which must not give a rank another rank's
+        graph.
+    """
     made = _plan(plan)
     moved = execute(made, local, device_mesh(made.src.mesh, local.device.type)).contiguous()
-    return moved.clone() if moved is local else moved  # an output may be no input
+    return moved.clone() if moved is local else moved  # a custom op must not return its input
 
 
 @_reshard.register_fake
@@ -71,14 +83,14 @@ def _(local: Tensor, plan: str, rank: int) -> Tensor:
     return local.new_empty(made.dst.local_shape(made.shape, rank))
 
 
-_under_way: dict[int, Pending] = {}
+_pending: dict[int, Pending] = {}  # by number, the plans that are started and not finished
 _numbers = itertools.count()
 
 
 @library.custom_op("weft::begin_reshard", mutates_args=())
 def _begin(local: Tensor, plan: str, rank: int) -> Tensor:
     made, number = _plan(plan), next(_numbers)
-    _under_way[number] = started(made, local, device_mesh(made.src.mesh, local.device.type))
+    _pending[number] = started(made, local, device_mesh(made.src.mesh, local.device.type))
     return torch.tensor([number], dtype=torch.float64)
 
 
@@ -89,7 +101,7 @@ def _(local: Tensor, plan: str, rank: int) -> Tensor:
 
 @library.custom_op("weft::finish_reshard", mutates_args=())
 def _finish(number: Tensor, local: Tensor, shape: list[int]) -> Tensor:
-    moved = _under_way.pop(int(number)).wait().contiguous()
+    moved = _pending.pop(int(number)).wait().contiguous()
     return moved.clone() if moved is local else moved
 
 

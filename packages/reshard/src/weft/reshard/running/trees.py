@@ -1,4 +1,4 @@
-"""The tensors among the arguments of a call, and in what it returns."""
+"""The tensors in nested arguments and results of a call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_iter
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tree, in its order.
+    """The tensors in a tree, in order.
 
-    Most arguments are tensors and plain values, for which torch's own walk takes the host as long as an op does.
+    Most arguments are tensors and plain values. For these, torch's own tree functions take as much host time as an op.
     """
     found: list[Tensor] = []
     _add(tree, found)

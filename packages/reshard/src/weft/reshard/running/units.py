@@ -1,4 +1,9 @@
-"""Modules whose sharded parameters are gathered when they are called, dropped after, and gathered again in backward."""
+"""Units: modules with sharded parameters, gathered for forward, freed, and gathered again for backward.
+
+weft.models' parallel/zero.py makes a unit of each transformer block (`gather_when_called`), for ZeRO. A unit's call
+swaps the shards for full copies (wholes.py), runs the module, and swaps back. Hooks on the call's inputs and
+outputs tell when backward enters and leaves the module. While a unit computes, the next unit's gather runs.
+"""
 
 from __future__ import annotations
 
@@ -17,63 +22,59 @@ from weft.mesh import Layout
 from .dtensor import layout_of
 from .gathering import Gather, Gathers
 from .trees import tensors_of
-from .wholes import Gathering, Whole, Wholes, in_backward
+from .wholes import FullParameter, Gathering, ModelGathering, in_backward
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_UNIT = "_gathered_unit"  # the attribute of a module in which its unit is
-_LAYOUTS = "_gathered_layouts"  # and that in which are the layouts of its parameters when they are whole, by name
+_UNIT = "_gathered_unit"  # attribute of a module: the module's unit
+_LAYOUTS = "_gathered_layouts"  # attribute of a module: by name, the layouts of its parameters' full copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
-    """A sharded parameter: the module that has it and the name, and the layout in which it computes.
-
-    stays, sums: see `Whole`.
-    """
+    """A sharded parameter of a unit: the module and name, and the layout in which the module computes."""
 
     module: nn.Module
     name: str
-    layout: Layout
-    stays: bool
-    sums: bool
+    layout: Layout  # of the full copy
+    stays: bool  # see `FullParameter`
+    sums: bool  # see `FullParameter`
 
     @property
     def parameter(self) -> DTensor:
-        """What the module has there now: the shard, or the whole where that computes."""
+        """The parameter now registered at this place: the shard, or the full copy while the unit computes."""
         parameter = self.module._parameters[self.name]
-        assert isinstance(parameter, DTensor), "it was laid out, and to() and to_empty() leave it so"
+        assert isinstance(parameter, DTensor), "a sharded parameter is a DTensor, also after to() and to_empty()"
         return parameter
 
 
-_Found = tuple[Place, DTensor, Whole]
-_Missing = tuple[DTensor, Whole, object]  # a shard, and its state when its gather was started
-_Ahead = tuple[Gathers, list[_Missing], int]  # and the time of that
+_Entry = tuple[Place, DTensor, FullParameter]
+_Stale = tuple[DTensor, FullParameter, object]  # shard, full copy, and the shard's state when its gather was started
+_Prefetch = tuple[
+    Gathers, list[_Stale], int
+]  # a gather under way, the shards in it, and the `pass_number` at its start
 
 
 class Unit:
-    """The sharded parameters of a module, gathered together.
+    """The sharded parameters of a module, gathered together. keeps: keep forward's full copies for backward."""
 
-    keeps: what forward gathers is kept for backward.
-    """
-
-    def __init__(self, wholes: Wholes, places: Sequence[Place], *, keeps: bool) -> None:
-        self._wholes, self._places, self._keeps = wholes, list(places), keeps
-        self._calls = 0  # that are running
-        self._swapped: list[tuple[Place, DTensor]] = []  # the shards, where wholes compute
-        self._held: list[Whole] = []
-        self._known: list[tuple[DTensor, Whole] | None] = []  # of each place, what it had when it was last looked at
-        self._gathers: dict[tuple[Whole, ...], Gathers] = {}  # by what they make whole
-        self._ahead: _Ahead | None = None
-        self._kept: set[_Call] = set()  # whose backward is waited for
-        self._backward: set[_Call] = set()  # calls whose backward runs
-        self._awaited: set[Whole] = set()  # those to whose gradients it still adds
-        self.goes_backward = False
-        wholes.units.append(self)
+    def __init__(self, model_gathering: ModelGathering, places: Sequence[Place], *, keeps: bool) -> None:
+        self._model, self._places, self._keeps = model_gathering, list(places), keeps
+        self._calls = 0  # number of running calls
+        self._swapped: list[tuple[Place, DTensor]] = []  # the shards, while full copies are in their places
+        self._in_use: list[FullParameter] = []  # full copies in use by this unit; not freed
+        self._resolved: list[tuple[DTensor, FullParameter] | None] = []  # for each place, the last shard and full copy
+        self._gathers: dict[tuple[FullParameter, ...], Gathers] = {}  # by the full copies to fill
+        self._prefetch: _Prefetch | None = None
+        self._before_backward: set[_Call] = set()  # calls whose full copies are kept for backward
+        self._in_backward: set[_Call] = set()  # calls whose backward runs
+        self._awaiting_grad: set[FullParameter] = set()  # to whose gradients this backward pass still adds
+        self.goes_backward = False  # whether backward has ever come to this unit
+        model_gathering.units.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        memo[id(self)] = copied = Unit(copy.deepcopy(self._wholes, memo), (), keeps=self._keeps)
+        memo[id(self)] = copied = Unit(copy.deepcopy(self._model, memo), (), keeps=self._keeps)
         for place in self._places:
             module = copy.deepcopy(place.module, memo)
             copied._places.append(
@@ -82,183 +83,183 @@ class Unit:
         return copied
 
     @property
-    def gathered_by(self) -> Wholes:
-        """What it shares with the other units of its model."""
-        return self._wholes
+    def model_gathering(self) -> ModelGathering:
+        """The state shared by the units of the model."""
+        return self._model
 
-    def wholes(self) -> dict[DTensor, Whole]:
-        """By shard, between calls of the module."""
-        return {shard: whole for _, shard, whole in self._found()}
+    def wholes(self) -> dict[DTensor, FullParameter]:
+        """The full copy of each shard, between calls of the module."""
+        return {shard: full for _, shard, full in self._entries()}
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `forward` returns, which is called with the parameters whole. Communication: their gather, where they are not."""
-        self._wholes.enter()
+        """Calls `forward` with full copies as parameters, and returns the output. Communication: a gather if needed."""
+        self._model.enter_unit()
         self._calls += 1
         try:
-            self._make_whole()
-            self._start(self._wholes.after(self))
+            self._swap_in()
+            self._prefetch_unit(self._model.next_in_forward(self))
             output = forward(*args, **kwargs)
             if torch.is_grad_enabled():
-                self._watch((args, kwargs), output)
+                self._hook_call((args, kwargs), output)
         finally:
             self._calls -= 1
-            self._wholes.leave()
-            self._settle()
+            self._model.leave_unit()
+            self._release()
         return output
 
     def begin_backward(self, call: _Call) -> None:
-        """Backward comes to a call. Communication: the gather, where the parameters were dropped."""
+        """Called when backward comes to a call. Communication: a gather, where the full copies were freed."""
         self.goes_backward = True
-        self._kept.discard(call)
+        self._before_backward.discard(call)
         if call.inputs:
-            self._backward.add(call)
-        self._make_whole()
-        self._awaited.update(whole for whole in self._held if whole.leaf.requires_grad)
-        self._wholes.settle_after_backward(self)
-        self._start(self._wholes.before(self))
+            self._in_backward.add(call)
+        self._swap_in()
+        self._awaiting_grad.update(full for full in self._in_use if full.leaf.requires_grad)
+        self._model.end_pass_after_backward(self)
+        self._prefetch_unit(self._model.next_in_backward(self))
 
     def end_pass(self) -> None:
-        """The backward pass is over: gradients that have not come are not waited for."""
-        if not self._calls and (self._backward or self._awaited):
-            self._give_up()
-            self._settle()
+        """Called when a backward pass is over: no more gradients will come."""
+        if not self._calls and (self._in_backward or self._awaiting_grad):
+            self._forget_backward()
+            self._release()
 
     def end_backward(self, call: _Call) -> None:
-        """The gradients of a call's inputs are there."""
-        self._backward.discard(call)
-        self._settle()
+        """Called when backward has the gradients of a call's inputs."""
+        self._in_backward.discard(call)
+        self._release()
 
-    def accumulated(self, whole: Whole) -> None:
-        """Backward has added to the gradient of a whole for the last time."""
-        if whole in self._awaited:
-            self._awaited.discard(whole)
-            self._settle()
+    def on_grad_accumulated(self, full: FullParameter) -> None:
+        """Called when backward has added the last gradient to a full copy."""
+        if full in self._awaiting_grad:
+            self._awaiting_grad.discard(full)
+            self._release()
 
     def start(self) -> None:
-        """Starts to gather what is not whole, or not what the shards are now."""
-        if self._ahead is None and not self._swapped:
-            self._gather(self._found())
+        """Starts to gather parameters ahead of the module's call, where full copies are missing or out of date."""
+        if self._prefetch is None and not self._swapped:
+            self._start_gather(self._entries())
 
-    def rest(self) -> None:
-        """Nothing computes: what a backward pass left whole is given back, and what was gathered ahead in vain."""
+    def release_idle(self) -> None:
+        """Frees full copies left from a backward pass or gathered ahead, unless the module is running."""
         if self._calls:
             return
-        if self._ahead is not None:
-            self._ahead[0].give_up()
-            self._ahead = None
-        self._give_up()
-        self._kept.clear()
-        self._settle()
+        if self._prefetch is not None:
+            self._prefetch[0].discard()
+            self._prefetch = None
+        self._forget_backward()
+        self._before_backward.clear()
+        self._release()
 
-    def _give_up(self) -> None:
-        for call in self._backward:
-            call.left = 0
-        self._backward.clear()
-        self._awaited.clear()
+    def _forget_backward(self) -> None:
+        for call in self._in_backward:
+            call.inputs_left = 0
+        self._in_backward.clear()
+        self._awaiting_grad.clear()
 
     def drop(self) -> None:
-        """Gives back what stays whole from step to step too; the next call gathers it."""
-        self.rest()
-        for whole in self.wholes().values():
-            if not whole.users:
-                whole.drop()
+        """Frees all full copies, also if kept from step to step; the next call gathers again."""
+        self.release_idle()
+        for full in self.wholes().values():
+            if not full.users:
+                full.free()
 
-    def _found(self) -> list[_Found]:
-        """The places, their shards and wholes; without those that another unit, within which this one is called, has made whole."""
-        if len(self._known) < len(self._places):
-            self._known = [None] * len(self._places)
+    def _entries(self) -> list[_Entry]:
+        """The places with their shards and full copies, without parameters that an enclosing unit has swapped."""
+        if len(self._resolved) < len(self._places):
+            self._resolved = [None] * len(self._places)
         found = []
-        for i, (place, known) in enumerate(zip(self._places, self._known, strict=True)):
+        for i, (place, known) in enumerate(zip(self._places, self._resolved, strict=True)):
             parameter = place.parameter
             if known is None or known[0] is not parameter:
-                if self._wholes.is_whole(parameter):
+                if self._model.is_full(parameter):
                     continue
-                whole = self._wholes.find(parameter, place.layout, self, stays=place.stays, sums=place.sums)
-                self._known[i] = known = parameter, whole
+                full = self._model.find_or_make(parameter, place.layout, self, stays=place.stays, sums=place.sums)
+                self._resolved[i] = known = parameter, full
                 self._gathers.clear()
-            shard, whole = known
-            whole.follow(shard)
-            found.append((place, shard, whole))
+            shard, full = known
+            full.follow(shard)
+            found.append((place, shard, full))
         return found
 
-    def _start(self, unit: Gathering | None) -> None:
+    def _prefetch_unit(self, unit: Gathering | None) -> None:
         if unit is not None:
             unit.start()
 
-    def _gather(self, found: Sequence[_Found]) -> None:
-        states = {whole: (shard, whole.state_of(shard)) for _, shard, whole in found}
-        time = self._wholes.time
-        again = not in_backward()  # backward computes with what forward gathered
-        missing = [
-            (shard, whole, state)
-            for whole, (shard, state) in states.items()
-            if whole.filled != state or (again and whole.time != time)
+    def _start_gather(self, found: Sequence[_Entry]) -> None:
+        states = {full: (shard, full.state_of(shard)) for _, shard, full in found}
+        pass_number = self._model.pass_number
+        in_forward = not in_backward()  # backward computes with forward's values
+        stale = [
+            (shard, full, state)
+            for full, (shard, state) in states.items()
+            if full.filled != state or (in_forward and full.filled_in_pass != pass_number)
         ]
-        if not missing:
+        if not stale:
             return
-        key = tuple(whole for _, whole, _ in missing)
+        key = tuple(full for _, full, _ in stale)
         if key not in self._gathers:
-            for whole in key:
-                whole.make_room()
-            self._gathers[key] = Gathers([Gather(shard, whole.layout, whole.memory) for shard, whole, _ in missing])
-            for whole in key:
-                if whole.filled is None:
-                    whole.drop()
+            for full in key:
+                full.allocate()
+            self._gathers[key] = Gathers([Gather(shard, full.layout, full.buffer) for shard, full, _ in stale])
+            for full in key:
+                if full.filled is None:
+                    full.free()
         self._gathers[key].start()
-        self._ahead = self._gathers[key], missing, time
+        self._prefetch = self._gathers[key], stale, pass_number
 
-    def _make_whole(self) -> None:
+    def _swap_in(self) -> None:
         if self._swapped:
             return
-        found = self._found()
-        self._finish()
-        self._gather(found)  # what has changed since it was gathered ahead
-        self._finish()
-        for place, shard, whole in found:
-            assert whole.filled is not None, "it was gathered"
-            if whole not in self._held:
-                self._held.append(whole)
-                whole.users += 1
+        found = self._entries()
+        self._finish_prefetch()
+        self._start_gather(found)  # shards changed since the gather ahead
+        self._finish_prefetch()
+        for place, shard, full in found:
+            assert full.filled is not None, "the gather above has filled it"
+            if full not in self._in_use:
+                self._in_use.append(full)
+                full.users += 1
             self._swapped.append((place, shard))
-            place.module._parameters[place.name] = whole.leaf
+            place.module._parameters[place.name] = full.leaf
 
-    def _finish(self) -> None:
-        """Waits for what was gathered ahead, and takes it where the shards are still what they were."""
-        if self._ahead is None:
+    def _finish_prefetch(self) -> None:
+        """Waits for the gather ahead, and discards the result if a shard has changed since."""
+        if self._prefetch is None:
             return
-        gathers, missing, time = self._ahead
-        self._ahead = None
-        if time != self._wholes.time or any(whole.state_of(shard) != state for shard, whole, state in missing):
-            gathers.give_up()
+        gathers, stale, pass_number = self._prefetch
+        self._prefetch = None
+        if pass_number != self._model.pass_number or any(full.state_of(shard) != state for shard, full, state in stale):
+            gathers.discard()
             return
-        for _, whole, _ in missing:
-            whole.make_room()
+        for _, full, _ in stale:
+            full.allocate()
         gathers.finish()
-        for shard, whole, state in missing:
-            whole.take(shard, state, time, keeps=self._wholes.keeps > 0)
+        for shard, full, state in stale:
+            full.mark_filled(shard, state, pass_number, keeps=self._model.keepers > 0)
 
-    def _settle(self) -> None:
-        """Puts the shards back where nothing computes with the wholes, and drops these where backward does not wait for them."""
-        if self._calls or self._backward or self._awaited:
+    def _release(self) -> None:
+        """Swaps the shards back in and frees unused full copies, unless forward or backward of the module runs."""
+        if self._calls or self._in_backward or self._awaiting_grad:
             return
         for place, shard in self._swapped:
             place.module._parameters[place.name] = shard  # type: ignore[assignment]  # a DTensor that is a Parameter
         self._swapped.clear()
-        if self._kept or self._wholes.keeps:
+        if self._before_backward or self._model.keepers:
             return
-        for whole in self._held:
-            whole.users -= 1
-            if not whole.users and not whole.stays:
-                whole.drop()
-        self._held.clear()
+        for full in self._in_use:
+            full.users -= 1
+            if not full.users and not full.stays:
+                full.free()
+        self._in_use.clear()
 
-    def _watch(self, arguments: object, output: object) -> None:
-        if self._backward or self._awaited:
-            return  # backward repeats the forward, and knows of the call
+    def _hook_call(self, arguments: object, output: object) -> None:
+        if self._in_backward or self._awaiting_grad:
+            return  # a recomputation in backward: the call is known
         outputs = _differentiable(output)
         call = _Call(self, _differentiable(arguments))
-        if self._keeps or not outputs:  # of outputs that cannot be watched backward would come unseen
-            self._kept.add(call)
+        if self._keeps or not outputs:  # without an output to hook, nothing tells when backward comes
+            self._before_backward.add(call)
         for each in outputs:
             each.register_hook(call.begin)  # type: ignore[no-untyped-call]
 
@@ -268,91 +269,92 @@ def _differentiable(tree: object) -> list[Tensor]:
 
 
 class _Call:
-    """A call of a unit's module, until its backward."""
+    """A call of a unit's module, from forward to the end of backward; hooks tell the unit."""
 
     def __init__(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
-        self._unit, self.inputs, self.left = unit, len(inputs), 0
+        self._unit, self.inputs, self.inputs_left = unit, len(inputs), 0
         for each in inputs:
             each.register_hook(self._input)  # type: ignore[no-untyped-call]
 
     def begin(self, _: Tensor) -> None:
-        """Called when backward has the gradient of an output."""
-        if not self.left:
-            self.left = self.inputs
+        """Hook: backward has the gradient of an output of the call."""
+        if not self.inputs_left:
+            self.inputs_left = self.inputs
             self._unit.begin_backward(self)
 
     def _input(self, _: Tensor) -> None:
-        """Called when it has the gradient of an input, from all that it was given to."""
-        if self.left:
-            self.left -= 1
-            if not self.left:
+        """Hook: backward has the complete gradient of an input of the call."""
+        if self.inputs_left:
+            self.inputs_left -= 1
+            if not self.inputs_left:
                 self._unit.end_backward(self)
 
 
-class _Gathered:
-    """What a module becomes besides: its call is its unit's, so also where its forward and its hooks are compiled."""
+class _UnitCall:
+    """Mixin put before a module's class: calling the module runs `Unit.call`, also in compiled code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[_UNIT]
         return unit.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-def _gathered(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` whose calls gather, under its name."""
-    return type(kind.__name__, (_Gathered, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+def _gathering_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `kind`, of the same name, whose calls gather."""
+    return type(kind.__name__, (_UnitCall, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def gather_when_called(
     model: nn.Module, units: Mapping[nn.Module, Sequence[Place]], *, keeps: Callable[[nn.Module], bool]
 ) -> None:
-    """Has the modules within `model` gather their parameters when they are called.
+    """Makes units of modules within `model`, which then gather parameters when called.
 
-    units: by the module that is called, the parameters that it computes with, its own or those of modules within it.
-    keeps: whether a unit's parameters stay gathered from forward to backward.
+    units: by module, the parameters used in the module's call, of the module itself or of modules within.
+    keeps: whether a unit's full copies are kept from forward to backward.
     """
-    wholes = Wholes()
+    model_gathering = ModelGathering()
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for module, places in units.items():
-        setattr(module, _UNIT, Unit(wholes, places, keeps=keeps(module)))
+        setattr(module, _UNIT, Unit(model_gathering, places, keeps=keeps(module)))
         for place in places:
             place.module.__dict__.setdefault(_LAYOUTS, {})[place.name] = place.layout
         kind = type(module)
-        module.__class__ = kinds.setdefault(kind, kinds.get(kind) or _gathered(kind))
-    model.register_forward_pre_hook(wholes.begin)
-    model.register_forward_hook(wholes.end, always_call=True)
+        module.__class__ = kinds.setdefault(kind, kinds.get(kind) or _gathering_class(kind))
+    model.register_forward_pre_hook(model_gathering.before_forward)
+    model.register_forward_hook(model_gathering.after_forward, always_call=True)
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """The units of a module and of those within it."""
+    """The units of a module and of all modules within."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
 
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """A promise that the parameters of `model` do not change inside: with zero=1 and 2 several forward passes gather them once.
+    """A promise: inside, the parameters of `model` do not change. Forward passes with zero=1 and 2 then share a gather.
 
-    Elsewhere every forward pass gathers sharded parameters, since a program may have changed any. With zero=3 nothing is kept, so each
-    pass gathers inside too. All ranks enter and leave together. Communication: none.
+    Without the promise each forward pass gathers sharded parameters, since a program may have changed any. With zero=3
+    no full copies are kept, and each pass gathers inside as well. All ranks enter and leave together. Communication:
+    none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """
-    gathered = {unit.gathered_by for unit in units_of(model)}
-    while_inside = _Inside()
+    gathered = {unit.model_gathering for unit in units_of(model)}
+    holder = _Inside()
     for each in gathered:
-        each.fix(while_inside)
+        each.fix(holder)
     try:
         yield
     finally:
         for each in gathered:
-            each.fixed_by.discard(while_inside)
+            each.fixed_by.discard(holder)
 
 
 class _Inside:
-    """A holder of the promise that parameters do not change."""
+    """Holds the promise of a `fixed_parameters` block."""
 
 
 def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
-    """Calls `function` within `fixed_parameters` of its first argument."""
+    """Decorator: runs `function` within `fixed_parameters` of the first argument."""
 
     @wraps(function)
     def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -364,34 +366,34 @@ def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> C
 
 @contextmanager
 def keeping_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, what the units of `model` gather stays until the end, for several passes that are under way at once.
+    """Inside, full copies gathered by the units of `model` are kept to the end, for a pipeline's interleaved passes.
 
-    Values are not to change meanwhile. Communication: none of its own.
+    Parameters must not change meanwhile. Communication: none.
     """
     units = units_of(model)
-    wholes = {unit.gathered_by for unit in units}
-    for each in wholes:
-        each.keeps += 1
+    gathered = {unit.model_gathering for unit in units}
+    for each in gathered:
+        each.keepers += 1
     try:
         with fixed_parameters(model):
             yield
     finally:
-        for each in wholes:
-            each.keeps -= 1
+        for each in gathered:
+            each.keepers -= 1
         for unit in units:
-            unit.rest()
+            unit.release_idle()
 
 
 def layout_in_call(module: nn.Module, name: str) -> Layout:
-    """The layout in which a parameter of a module computes, between its calls: not that of its shard."""
+    """The layout in which a module computes with a parameter; between calls the parameter itself is a shard."""
     layouts: dict[str, Layout] = module.__dict__.get(_LAYOUTS, {})
     return layouts[name] if name in layouts else layout_of(getattr(module, name))
 
 
 def drop_gathered(module: nn.Module) -> None:
-    """Gives back the memory of whole parameters, between calls of the module: only the shards are left, until it is called again.
+    """Frees the full copies of parameters, between calls of the module: only the shards are left until the next call.
 
-    With zero=1 and 2 their memory is kept from step to step, and after generating text, say, it may not be needed.
+    With zero=1 and 2 full copies are kept from step to step, and may not be needed after generating text, for instance.
     """
     for unit in units_of(module):
         unit.drop()

@@ -1,4 +1,4 @@
-"""How long a process stands still for its collectives."""
+"""Measures how long a process waits for collectives; the training loop of weft.models logs the time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 
 class Waits:
-    """The time for which this process's device stood still for collectives, added up from wait to wait.
+    """Adds up the time for which this process's device waits for collectives.
 
-    On a GPU it is the time of the stream that waits, between two events; on a CPU that of the host.
+    On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Waits:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for the work, and adds the time that it took."""
+        """Waits for `work`, and adds the time of the wait."""
         if self._on_gpu:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()
@@ -35,21 +35,21 @@ class Waits:
             self._seconds += time.perf_counter() - start
 
     def take(self) -> float:
-        """Seconds since the last call. On a GPU the host waits until all of it has run."""
+        """Seconds since the last call. On a GPU the host waits until all recorded waits are over."""
         for before, after in self._events:
             after.synchronize()
             self._seconds += before.elapsed_time(after) / 1000
-        taken, self._seconds = self._seconds, 0.0
+        seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
-        return taken
+        return seconds
 
 
-_measuring: list[Waits] = []
+_measuring: list[Waits] = []  # of the `measured_by` blocks, innermost last
 
 
 @contextmanager
 def measured_by(waits: Waits) -> Iterator[None]:
-    """In it `waits` adds up what every collective of this process is waited for. Communication: none."""
+    """Inside, `waits` adds up this process's waits for all collectives. Communication: none."""
     _measuring.append(waits)
     try:
         yield
@@ -58,8 +58,8 @@ def measured_by(waits: Waits) -> Iterator[None]:
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Waits for a collective that this process has started."""
-    assert work is not None, "the process is a member of the group, and asked for the work"
+    """Waits for a collective of this process. All of Weft waits through this function."""
+    assert work is not None, "a member of the group gets the work of async_op=True"
     if _measuring:
         _measuring[-1].wait(work)
     else:

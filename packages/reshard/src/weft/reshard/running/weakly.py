@@ -1,4 +1,4 @@
-"""Hooks that keep nothing alive."""
+"""`weakly`: hooks that do not keep objects alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that calls `method` as long as the method's object lives: the garbage collector does not see references from torch's hooks."""
+    """A hook that calls `method` while the method's object is alive.
+
+    A strong reference from a torch hook could keep the object alive for good: the garbage collector does not see such
+    references.
+    """
     found = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

@@ -1,4 +1,7 @@
-"""Parameters that lie on shards and are whole while their module computes."""
+"""Full-size copies of sharded parameters (`FullParameter`), and the state a model's units share (`ModelGathering`).
+
+units.py fills, uses and frees the copies; gradients.py takes their gradients to the shards.
+"""
 
 from __future__ import annotations
 
@@ -28,111 +31,113 @@ def in_backward() -> bool:
 
 
 class Gathering(Protocol):
-    """What gathers some parameters together: see `Unit`, in units.py."""
+    """A group of parameters gathered together: the interface of units.py's `Unit` in this file."""
 
     goes_backward: bool
 
     def start(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def release_idle(self) -> None: ...
 
-    def accumulated(self, whole: Whole) -> None: ...
+    def on_grad_accumulated(self, full: FullParameter) -> None: ...
 
     def end_pass(self) -> None: ...
 
 
-def stretch_in(shard: Layout, whole: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
-    """Where a rank's part of a shard lies in its part of the whole; None where that is not one stretch of contiguous memory."""
-    held, outer = shard.local_slices(shape, rank), whole.local_slices(shape, rank)
+def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
+    """A rank's shard as slices of its part of the full tensor; None where the shard is not contiguous in that part."""
+    held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
     found = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
     sizes = [b.stop - b.start for b in outer]
     cut = next((i for i, (a, size) in enumerate(zip(found, sizes, strict=True)) if a != slice(0, size)), len(found))
     return found if all(size == 1 for size in sizes[:cut]) else None
 
 
-class Whole:
-    """The full-size copy of a sharded parameter that its module computes with: an autograd leaf over a buffer that is freed and refilled.
+class FullParameter:
+    """The full-size copy of a sharded parameter, with which its module computes.
 
-    Tensors saved for backward share the buffer. stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate
-    (ZeRO 1). While the buffer is kept, a contiguous shard is a view into the buffer: the parameter is held once. A shard that the program
-    has views of keeps its own memory, so that the views stay valid.
-    filled: the shard's state when the buffer was filled; None without a buffer. time: `Wholes.time` when the buffer was filled.
+    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. While the
+    buffer is kept, a contiguous shard is a view into the buffer, and the parameter is held only once. A shard that the
+    program has views of keeps its own memory, so that these views stay valid.
+    stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate (ZeRO 1).
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
         part = layout.local_shape(shard.shape, this_rank())
-        with torch.inference_mode(False):  # a tensor that is born in it could not be trained with after
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
             made = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
             self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
-            assert isinstance(self.leaf, DTensor), "a parameter made of a DTensor is one"
+            assert isinstance(self.leaf, DTensor), "nn.Parameter of a DTensor is a DTensor"
             self._shard, self._local = memory_of(shard), memory_of(self.leaf)
-            self.memory = (
-                self._local.data
-            )  # what is filled: by .data, as autograd is told of no change where there is none
-        self._stretch = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
-        self._lent: Tensor | None = None  # this rank's part of the shard, where it is a stretch of the memory
+            # Filled by way of .data, unseen by autograd: refilling with equal values is no change.
+            self.buffer = self._local.data
+        self._shard_slices = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
+        self._shard_view: Tensor | None = None  # this rank's shard, while it is a view into the buffer
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self.layout, self.stays, self.sums = layout, stays, sums
-        self.users = 0
-        self.filled: object = None
-        self.time = 0
-        self._last: object = None  # that it was last filled with
-        self.steps = 0  # of optimizers, some of which change a tensor and not its version
+        self.users = 0  # number of units that compute with it
+        self.filled: object = None  # the shard's state when the buffer was filled; None without a buffer
+        self.filled_in_pass = 0  # `ModelGathering.pass_number` when the buffer was filled
+        self._last_filled: object = None  # `filled`, kept after the buffer is freed
+        self.optimizer_steps = 0  # counted, as some optimizers change a tensor and not its version
         self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
-        self.synchronized_by: object = None  # a weak reference to the GradientSync that brings gradients to the shard
+        self.synchronized_by: object = None  # weak reference to the GradientSync that reduces gradients into the shard
         self._hooked = False
 
     def follow(self, shard: DTensor) -> None:
-        """Requires a gradient where the shard does; the shard's gradient hooks are called with the whole's gradient."""
+        """Makes the full copy require a gradient where the shard does.
+
+        The shard's gradient hooks are then called with the full copy's gradient.
+        """
         requires_grad = shard.requires_grad
         if self.leaf.requires_grad != requires_grad:
             self.leaf.requires_grad_(requires_grad)
         if requires_grad and not self._hooked:
-            told, of, self._hooked = weakref.ref(self), weakref.ref(shard), True
-            self.leaf.register_hook(lambda grad: _hooked(of(), grad))  # type: ignore[no-untyped-call]
-            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(told(), of()))  # type: ignore[no-untyped-call]
+            weak_self, weak_shard, self._hooked = weakref.ref(self), weakref.ref(shard), True
+            self.leaf.register_hook(lambda grad: _call_shard_hooks(weak_shard(), grad))  # type: ignore[no-untyped-call]
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """A value that differs after an optimizer's step or an update in place; a change by `.data` is not seen."""
-        return self.steps, shard._version, self._shard._version
+        """A value that changes with an optimizer's step or in-place update of the shard; not with one by `.data`."""
+        return self.optimizer_steps, shard._version, self._shard._version
 
-    def make_room(self) -> None:
-        """Has memory, of any values where it had none."""
-        if self._storage.nbytes() != self._nbytes:  # torch moves the values, whatever the size was
+    def allocate(self) -> None:
+        """Gives a freed buffer memory; the values are undefined then."""
+        if self._storage.nbytes() != self._nbytes:  # resize_ copies the values, even to the same size
             self._storage.resize_(self._nbytes)
 
-    def take(self, shard: DTensor, state: object, time: int, *, keeps: bool) -> None:
-        """Record that the buffer now holds the shard's values. keeps: keep the buffer after this call, whatever `stays` says."""
-        self.time = time
-        if self._last is not None and self._last != state:
+    def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keeps: bool) -> None:
+        """Records that the buffer holds the shard's values. keeps: keep it after this call, whatever `stays` is."""
+        self.filled_in_pass = pass_number
+        if self._last_filled is not None and self._last_filled != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
-        self.filled = self._last = state
-        is_free = self._lent is None and _uses(self._shard) == _USES_ALONE
-        if (self.stays or keeps) and self._stretch is not None and is_free:
-            self._lent = self._shard
-            self._lent.data = self.memory[self._stretch]
+        self.filled = self._last_filled = state
+        is_unshared = self._shard_view is None and _storage_uses(self._shard) == _USES_WHEN_UNSHARED
+        if (self.stays or keeps) and self._shard_slices is not None and is_unshared:
+            self._shard_view = self._shard
+            self._shard_view.data = self.buffer[self._shard_slices]
 
-    def drop(self) -> None:
-        """Gives the memory back."""
-        if self._lent is not None:
-            self._lent.data = self._lent.clone()
-            self._lent = None
+    def free(self) -> None:
+        """Frees the buffer's memory; a shard that is a view into the buffer gets memory of its own."""
+        if self._shard_view is not None:
+            self._shard_view.data = self._shard_view.clone()
+            self._shard_view = None
         self._storage.resize_(0)
         self.filled = None
 
 
-def _uses(tensor: Tensor) -> int:
-    """The number of objects that share a tensor's memory, including the storage object made for this call."""
+def _storage_uses(tensor: Tensor) -> int:
+    """The number of objects with a share in a tensor's memory, including the storage object made for this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_USES_ALONE = _uses(torch.empty(1))
+_USES_WHEN_UNSHARED = _storage_uses(torch.empty(1))
 
 
-def _hooked(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
-    """The whole's gradient after the shard's `register_hook` hooks."""
+def _call_shard_hooks(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
+    """Passes the full copy's gradient through the shard's `register_hook` hooks."""
     hooks = None if shard is None else shard._backward_hooks
     if grad is None or not hooks:
         return grad
@@ -142,100 +147,108 @@ def _hooked(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
     return grad
 
 
-def _accumulated(whole: Whole | None, shard: DTensor | None) -> None:
-    if whole is None:
+def _accumulated(full: FullParameter | None, shard: DTensor | None) -> None:
+    if full is None:
         return
-    for unit in list(whole.units):
-        unit.accumulated(whole)
-    if whole.synchronized_by is None and shard is not None and shard._post_accumulate_grad_hooks:
+    for unit in list(full.units):
+        unit.on_grad_accumulated(full)
+    if full.synchronized_by is None and shard is not None and shard._post_accumulate_grad_hooks:
         raise RuntimeError(
-            f"a parameter of shape {tuple(shard.shape)} lies on shards and has a hook of register_post_accumulate_grad_hook(), which "
-            f"is called when the gradient of its shard is there: in the wait() of a GradientSync; keep a GradientSync(model)"
+            f"a sharded parameter of shape {tuple(shard.shape)} has a hook of register_post_accumulate_grad_hook(), "
+            f"which is called in the wait() of a GradientSync, once the shard has its gradient; keep a "
+            f"GradientSync(model)"
         )
 
 
-class Wholes:
-    """The sharded parameters of a model, the order of its units, and the passes after which values may have changed.
+class ModelGathering:
+    """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
-    Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators, through a view. So
-    each forward pass gathers the parameters anew, on every rank alike; backward computes with the values of its forward.
-    keeps: above 0, gathered buffers are kept. fixed_by: the holders of a promise that parameters do not change; while there is a holder,
-    parameters are gathered once. time: the number of forward passes that gathered anew.
+    Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
+    through a view. So each forward pass gathers anew, on every rank alike. Backward computes with the values from
+    forward.
     """
 
     def __init__(self) -> None:
+        # By shard, the full copy; by full copy's leaf, True.
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
-        self.keeps = self.time = 0
+        # keepers: full copies are kept while above 0. pass_number: the number of forward passes that gathered.
+        self.keepers = self.pass_number = 0
+        # Holders of a promise that parameters do not change. With any holder, parameters are gathered only once.
         self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._calls = 0  # of units, that are running
-        self._in_forward = False  # of the model
-        self._ending: dict[int, list[Gathering]] = {}  # by backward pass, the units that it has come to
-        self._order: list[Gathering] = []  # in which the last forward opened them first
-        self._opened: list[Gathering] = []  # in which this one does
+        self._calls = 0  # number of running calls of units
+        self._in_forward = False  # whether the model's forward runs
+        self._ending: dict[int, list[Gathering]] = {}  # by backward pass, the units to which it has come
+        self._last_order: list[Gathering] = []  # units as the last forward pass came to them
+        self._order_now: list[Gathering] = []  # units as the present forward pass comes to them
         for hook in (
             register_optimizer_step_pre_hook(weakly(self._before_step)),
             register_optimizer_step_post_hook(weakly(self._after_step)),
         ):
             weakref.finalize(self, hook.remove)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wholes:
-        memo[id(self)] = copied = Wholes()  # of other parameters; copies of the units add themselves
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelGathering:
+        memo[id(self)] = copied = ModelGathering()  # the copied parameters are new; copied units add themselves
         return copied
 
-    def get(self, shard: Tensor) -> Whole | None:
-        """The whole of a parameter, if it was asked for before."""
-        found: Whole | None = self._of.get(shard)  # type: ignore[no-untyped-call]
+    def get(self, shard: Tensor) -> FullParameter | None:
+        """The full copy of a shard; None before `find_or_make`."""
+        found: FullParameter | None = self._of.get(shard)  # type: ignore[no-untyped-call]
         return found
 
-    def find(self, shard: DTensor, layout: Layout, unit: Gathering, *, stays: bool, sums: bool) -> Whole:
-        """The whole of a parameter, made when it is first asked for."""
-        whole = self.get(shard)
-        if whole is None:
-            whole = self._of[shard] = Whole(shard, layout, stays=stays, sums=sums)
-            self._leaves[whole.leaf] = True
-        whole.units.add(unit)
-        whole.follow(shard)
-        return whole
+    def find_or_make(
+        self, shard: DTensor, layout: Layout, unit: Gathering, *, stays: bool, sums: bool
+    ) -> FullParameter:
+        """The full copy of a shard, made on the first request."""
+        full = self.get(shard)
+        if full is None:
+            full = self._of[shard] = FullParameter(shard, layout, stays=stays, sums=sums)
+            self._leaves[full.leaf] = True
+        full.units.add(unit)
+        full.follow(shard)
+        return full
 
-    def is_whole(self, parameter: Tensor) -> bool:
-        """True where a unit has put it in the place of a shard."""
+    def is_full(self, parameter: Tensor) -> bool:
+        """Whether `parameter` is a full copy in a shard's place."""
         return parameter in self._leaves
 
-    def begin(self, *_: object) -> None:
-        """Called before the model's forward."""
-        if self._opened:
-            self._order, self._opened = self._opened, []
+    def before_forward(self, *_: object) -> None:
+        """Hook before the model's forward."""
+        if self._order_now:
+            self._last_order, self._order_now = self._order_now, []
         if not self._calls:
-            self.renew()
+            self.begin_pass()
         self._in_forward = True
 
-    def end(self, *_: object) -> None:
-        """Called after the model's forward."""
+    def after_forward(self, *_: object) -> None:
+        """Hook after the model's forward."""
         self._in_forward = False
 
-    def enter(self) -> None:
-        """Called before a unit's forward, which is a pass of its own outside of the model's."""
+    def enter_unit(self) -> None:
+        """Called before a unit's forward. Outside the model's forward this begins a pass."""
         if not self._calls and not self._in_forward:
-            self.renew()
+            self.begin_pass()
         self._calls += 1
 
-    def leave(self) -> None:
+    def leave_unit(self) -> None:
         """Called after a unit's forward."""
         self._calls -= 1
 
-    def renew(self) -> None:
-        """A new forward pass: gathered values may be old. Not in backward, where recomputation repeats a forward."""
+    def begin_pass(self) -> None:
+        """Begins a forward pass: gathered values may be out of date. Not in backward, which repeats a forward."""
         if in_backward():
             return
         self._ending.clear()
-        for unit in self.units:  # of a backward pass that failed
+        for unit in self.units:  # a backward pass that failed may have left state behind
             unit.end_pass()
         if not self.fixed_by:
-            self.time += 1
+            self.pass_number += 1
 
-    def settle_after_backward(self, unit: Gathering) -> None:
-        """Calls the unit's `end_pass` when this backward pass is over, which may give no gradient to the unit's parameters."""
+    def end_pass_after_backward(self, unit: Gathering) -> None:
+        """Calls the unit's `end_pass` when this backward pass is over.
+
+        The pass may end without a gradient for some of the unit's parameters.
+        """
         number = torch._C._current_graph_task_id()
         if number not in self._ending:
             self._ending[number] = []
@@ -247,45 +260,45 @@ class Wholes:
             unit.end_pass()
 
     def fix(self, by: Any) -> None:
-        """A promise that parameters do not change until `by` is removed from `fixed_by`."""
+        """Promises that parameters do not change until `by` is removed from `fixed_by`."""
         if by not in self.fixed_by:
-            self.renew()
+            self.begin_pass()
             self.fixed_by.add(by)
 
-    def after(self, unit: Gathering) -> Gathering | None:
-        """Notes that forward has come to a unit; the one that comes next, so far as the last forward tells."""
-        if unit not in self._opened:
-            self._opened.append(unit)
-        index = self._order.index(unit) + 1 if unit in self._order else len(self._order)
-        return self._order[index] if index < len(self._order) else None
+    def next_in_forward(self, unit: Gathering) -> Gathering | None:
+        """Notes that forward has come to `unit`; returns the next unit by the last forward pass, or None."""
+        if unit not in self._order_now:
+            self._order_now.append(unit)
+        index = self._last_order.index(unit) + 1 if unit in self._last_order else len(self._last_order)
+        return self._last_order[index] if index < len(self._last_order) else None
 
-    def before(self, unit: Gathering) -> Gathering | None:
-        """The unit that backward comes to after this one."""
-        order = self._opened if unit in self._opened else self._order
+    def next_in_backward(self, unit: Gathering) -> Gathering | None:
+        """The unit to which backward comes after `unit`; None for none."""
+        order = self._order_now if unit in self._order_now else self._last_order
         earlier = order[: order.index(unit)] if unit in order else []
         return next((each for each in reversed(earlier) if each.goes_backward), None)
 
-    def rest(self) -> None:
-        """Gives back what a backward pass left whole, and what was gathered ahead in vain."""
+    def release_idle(self) -> None:
+        """Frees, in all units, full copies left from backward passes or gathered ahead."""
         for unit in self.units:
-            unit.rest()
+            unit.release_idle()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Refuses a step that would pass over gradients that are still whole."""
+        """Refuses an optimizer's step while gradients are still on full copies: the step would miss these."""
         for parameter in _parameters(optimizer):
-            whole = self.get(parameter)
-            if whole is not None and whole.leaf.grad is not None:
+            full = self.get(parameter)
+            if full is not None and full.leaf.grad is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() came before gradients were brought to the shards of their parameters, "
-                    f"and would not apply them; keep a GradientSync(model), and call its wait() before the step"
+                    f"{type(optimizer).__name__}.step() came before gradients were reduced to the parameters' shards, "
+                    f"and would miss them; keep a GradientSync(model), and call its wait() before the step"
                 )
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Notes that shards have changed, which fused and foreach optimizers do not say by the versions of tensors."""
+        """Counts the step of each changed shard: fused and foreach optimizers do not increase tensors' versions."""
         for parameter in _parameters(optimizer):
-            whole = self.get(parameter)
-            if whole is not None:
-                whole.steps += 1
+            full = self.get(parameter)
+            if full is not None:
+                full.optimizer_steps += 1
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

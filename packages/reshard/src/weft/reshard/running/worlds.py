@@ -1,4 +1,8 @@
-"""Who communicates: the processes of one init_process_group(), or a rank whose collectives are recorded instead of run."""
+"""The ranks that communicate: the processes of init_process_group(), or one rank whose collectives are only recorded.
+
+`World` is the interface. `Processes` implements `World` over torch.distributed, recording.py for recorded
+collectives. Code asks `world()`, mostly through groups.py, for this process's rank, a mesh or a group.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its functions have the world's group as a default: imported later they would keep it
+import torch.distributed.nn.functional  # before init_process_group(): default arguments would hold the world's group
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
@@ -18,65 +22,72 @@ from weft.mesh import ProcessMesh
 from . import dynamo
 from .rendezvous import hear, make_group, tell, told
 
-Positions = Sequence[
-    int
-]  # of the members of a group along the axes of a mesh, major first; a range where they are in order
+# The position of each member of a group along mesh axes, major axis first; a range where members are in that order.
+Positions = Sequence[int]
 
 
 class World(Protocol):
-    """Ranks that communicate, seen by one of them.
+    """The communicating ranks, as this rank sees them. `world()` returns the current World.
 
-    device_type: where its tensors live, also those without data. by_exchange: whether an all-gather and a reduce-scatter are
-    faster as all-to-alls. others_run: whether the other ranks are processes. made, known, kept: meshes by content, and what must not
-    outlive the groups that it refers to. axes: of a group, by its name, the axes of the mesh that it was first asked for.
+    A World also holds caches, because their entries refer to process groups and must end with these groups.
     """
 
-    rank: int
-    size: int
-    device_type: str
-    by_exchange: bool
-    others_run: bool
-    made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
-    known: dict[DeviceMesh, ProcessMesh]
-    kept: dict[Any, Any]
-    axes: dict[str, tuple[str, ...]]
+    rank: int  # this process's
+    size: int  # number of ranks
+    device_type: str  # of the tensors, also of tensors without data
+    by_exchange: bool  # whether all-to-alls are faster than the backend's own all-gather and reduce-scatter
+    peers_run: bool  # whether the other ranks are running processes
+    # By mesh, device type, and the mesh before a permutation of the axes; see `groups.device_mesh`.
+    device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
+    process_meshes: dict[DeviceMesh, ProcessMesh]
+    cache: dict[Any, Any]  # see `groups.of_this_world`
+    axes: dict[str, tuple[str, ...]]  # by group name, the mesh axes for which the group was first asked for
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
-        """A new DeviceMesh. Communication: as `group_of` for each axis; none on ranks outside."""
+        """A new DeviceMesh of `mesh`. Communication: `group_of` along each axis; none on ranks outside the mesh."""
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
-        """The group of the ranks of `part`, of which this rank is one. Communication: where it is new, with the others."""
+        """The process group of the ranks of `part`, which include this rank.
+
+        Communication: with the other ranks of `part` where the group is new.
+        """
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """`group_of` for ranks, ascending, that lie on no mesh."""
+        """`group_of` for ranks, ascending, that need not be a part of a mesh."""
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """A new group of `ranks`, ascending, for a purpose, which lies along these axes of a mesh. Communication: as `group_of`."""
+        """A new group of `ranks`, ascending, for a purpose. Communication: as `group_of`.
 
-    def tell(self, what: str, value: bytes) -> None:
-        """Has a few bytes known to all ranks under a name. Communication: with the store, no collective."""
+        axes: the mesh axes along which the ranks are.
+        """
 
-    def hear(self, what: str) -> bytes:
-        """What another rank has told under that name; waits for it."""
+    def tell(self, name: str, value: bytes) -> None:
+        """Publishes a few bytes to all ranks under a name. Communication: with the store; no collective."""
+
+    def hear(self, name: str) -> bytes:
+        """Waits until another rank tells bytes under this name, and returns the bytes."""
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
-        """The bytes told under each name so far, or None."""
+        """The bytes told so far under each name; None for a name without bytes."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
-        """Where in `part` each member of its group lies."""
+        """The position in `part` of each member of `group`, in the order of the group's ranks."""
 
 
 class Processes:
-    """The processes that one init_process_group() brought together: groups die with their world."""
+    """The World of the processes joined by an init_process_group(); made by `processes()`.
+
+    The next init_process_group() gets a new instance, so no group outlives its world.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(), dist.get_world_size()
         self.device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.by_exchange = dist.get_backend() == "gloo"
-        self.others_run = True
-        self.made: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
-        self.known: dict[DeviceMesh, ProcessMesh] = {}
-        self.kept: dict[Any, Any] = {}
+        self.peers_run = True
+        self.device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
+        self.process_meshes: dict[DeviceMesh, ProcessMesh] = {}
+        self.cache: dict[Any, Any] = {}
         self.axes: dict[str, tuple[str, ...]] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -89,7 +100,7 @@ class Processes:
                 groups = [self.group_of(part) for part in parts if part is not None]
                 return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axis_names)
             made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False)
-            made._dim_group_names = []  # as torch has it there
+            made._dim_group_names = []  # torch's own value on ranks outside a mesh
             return made
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
@@ -110,19 +121,18 @@ class Processes:
         self.axes[group.group_name] = axes
         return group
 
-    def tell(self, what: str, value: bytes) -> None:
-        tell(what, value)
+    def tell(self, name: str, value: bytes) -> None:
+        tell(name, value)
 
-    def hear(self, what: str) -> bytes:
-        return hear(what)
+    def hear(self, name: str) -> bytes:
+        return hear(name)
 
     def told(self, names: Sequence[str]) -> list[bytes | None]:
         return told(names)
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
-        position = {
-            rank: i for i, rank in enumerate(part)
-        }  # torch sorts the ranks of a group, a mesh has them in any order
+        # torch sorts a group's ranks; a mesh has them in any order.
+        position = {rank: i for i, rank in enumerate(part)}
         found = [position[rank] for rank in dist.get_process_group_ranks(group)]
         return range(len(found)) if found == list(range(len(found))) else found
 
@@ -134,23 +144,23 @@ class Processes:
 
 
 def wide_axes(mesh: ProcessMesh) -> tuple[str, ...]:
-    """The axes along which there is more than one rank."""
+    """The axes of a mesh with more than one rank."""
     return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)
-_latest: Processes | None = None
+_latest_processes: Processes | None = None
 
 
 def world() -> World:
-    """The one that was entered, else the processes of torch.distributed. Raises RuntimeError where there are none."""
+    """The World entered last by `entered`, else `processes()`. Raises RuntimeError without either."""
     return _entered.get() or processes()
 
 
 @contextmanager
-def entered(other: World) -> Iterator[None]:
-    """Inside, in this thread, ranks, meshes and groups are those of `other`."""
-    token = _entered.set(other)
+def entered(inner: World) -> Iterator[None]:
+    """Makes `inner` the current World, in this thread, until the block ends."""
+    token = _entered.set(inner)
     try:
         yield
     finally:
@@ -158,26 +168,26 @@ def entered(other: World) -> Iterator[None]:
 
 
 def processes() -> Processes:
-    """Those of torch.distributed. Raises RuntimeError where it is not initialized."""
-    global _latest
+    """The World of torch.distributed's processes. Raises RuntimeError where torch.distributed is not initialized."""
+    global _latest_processes
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group() before using DTensors, "
             "or start the program with torchrun"
         )
-    if _latest is None or _latest.group is not group:
+    if _latest_processes is None or _latest_processes.group is not group:
         dynamo.allow()
-        _latest = Processes(group)
-    return _latest
+        _latest_processes = Processes(group)
+    return _latest_processes
 
 
 @atexit.register
 def _forget() -> None:
-    """Lets go of the groups while there is an interpreter; what is destroyed then waits for its threads.
+    """Drops the process groups at exit, while the interpreter still runs.
 
-    Those of gloo let go of the tensors of the last collective, for which they need the interpreter: a process whose thread comes for
-    it too late aborts.
+    Destroying a gloo group waits for the group's threads, which need the interpreter to release the tensors of the last
+    collective. A thread that asks for the interpreter too late aborts the process.
     """
-    global _latest
-    _latest = None
+    global _latest_processes
+    _latest_processes = None
