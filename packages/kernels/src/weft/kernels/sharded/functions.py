@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..again import kept, mark, restored
+from ..again import mark_recomputable, replace_recomputable, restore
 from ..backend import is_compiling
 from ..op import Op, Tensors
 from ..weights import compute_or_wait
@@ -195,13 +195,13 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
     operands. output: the last one, of this rank.
     """
     if not saved or is_compiling():
-        ctx.makes = None
+        ctx.recipes = None
         ctx.save_for_backward(*saved, None)
         return None
     if op.again is not None and True in ctx.needs_input_grad:
-        mark(output, op, saved, options)
-    tensors, ctx.makes = kept(saved)
-    last = None if leads and not ctx.makes else anchor()
+        mark_recomputable(output, op, saved, options)
+    tensors, ctx.recipes = replace_recomputable(saved)
+    last = None if leads and not ctx.recipes else anchor()
     ctx.save_for_backward(*tensors, last)
     return last
 
@@ -209,7 +209,7 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
 def _saved(ctx: Any) -> Tensors:
     """What was to be saved."""
     tensors: Tensors = ctx.saved_tensors[:-1]
-    return restored(tensors, ctx.makes) if ctx.makes else tensors
+    return restore(tensors, ctx.recipes) if ctx.recipes else tensors
 
 
 def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:
