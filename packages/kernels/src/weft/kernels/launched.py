@@ -17,8 +17,7 @@ LIBRARY = library.Library("weft", "FRAGMENT")  # type: ignore[no-untyped-call]  
 
 
 def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator for a function that launches kernels writing into given tensors. The result is a torch op,
-    `weft::<name>`.
+    """Decorator for a function that launches kernels writing into given tensors. Returns a torch op, `weft::<name>`.
 
     schema: as for torch.library, without namespace and return value; the tensors written are `Tensor(a!)`.
 
@@ -38,8 +37,7 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`launched` for a function that communicates: the torch op is called while tracing, otherwise the function
-    itself.
+    """`launched` for a function that communicates: the torch op is called while tracing, else the function itself.
 
     Within a torch op, collectives would be hidden from dispatch modes that count them.
     """
