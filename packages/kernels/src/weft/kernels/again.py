@@ -31,7 +31,7 @@ class Recipe:
 
     op: Op
     options: dict[str, Any]
-    readers: int = 0  # how many times the output was to be saved
+    readers: int = 0  # ops that would have saved the output
     reads_left: int = 0  # readers whose backward is still to come; 0 before the first
     value: Tensor | None = None  # the recomputed output
 
@@ -49,7 +49,9 @@ class Recipe:
 
 
 class Source(NamedTuple):
-    """How to recompute the op output stored in a storage. Stale once the storage's version is not `version`."""
+    """How to recompute the op output stored in a storage, on which the source is kept. Stale once the version
+    changes.
+    """
 
     recipe: Recipe
     saved: Tensors

@@ -1,5 +1,4 @@
-"""Compiles the kernels without a GPU and reports their registers, spills, shared memory, access widths and inner
-loops.
+"""Compiles the kernels without a GPU and reports registers, spills, shared memory, access widths and inner loops.
 
     python -m weft.kernels.aot                                # a table of all targets
     python -m weft.kernels.aot --target sm_90 --json
@@ -27,7 +26,7 @@ from typing import Any
 
 from .occupancy import occupancy, programs_at_once
 
-ROOMS = (
+MODULES = (
     "weft.kernels.cross_entropy.launch",
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
@@ -45,7 +44,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with the types of its arguments, as Triton would specialize it for one launch. Made by an op's
+    """A kernel with its arguments' types, as Triton would specialize it for one launch. Ops list theirs in
     `VARIANTS`.
     """
 
@@ -99,20 +98,18 @@ class Report:
 
 def variants() -> Iterator[Variant]:
     """The main variants of every op: together they contain all code of the op's launches."""
-    for room in ROOMS:
-        yield from importlib.import_module(room).VARIANTS
+    for module in MODULES:
+        yield from importlib.import_module(module).VARIANTS
 
 
 def others() -> Iterator[Variant]:
     """Further variants, of the ops with more launch configurations of the same code."""
-    for room in ROOMS:
-        yield from getattr(importlib.import_module(room), "OTHERS", ())
+    for module in MODULES:
+        yield from getattr(importlib.import_module(module), "OTHERS", ())
 
 
 def compile_all(targets: Iterable[str]) -> list[Report]:
-    """The reports of all variants, sorted by variant and then as `targets`. Each target is compiled in its own
-    process.
-    """
+    """The reports of all variants, sorted by variant, then as `targets`. Each target is compiled in its own process."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         reports = [report for of_target in pool.map(_compile_for, targets) for report in of_target]
     return sorted(reports, key=lambda report: report.variant)
@@ -211,7 +208,8 @@ def instructions(code: str) -> int:
     return len(re.findall(r"^\s+[@a-z].*(?<!:)$", code, flags=re.MULTILINE))
 
 
-# The factors' dtype is behind the sums' dtype in PTX, in the kind of tcgen05, and next to the sizes in AMD assembly.
+# Each pattern's last group is the factors' dtype: in PTX after the sums' dtype, for tcgen05 the kind, for AMD after
+# the sizes.
 _MULTIPLIES = (
     r"\b(wgmma\.mma_async|mma\.sync)\.\S*?\.f32\.(\w+)\.",
     r"\b(tcgen05\.mma)\.\S*?kind::(\w+)",

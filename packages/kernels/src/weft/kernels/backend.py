@@ -1,6 +1,4 @@
-"""Questions about how code runs on a tensor: with Triton or plain torch, eager or traced. Ops ask here, not the
-hardware.
-"""
+"""Questions about how code runs on a tensor: with Triton or plain torch, eager or traced. Ops ask here alone."""
 
 from __future__ import annotations
 
@@ -45,24 +43,26 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether the tensor is in CPU memory, where no GEMM has 16-bit factors and a float32 product. A meta tensor
-    counts as a GPU's.
+    """Whether the tensor is in CPU memory. A meta tensor counts as a GPU's.
+
+    On a CPU no GEMM multiplies 16-bit factors to a float32 product.
     """
     return tensor.device.type == "cpu"
 
 
 def is_short_of_memory(tensor: Tensor) -> bool:
-    """Whether recomputing saves memory worth its time. Not in float32 and float64 on a CPU, which is slow and has
-    memory to spare.
+    """Whether recomputing an output of this dtype, on this device, is worth its time.
+
+    Not in float32 and float64 on a CPU, which is slow and has memory to spare.
     """
     return not on_cpu(tensor) or tensor.dtype.itemsize <= 2
 
 
 def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether an op may call torch's own differentiable function: for plain CPU tensors, all float32 or all float64,
-    neither traced nor interpreted.
+    """Whether an op may call torch's own differentiable function instead of an `Op`.
 
-    Asked first in an op, because for a small op most of the time is spent on the host.
+    True for plain CPU tensors, all float32 or all float64, neither traced nor interpreted. Asked first in an op,
+    because a small op spends most of its time on the host.
     """
     dtype = first.dtype
     if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN or not first.is_cpu:
@@ -87,9 +87,7 @@ def refuse_jit_trace(name: str) -> None:
 
 
 def chip_of(device: torch.device) -> tuple[str, int]:
-    """The chip, by its Triton target name, and its number of multiprocessors. For a CPU "interpreted", and a few
-    programs.
-    """
+    """The chip, as a Triton target name, and its multiprocessors. A CPU is "interpreted", with a few programs."""
     if device.type != "cuda":
         return "interpreted", INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)
@@ -114,16 +112,15 @@ def can_read(tensor: Tensor) -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether the tensor has values. A fake tensor has a shape alone, and must not meet tensors cached by real
-    calls.
+    """Whether the tensor has values. A fake tensor has a shape alone.
+
+    Caches of real tensors, kept from call to call, must not be filled or read with fake ones.
     """
     return not is_fake(tensor)
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which kernels are launched on the tensor's GPU, even if another is current. Does nothing for a CPU
-    tensor.
-    """
+    """Context to launch kernels on the tensor's GPU, even if another is current. Does nothing for a CPU tensor."""
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 

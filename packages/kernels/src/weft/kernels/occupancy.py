@@ -1,6 +1,4 @@
-"""Occupancy: how many programs of a kernel run at once on a multiprocessor, limited by warps, registers and shared
-memory.
-"""
+"""Occupancy: the programs of a kernel at once on a multiprocessor, by warps, registers and shared memory."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ Runs = tuple[tuple[int, int], ...]  # in memory order
 
 
 def checked_order(name: str, order: Sequence[Sequence[int]], length: int) -> Runs:
-    """Return `order` as tuples. Raises ValueError unless the runs cover 0 to `length`, each token once. name: of the
-    op.
+    """Return `order` as tuples. name: of the op.
+
+    Raises ValueError unless the runs cover 0 to `length`, with each token in one run.
     """
     runs = tuple([(start, stop) for start, stop in order])
     if not is_compiling() and not _covers(runs, length):  # Dynamo warns about lru_cache

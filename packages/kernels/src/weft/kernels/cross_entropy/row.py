@@ -307,7 +307,7 @@ def write(
         exponent = delta + delta_lo  # split into hi and lo again: for logits beyond 2**24 base_lo is not small
         dx, dx_lo, k = exp(exponent, delta_lo - (exponent - delta))
         dx, dx_lo = times(dx, dx_lo, softmax_scale, softmax_scale_lo)
-        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k as two factors, because 2**k itself may exceed float32
+        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k as two factors, because 2**k itself may not be a float32
         dx, dx_lo = dx * half * exp2(k - (k >> 1)), dx_lo * half * exp2(k - (k >> 1))
         if SUM:
             if shard_weight_ptr is not None:

@@ -28,7 +28,7 @@ HELD_BYTES_ON_CPU = 1 << 26
 # One part's logits take an eighth of the limit: the GEMM of 256 tokens is still bound by flop, not by the bytes of
 # the weight.
 PARTS_SHARE = 8
-TILE = 128  # rows of a GEMM
+TILE = 128  # rows of a GEMM tile
 CAST_BYTES = 1 << 21  # on a CPU: bytes of a block of the weight cast to float32
 
 
@@ -71,8 +71,9 @@ class Product:
         return self.x.new_empty(tokens, len(self.weight), dtype=self.wide)
 
     def gradient_buffer(self, chunks: list[slice]) -> Tensor | None:
-        """Memory for the gradient of one chunk's logits, in the factors' dtype. None: the gradient overwrites the
-        logits.
+        """Memory for the gradient of one chunk's logits, in the factors' dtype.
+
+        None if the gradient overwrites the logits, because both have the same dtype.
         """
         return None if self.x.dtype == self.wide else self.x.new_empty(longest(chunks), len(self.weight))
 

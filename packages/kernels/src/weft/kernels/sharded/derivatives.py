@@ -26,7 +26,7 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     itself saves an `anchor`, its last output. If a function saves nothing, its gradients do not depend on its
     operands.
 
-    torch's `once_differentiable` would treat the gradients as constants, and return a wrong second derivative.
+    torch's `once_differentiable` may let the request pass, as if the gradients were constants.
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:

@@ -37,7 +37,7 @@ class Placed:
 
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
-        """Unwrap the operands. Raises LayoutError if the rule cannot take the layouts or this rank is outside the
+        """Unwrap the operands. Raises LayoutError if the rule cannot take their layouts or this rank is outside the
         mesh.
         """
         guard_shapes()
@@ -67,11 +67,11 @@ class Placed:
 
 
 def groups_of(*tensors: Tensor | None) -> list[str] | None:
-    """Strings to put into the traced graph: the names of the DTensors' process groups, this rank, and this version.
+    """The names of the DTensors' process groups, this rank, and this version, to put into the traced graph.
 
     None without a DTensor. The compiler caches compiled graphs on disk, and all it knows of a DTensor is the same on
-    every rank. Without the strings a cached graph, which contains one rank's part and groups, could be run on another
-    rank or by another program.
+    every rank. Without these strings a cached graph, which contains one rank's part and groups, could be run on
+    another rank or by another program.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor):

@@ -54,9 +54,8 @@ def compare(*arguments: Any) -> Tensor:
     along, vocab_size = Along.named(place.groups), place.vocab_size
     assert along is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
     (group,), classes = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
-    wanted = (
-        None,
-    ) * 3  # in a compiled graph the gradients' dtypes do not change the chunks: they are the inputs' dtypes
+    # In a compiled graph the gradients have the inputs' dtypes, for which chunks are cut as without gradients.
+    wanted = (None,) * 3
     _, disagreement = compared(
         lambda: (
             None,
