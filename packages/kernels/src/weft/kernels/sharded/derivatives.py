@@ -1,4 +1,4 @@
-"""Ops have no second derivatives: asking for one raises an error."""
+"""Ops have no second derivatives: asking for a second derivative raises an error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def anchor() -> Tensor:
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """Decorator for the backward of an autograd function. Differentiating the returned gradients raises RuntimeError.
 
-    Autograd runs only nodes on a path to the tensors it is asked for. So the returned gradients are linked to the
-    upstream gradients, and through the saved tensors to the operands. A function that does not save every operand
-    itself saves an `anchor`, its last output. If a function saves nothing, its gradients do not depend on its
+    Autograd runs only nodes on a path to the requested tensors. For that path the returned gradients are linked to
+    the upstream gradients, and through the saved tensors to the operands. A function without every operand among its
+    saved tensors saves an `anchor`, its last output. If a function saves nothing, its gradients do not depend on its
     operands.
 
     torch's `once_differentiable` may let the request pass, as if the gradients were constants.
@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
             if grad is not None:
                 first = grad
                 break
-        if first is None:  # all upstream gradients are zero, and so are the results
+        if first is None:  # all upstream gradients are zero; the results are zero too
             return (None,) * len(ctx.needs_input_grad)
         # Backward may be called inside an autocast region.
         if is_autocasting() and autocast_dtype(first) is not None and not is_compiling():
@@ -51,7 +51,7 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 
 def refusing(found: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
-    """Link gradients to `sources`, such that differentiating them by a source raises RuntimeError."""
+    """Link gradients to `sources`: differentiating a gradient by a source raises RuntimeError."""
     return tuple(
         _NoSecondDerivative.apply(each, *sources) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
         for each in found

@@ -8,10 +8,10 @@ from weft.reshard.running.groups import process_mesh, this_rank
 
 
 def check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
-    """Raise ValueError for operands on different devices. op: its name.
+    """Raise ValueError for operands on different devices. op: the op's name.
 
-    Called in every call of an op, so nothing is allocated. An operand whose mesh excludes this rank is skipped: its
-    part is empty, and torch's own ops put such parts on the CPU.
+    Called in every call of an op, where nothing may be allocated. An operand whose mesh excludes this rank is
+    skipped: the local part is empty, and torch's own ops put empty parts on the CPU.
     """
     device = first.device
     for other in others:

@@ -25,9 +25,9 @@ Result = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """A collective over several groups in turn: one for each mesh axis, or one over several axes; minor first."""
+    """A collective over several groups in turn."""
 
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: tuple[dist.ProcessGroup, ...]  # a group for each mesh axis, minor first; or a single group over all
 
     @property
     def names(self) -> list[str]:
@@ -39,7 +39,7 @@ class Along(_Over):
 
     @classmethod
     def named(cls, names: Sequence[str] | None) -> Along | None:
-        """Make one for the groups with these names; None if there are none."""
+        """Make an instance for the groups with these names; None if there are none."""
         return cls(tuple(map(group_named, names))) if names else None
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
@@ -71,7 +71,7 @@ class Checked:
 
     group: dist.ProcessGroup
     shard_classes: Classes  # this rank's
-    failed: Exception | None = None  # this rank's error, raised after the gather, when the other ranks know of it
+    failed: Exception | None = None  # this rank's error, raised after the gather, once all ranks know
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
         return Pending(self._running(statistics)).wait
@@ -111,7 +111,7 @@ def attempted(
 def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
     """Call `check` on gathered numbers: each time on a CPU, once for each key on a GPU, never without data.
 
-    On a GPU the host must wait for the device to check, so nothing is checked while a CUDA graph is captured.
+    On a GPU the host must wait for the device to check. Nothing is checked while a CUDA graph is captured.
     """
     if gathered.is_meta or not has_data(gathered):
         return
