@@ -310,5 +310,5 @@ def test_a_report_is_kept_as_one_line(tmp_path):
 def test_an_unknown_target_is_refused():
     from weft.kernels.aot import _gpu
 
-    with pytest.raises(ValueError, match="'h100'; give an NVIDIA one such as 'sm_90'"):
+    with pytest.raises(ValueError, match="'h100'; give an NVIDIA target such as 'sm_90'"):
         _gpu("h100")

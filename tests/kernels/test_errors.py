@@ -241,7 +241,7 @@ def test_dtensors_are_refused_alike(pool: Pool) -> None:
         assert "linear: the bias is torch.bfloat16" in bias
         assert "call matmul with a_scale and b_scale" in eight
         assert "rms_norm: x is torch.int32; cast it" in ints_
-        assert "rms_norm: its operands lie on cpu and meta" in device
+        assert "rms_norm: the operands are on cpu and meta" in device
 
 
 X, WEIGHT, VECTOR = (tensors()[each] for each in ("x", "weight", "vector"))
@@ -357,5 +357,5 @@ def on_two_devices() -> str:
 
 def test_a_rank_outside_of_the_mesh_is_asked_for_no_device(pool: Pool) -> None:
     """torch's ops leave its empty parts on the CPU, a parameter's for one, wherever other ranks have theirs."""
-    told = "rms_norm: its operands lie on meta and cpu; move them to one device"
+    told = "rms_norm: the operands are on meta and cpu; move them to one device"
     assert pool.run(on_two_devices) == [told, told, "(4, 8)", "(4, 8)"]

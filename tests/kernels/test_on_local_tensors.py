@@ -177,10 +177,11 @@ def refused() -> list[str]:
 def test_what_does_not_fit_is_refused_and_the_reshard_named(pool) -> None:
     for messages in pool.run(refused):
         assert re.search(
-            r"gate: 'x' lies as \(dp: S\(0\), tp: R\).*reshard\(x, placements='dp: S\(0\), tp: S\(2\)'\)", messages[0]
+            r"gate: 'x' has layout \(dp: S\(0\), tp: R\).*reshard\(x, placements='dp: S\(0\), tp: S\(2\)'\)",
+            messages[0],
         )
-        assert "a DTensor as 'scale', of which in_layouts says nothing" in messages[1]
-        assert re.search(r"returned \(\d, 2, 7\) as output 0 on this rank.*it has \(\d, 5, 7\)", messages[2])
+        assert "a DTensor as 'scale', which in_layouts does not declare" in messages[1]
+        assert re.search(r"returned \(\d, 2, 7\) as output 0 on this rank.*it must have \(\d, 5, 7\)", messages[2])
         assert "give on_local_tensors out_shapes=" in messages[3]
         assert "out_layouts declares 1 tensor" in messages[4]
 
@@ -228,8 +229,9 @@ def test_a_plain_tensor_is_not_told_to_give_what_it_gave(pool) -> None:
         ):
             wanted = {"scale": "dp: R, tp: S(0)", "x": "dp: S(0), tp: S(2)"}[name]
             assert messages[number] == (
-                f"{function}: {name!r} is a plain tensor, which counts as replicated, and in_layouts declares ({wanted}); give "
-                f"a DTensor: of a whole tensor distribute({name}, Layout(mesh, {wanted!r})), of this rank's part DTensor.from_local"
+                f"{function}: {name!r} is a plain tensor, which counts as replicated, but in_layouts declares ({wanted}); give "
+                f"a DTensor: distribute({name}, Layout(mesh, {wanted!r})) of a global tensor, or DTensor.from_local of "
+                f"this rank's part"
             )
 
 
@@ -258,12 +260,10 @@ def wrong_on_some(function: Any) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("function", "count", "elsewhere"), [(evenly, 0, "on rank 0"), (no_meta, 1, "of another rank")]
-)
+@pytest.mark.parametrize(("function", "count", "elsewhere"), [(evenly, 0, "on rank 0"), (no_meta, 1, "of that rank")])
 def test_an_output_that_is_wrong_on_one_rank_is_refused_by_all(function: Any, count: int, elsewhere: str, pool) -> None:
     (first, right), (second, too) = pool.run(wrong_on_some, function, ranks=2)
-    assert re.search(r"returned \(2, 3\) as output 0 on this rank.*it has \(3, 3\)", first)
+    assert re.search(r"returned \(2, 3\) as output 0 on this rank.*it must have \(3, 3\)", first)
     assert elsewhere in second
     assert right == too == f"(4, 3) after {count} collectives"
 
@@ -284,7 +284,7 @@ def test_on_plain_tensors_it_is_the_function_itself() -> None:
         pytest.param({"in_layouts": {"x": {}}, "out_layouts": {"tp": "S(0)"}}, "where all inputs replicate", id="from-nothing"),
         pytest.param(
             {"in_layouts": {"x": {"tp": "S(0)"}, "y": {}}, "out_layouts": [{"tp": "S(0)"}, {}]},
-            "the gradient of 'y', which is R there, does not follow; give it in grad_layouts",
+            "the gradient of 'y', which is R there, has no evident layout; give one in grad_layouts",
             id="gradient",
         ),
     ],

@@ -293,7 +293,9 @@ def test_anchor_4_in_place_by_the_layout_others_who_saved_the_logits_are_told(po
 def denominators_laid_out() -> None:
     logits, target, _ = make(6, 7, "cpu")
     x, t = distribute(logits, Layout(GRID, "dp: S(0)")), distribute(target, Layout(GRID, "dp: S(0)"))
-    with pytest.raises(LayoutError, match=r"denominator lies \(dp: P\(sum\), tp: R\); reshard it to \(dp: R, tp: R\)"):
+    with pytest.raises(
+        LayoutError, match=r"denominator has layout \(dp: P\(sum\), tp: R\); reshard it to \(dp: R, tp: R\)"
+    ):
         cross_entropy(x, t, denominator=(t != -100).sum())
     loss = reshard(cross_entropy(x, t, denominator=distribute(torch.tensor(6.0), Layout(GRID))))
     torch.testing.assert_close(loss.to_local(), cross_entropy(logits, target))

@@ -98,6 +98,6 @@ def test_a_product_in_blocks_of_classes_is_the_whole():
     expected = F.linear(*(leaf.detach().double() for leaf in case.leaves()))
     for nbytes in (1, 4 * H * 7, 1 << 21):
         with patch.object(chunks, "CAST_BYTES", nbytes):
-            logits = product.logits(slice(3, 20), product.space(20))
+            logits = product.logits(slice(3, 20), product.logits_buffer(20))
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), expected[3:20], rtol=1e-5, atol=1e-5)

@@ -55,5 +55,5 @@ __all__ = [
 ]
 
 __version__: str
-if not TYPE_CHECKING:  # to a type checker it would be every name there is
+if not TYPE_CHECKING:  # type checkers would accept any attribute of a module with a __getattr__
     __getattr__ = version_of(__name__)

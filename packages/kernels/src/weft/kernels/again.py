@@ -1,8 +1,10 @@
-"""Values that are made again in backward, instead of kept until then: what a norm or a gate gave, from what that has kept itself.
+"""Recomputing a norm's or a gate's output in backward, instead of saving it for the ops after.
 
-Where an op saves such a value, as a product saves its input, it saves the tensors that make it, which take no more memory: they are
-saved already. Products that share an input share what is made again. Under torch.compile the compiler decides, and nothing of this is
-done; nor is it where a CPU computes in 32 bits or more.
+A linear layer saves its input for backward. If the input is the output of a norm or a gate, the layer saves the
+tensors behind this output instead, for example swiglu's gate and up. The norm or gate has saved them already: no more
+memory is needed. Backward recomputes the output once for all readers.
+
+Not done under torch.compile, where the compiler decides what to recompute, nor on a CPU in 32 bits or more.
 """
 
 from __future__ import annotations
@@ -16,95 +18,122 @@ from torch import Tensor
 from . import backend
 from .op import Op, Tensors
 
-SOURCE = "_weft_source"  # of a storage: the `Source` of what is in it
+SOURCE = "_weft_source"  # the attribute of an untyped storage under which its `Source` is kept
 
 
 @dataclass(slots=True, eq=False)
-class Again:
-    """How to make an op's last output again. It holds no tensor but, from its first reader in backward to its last, the value."""
+class Recipe:
+    """How to recompute an op's last output in backward.
+
+    `mark_recomputable` makes one for each call of an op with `Op.again`. No tensor is kept alive except `value`, from
+    the first reader in backward to the last.
+    """
 
     op: Op
     options: dict[str, Any]
-    readers: int = 0
-    left: int = 0
-    value: Tensor | None = None
+    readers: int = 0  # ops that would have saved the output
+    reads_left: int = 0  # readers whose backward is still to come; 0 before the first
+    value: Tensor | None = None  # the recomputed output
 
     def make(self, saved: Tensors) -> Tensor:
-        """The value, for one of the readers. saved: what the op saved, from `again_from` on."""
-        assert self.op.again is not None, "only such ops have a source"
+        """Return the recomputed output to one of its readers.
+
+        saved: the tensors saved by the op, from position `Op.again_from` on.
+        """
+        assert self.op.again is not None, "mark_recomputable is called for ops with `again` alone"
         value = self.op.again(saved, **self.options) if self.value is None else self.value
-        self.left = (self.left or self.readers) - 1
-        self.value = value if self.left else None
+        self.reads_left = (self.reads_left or self.readers) - 1
+        self.value = value if self.reads_left else None
         made: Tensor = value
         return made
 
 
 class Source(NamedTuple):
-    """What is in a storage, as long as its version is this one."""
+    """How to recompute the op output stored in a storage, on which the source is kept. Stale once the version
+    changes.
+    """
 
-    again: Again
+    recipe: Recipe
     saved: Tensors
-    version: int
-    lies: tuple[Any, ...]
+    version: int  # the output's `_version` when it was marked
+    geometry: tuple[Any, ...]  # the output's `_geometry`
 
 
-Makes = list[tuple[Again, int] | None]  # of each tensor: what makes it, of so many of those that are kept; or None
+# One entry for each tensor to save: None if the tensor is saved itself, else its recipe and the number of tensors
+# saved instead.
+Recipes = list[tuple[Recipe, int] | None]
 
 
-def mark(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
-    """Has what saves `output`, the last of an op that has `again`, keep instead what makes it of what the op has saved."""
+def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
+    """Mark `output`, the last output of `op`, as recomputable from `saved`, the tensors saved by `op` for its own
+    backward.
+
+    Ops called later with `output` as an operand then save these tensors in its place.
+    """
     if not backend.is_short_of_memory(output):
         return
-    source = Source(Again(op, options), saved[op.again_from :], output._version, _lies(output))
+    source = Source(Recipe(op, options), saved[op.again_from :], output._version, _geometry(output))
     setattr(output.untyped_storage(), SOURCE, source)
 
 
-def kept(saved: Tensors) -> tuple[Sequence[Tensor | None], Makes]:
-    """What to save in the place of `saved`, and what makes that of it; nothing does where all are kept as they are."""
-    for tensor in saved:  # most ops find none: no list is made for them
+def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recipes]:
+    """Replace each recomputable tensor among `saved` by the tensors behind it. Called when an op saves for backward.
+
+    Returns the tensors for `save_for_backward`, and the recipes for `restore`: an empty list if nothing was replaced.
+    """
+    for tensor in saved:  # most ops save no recomputable tensor, and should not pay for a list
         if tensor is not None and _source(tensor) is not None:
             break
     else:
         return saved, []
     tensors: list[Tensor | None] = []
-    makes: Makes = []
+    recipes: Recipes = []
     for tensor in saved:
         source = None if tensor is None else _source(tensor)
         if source is None:
             tensors.append(tensor)
-            makes.append(None)
+            recipes.append(None)
         else:
-            source.again.readers += 1
+            source.recipe.readers += 1
             tensors += source.saved
-            makes.append((source.again, len(source.saved)))
-    return tensors, makes
+            recipes.append((source.recipe, len(source.saved)))
+    return tensors, recipes
 
 
-def restored(tensors: Sequence[Tensor | None], makes: Makes) -> Tensors:
-    """What was to be saved, from what `kept` saved in its place. In backward, once."""
+def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
+    """Return the original `saved` of `replace_recomputable` from its two results. Called in backward, once."""
     remaining = iter(tensors)
     saved: list[Tensor | None] = []
-    for make in makes:
-        if make is None:
+    for entry in recipes:
+        if entry is None:
             saved.append(next(remaining))
         else:
-            again, count = make
-            saved.append(again.make(tuple(next(remaining) for _ in range(count))))
+            recipe, count = entry
+            saved.append(recipe.make(tuple(next(remaining) for _ in range(count))))
     return tuple(saved)
 
 
 def _source(tensor: Tensor) -> Source | None:
-    """Where the tensor is what an op gave, unchanged, not a part of it or another view, and what makes it has its memory."""
+    """The tensor's `Source`; None if the tensor must be saved itself.
+
+    A view of a marked output has none, nor an output written in place since, nor one whose sources have lost their
+    memory.
+    """
     source: Source | None = getattr(tensor.untyped_storage(), SOURCE, None)
-    if source is None or source.version != tensor._version or source.lies != _lies(tensor):
+    if source is None or source.version != tensor._version or source.geometry != _geometry(tensor):
         return None
     return source if all(map(_has_memory, source.saved)) else None
 
 
 def _has_memory(tensor: Tensor | None) -> bool:
-    """Not so for a parameter that was gathered for another module, and given back: backward comes to this one before."""
+    """False for a parameter gathered for another module and freed since.
+
+    Backward reaches the present op before the other module gathers the parameter again, so nothing could be
+    recomputed.
+    """
     return tensor is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
-def _lies(tensor: Tensor) -> tuple[Any, ...]:
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """Distinguishes a tensor from other views of its storage."""
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

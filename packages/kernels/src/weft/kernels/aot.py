@@ -1,10 +1,10 @@
-"""Compiles the kernels without a GPU and reports what they cost: registers, spills, shared memory, access widths, inner loops.
+"""Compiles the kernels without a GPU and reports registers, spills, shared memory, access widths and inner loops.
 
-    python -m weft.kernels.aot                                # a table; all targets
+    python -m weft.kernels.aot                                # a table of all targets
     python -m weft.kernels.aot --target sm_90 --json
-    python -m weft.kernels.aot --save benchmarks/results/aot  # what the tests compare with, for the triton installed
+    python -m weft.kernels.aot --save benchmarks/results/aot  # the reference of the tests, for the installed triton
 
-A room declares its variants as `VARIANTS` in its launch.py, or in a variants.py beside it.
+Each op declares its variants as `VARIANTS`, in its launch.py or in a variants.py next to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from .occupancy import occupancy, programs_at_once
 
-ROOMS = (
+MODULES = (
     "weft.kernels.cross_entropy.launch",
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
@@ -44,80 +44,72 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with the types of its arguments, as one launch would specialize it.
-
-    arguments: name -> a Triton type ("*bf16", "i32"), with ":16" where the value is a multiple of 16, or a number
-        that the launch compiles in, such as a stride of "1", or "None" for an argument that is not given.
-    flop_per_byte: of what a product's inner loop brings to shared memory; None for what multiplies no matrices.
-    elsewhere: what the launch takes instead on some targets: "sm_80", or "gfx" for all of AMD's.
+    """A kernel with its arguments' types, as Triton would specialize it for one launch. Ops list theirs in
+    `VARIANTS`.
     """
 
     name: str
     kernel: Any
+    # Argument name -> its Triton type ("*bf16", "i32"), followed by ":16" if the value is a multiple of 16; or a number
+    # to compile in, such as a stride of "1"; or "None" for an optional argument left out.
     arguments: Mapping[str, str]
     constexprs: Mapping[str, int | str | None]
     warps: int
     stages: int = 3
+    # Flops per byte loaded into shared memory in a matrix product's inner loop; None for kernels without a product.
     flop_per_byte: float | None = None
+    # Target or prefix of targets ("sm_80", "gfx" for all of AMD) -> the variant launched there instead.
     elsewhere: Mapping[str, Variant] = field(default_factory=dict)
 
     def on(self, target: str) -> Variant:
-        """What is launched on the target."""
+        """The variant launched on `target`: from `elsewhere` if listed there, otherwise this one."""
         return next((variant for prefix, variant in self.elsewhere.items() if target.startswith(prefix)), self)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a compiled kernel costs.
-
-    registers: for each thread.  spill_bytes: local memory for each thread.  shared_bytes, warps: for each program.
-    flop_per_byte: as of `Variant`.
-    accesses: how many global loads and stores of each width the code has: {"load 128": 2}, in bits.
-    loop_accesses: those of them inside of loops.
-    tensor_core: how many tensor-core instructions of each kind and dtype the code has, and how many that bring tiles to them and
-        hand registers from warp to warp: {"wgmma.mma_async bf16": 4, "cp.async.bulk.tensor": 6, "setmaxnreg": 8}.
-    inner_tensor_core: those of them in the loops that have none inside.
-    inner_instructions: all instructions in these loops, of PTX or of AMD's.
-    """
+    """The cost of a variant compiled for one target. Made by `compile_variant`."""
 
     variant: str
     target: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    warps: int
-    flop_per_byte: float | None
-    accesses: Mapping[str, int]
-    loop_accesses: Mapping[str, int]
+    registers: int  # per thread
+    spill_bytes: int  # local memory, per thread
+    shared_bytes: int  # per program
+    warps: int  # per program
+    flop_per_byte: float | None  # see `Variant`
+    accesses: Mapping[str, int]  # global loads and stores by width in bits: {"load 128": 2}
+    loop_accesses: Mapping[str, int]  # the accesses inside loops
+    # Tensor-core instructions by kind and dtype, with the instructions to load tiles and to move registers between
+    # warps: {"wgmma.mma_async bf16": 4, "cp.async.bulk.tensor": 6, "setmaxnreg": 8}
     tensor_core: Mapping[str, int]
-    inner_tensor_core: Mapping[str, int]
-    inner_instructions: int
+    inner_tensor_core: Mapping[str, int]  # `tensor_core` of the innermost loops
+    inner_instructions: int  # all instructions of the innermost loops, in PTX or AMD assembly
 
     @property
     def programs(self) -> int | None:
-        """At once on a multiprocessor; None of a target whose limits are not known."""
+        """How many programs run at once on a multiprocessor; None for a target with unknown limits."""
         return programs_at_once(self.target, self.warps, self.registers, self.shared_bytes)
 
     @property
     def occupancy(self) -> float | None:
-        """The share of a multiprocessor's warps that are at work."""
+        """The share of a multiprocessor's warp slots in use; None for a target with unknown limits."""
         return occupancy(self.target, self.warps, self.registers, self.shared_bytes)
 
 
 def variants() -> Iterator[Variant]:
-    """Of every room the variants that have all of what its launches do."""
-    for room in ROOMS:
-        yield from importlib.import_module(room).VARIANTS
+    """The main variants of every op: together they contain all code of the op's launches."""
+    for module in MODULES:
+        yield from importlib.import_module(module).VARIANTS
 
 
 def others() -> Iterator[Variant]:
-    """Of rooms that launch the same in more ways, those."""
-    for room in ROOMS:
-        yield from getattr(importlib.import_module(room), "OTHERS", ())
+    """Further variants, of the ops with more launch configurations of the same code."""
+    for module in MODULES:
+        yield from getattr(importlib.import_module(module), "OTHERS", ())
 
 
 def compile_all(targets: Iterable[str]) -> list[Report]:
-    """The reports of all variants, sorted by variant and then as `targets`; each target in a process of its own."""
+    """The reports of all variants, sorted by variant, then as `targets`. Each target is compiled in its own process."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         reports = [report for of_target in pool.map(_compile_for, targets) for report in of_target]
     return sorted(reports, key=lambda report: report.variant)
@@ -128,16 +120,20 @@ def _compile_for(target: str) -> list[Report]:
 
 
 def compile_variant(variant: Variant, target: str) -> Report:
-    """The report of a variant compiled for a target: "sm_90", "sm_100", … or "gfx942", …
+    """The report of a variant compiled for `target`: "sm_90", "sm_100", … or "gfx942", …
 
-    Raises ValueError for another kind of target, and while TRITON_INTERPRET is set, which makes kernels uncompilable.
+    Raises ValueError for an unknown kind of target, and for kernels imported under TRITON_INTERPRET, which cannot be
+    compiled.
     """
     import triton
     from triton.compiler import ASTSource
 
     variant = variant.on(target)
     if not isinstance(variant.kernel, triton.JITFunction):
-        raise ValueError(f"{variant.name} was imported to be interpreted; unset TRITON_INTERPRET to compile it")
+        raise ValueError(
+            f"{variant.name} was imported under TRITON_INTERPRET, which cannot compile; unset TRITON_INTERPRET and "
+            f"import the kernels anew"
+        )
     signature, attributes = {}, {}
     constexprs: dict[str, Any] = dict(variant.constexprs)
     for position, (name, kind) in enumerate(variant.arguments.items()):
@@ -164,7 +160,7 @@ def compile_variant(variant: Variant, target: str) -> Report:
         target,
         *usage,
         shared_bytes=compiled.metadata.shared,
-        warps=compiled.metadata.num_warps,  # with those that specialization adds
+        warps=compiled.metadata.num_warps,  # includes the warps added by warp specialization
         flop_per_byte=variant.flop_per_byte,
         accesses=accesses(code),
         loop_accesses=accesses(loops(code)),
@@ -175,11 +171,12 @@ def compile_variant(variant: Variant, target: str) -> Report:
 
 
 def accesses(code: str) -> dict[str, int]:
-    """The global loads and stores in PTX or in AMD assembly, counted by their width in bits."""
+    """Count the global loads and stores in PTX or AMD assembly by their width in bits."""
     widths: Counter[str] = Counter()
     for kind, vector, bits in re.findall(r"\b(ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)\b", code):
         widths[f"{'load' if kind == 'ld' else 'store'} {int(vector or 1) * int(bits)}"] += 1
-    for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], (0x\w+|\d+)", code):  # of a pipelined loop
+    # a pipelined loop's loads
+    for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], (0x\w+|\d+)", code):
         widths[f"load {int(size, 0) * 8}"] += 1
     for kind, size in re.findall(r"\b(?:global|buffer|flat)_(load|store)_(dwordx?\d?|u?short|u?byte)", code):
         bits = {"d": 32, "s": 16, "b": 8}[size.lstrip("u")[0]]
@@ -188,12 +185,12 @@ def accesses(code: str) -> dict[str, int]:
 
 
 def loops(code: str) -> str:
-    """The part of PTX or of AMD assembly that is inside of loops: the blocks that LLVM's comments say are."""
+    """The code inside loops, in PTX or AMD assembly: the blocks marked by LLVM's loop comments."""
     return "".join(block for block in _blocks(code) if re.search(r"(//|;) .*(\bin Loop:|Loop Header:)", block))
 
 
 def inner_loops(code: str) -> str:
-    """Of the part that is inside of loops that of loops which have none inside."""
+    """The code inside innermost loops, in PTX or AMD assembly."""
     blocks = _blocks(code)
     headers = [re.match(r"[$.]L(?:__)?(BB\w+)", block) for block in blocks if "This Inner Loop Header:" in block]
     inside = {f"in Loop: Header={header[1]} " for header in headers if header}
@@ -207,11 +204,12 @@ def _blocks(code: str) -> list[str]:
 
 
 def instructions(code: str) -> int:
-    """How many PTX or AMD assembly has; directives, labels and comments are none."""
+    """Count the instructions in PTX or AMD assembly; directives, labels and comments are left out."""
     return len(re.findall(r"^\s+[@a-z].*(?<!:)$", code, flags=re.MULTILINE))
 
 
-# Before the dtype of the factors: of PTX behind that of the sums, or of tcgen05 by its kind; of AMD's with it, or glued to sizes.
+# Each pattern's last group is the factors' dtype: in PTX after the sums' dtype, for tcgen05 the kind, for AMD after
+# the sizes.
 _MULTIPLIES = (
     r"\b(wgmma\.mma_async|mma\.sync)\.\S*?\.f32\.(\w+)\.",
     r"\b(tcgen05\.mma)\.\S*?kind::(\w+)",
@@ -220,19 +218,22 @@ _MULTIPLIES = (
 
 
 def tensor_core(code: str) -> dict[str, int]:
-    """The matrix instructions in PTX or in AMD assembly by their kind and dtype, and those of tiles and warps for them."""
+    """Count the tensor-core instructions in PTX or AMD assembly by kind and dtype, with TMA loads and setmaxnreg."""
     kinds = Counter(" ".join(each) for pattern in _MULTIPLIES for each in re.findall(pattern, code))
     kinds.update(re.findall(r"\b(cp\.async\.bulk\.tensor|setmaxnreg)\.", code))
     return dict(sorted(kinds.items()))
 
 
 def as_json(reports: Iterable[Report]) -> str:
-    """One line for each report, so that a change of one is a change of one line."""
+    """The reports as JSON, one report a line: a changed report is one changed line in a diff."""
     return "[\n" + ",\n".join(json.dumps(asdict(report)) for report in reports) + "\n]\n"
 
 
 def as_table(reports: Iterable[Report]) -> str:
-    """Lines for people: each variant, and under it its targets. Occupancy is the programs at once, and their share of all warps."""
+    """The reports as a table to read, each variant above its targets.
+
+    The occupancy column shows the programs at once on a multiprocessor and their share of its warp slots.
+    """
     line = "  {:8}{:>9}{:>9}{:>8}{:>7}{:>13}{:>11}{:>12}  {:60}  {:50}  {}"
     names = ("", "registers", "spilled", "shared", "warps", "occupancy", "flop/byte", "inner loop")
     lines = [line.format(*names, "of it tensor cores", "accesses, in bits", "of them in loops")]
@@ -254,7 +255,7 @@ def _counted(kinds: Mapping[str, int]) -> str:
 
 
 def save(reports: Iterable[Report], folder: Path) -> None:
-    """Writes FOLDER/triton-<version>.json."""
+    """Write the reports to FOLDER/triton-<version>.json."""
     import triton
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -268,11 +269,11 @@ def _gpu(target: str) -> Any:
         return GPUTarget("cuda", int(match[1]), 32)
     if re.fullmatch(r"gfx9\w+", target):
         return GPUTarget("hip", target, 64)
-    raise ValueError(f"target is {target!r}; give an NVIDIA one such as 'sm_90', or an AMD one such as 'gfx942'")
+    raise ValueError(f"target is {target!r}; give an NVIDIA target such as 'sm_90', or an AMD target such as 'gfx942'")
 
 
 def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers and local bytes of a thread, as the `cuobjdump` that comes with triton states them."""
+    """Registers and local bytes of a thread, from triton's `cuobjdump`."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -293,8 +294,8 @@ def _usage_of_amdgcn(code: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weft.kernels.aot", description="Compile kernels without a GPU.")
-    which = parser.add_mutually_exclusive_group()  # a file has all targets
-    which.add_argument("--target", action="append", help=f"may be repeated; all without it: {', '.join(TARGETS)}")
+    which = parser.add_mutually_exclusive_group()  # a saved file holds all targets
+    which.add_argument("--target", action="append", help=f"may be repeated; default: all, {', '.join(TARGETS)}")
     which.add_argument("--save", type=Path, metavar="FOLDER", help="write FOLDER/triton-VERSION.json")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     options = parser.parse_args()

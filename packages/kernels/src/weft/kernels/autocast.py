@@ -1,4 +1,4 @@
-"""Which op runs in what under `torch.autocast`, as in torch's own lists of ops."""
+"""The dtype of each op under `torch.autocast`, after torch's own lists of ops."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DEVICES = ("cpu", "cuda")
 
 
 class Runs(Enum):
-    """What the floating operands of an op are cast to. Those in float64 never are, nor what computes with them."""
+    """How `torch.autocast` casts an op's floating operands. float64 operands are never cast."""
 
     LOWER = "the dtype of autocast"
     FLOAT32 = "float32"
-    WIDEST = "the widest dtype of its operands"
-    AS_GIVEN = "the dtype that it is given"
-    LOWER_INSIDE = "the dtype of autocast, by its compute_dtype: it casts its operands and sums their gradients itself"
+    WIDEST = "the widest dtype of the operands"
+    AS_GIVEN = "the dtype of each operand, unchanged"
+    LOWER_INSIDE = "autocast's dtype, passed as compute_dtype: the op casts operands and sums their gradients itself"
 
 
 RUNS = {
@@ -28,7 +28,7 @@ RUNS = {
     "add_rms_norm": Runs.FLOAT32,
     "all_gather_matmul": Runs.LOWER,
     "attention": Runs.LOWER,
-    "cross_entropy": Runs.AS_GIVEN,  # its passes compute in float32 and give float32
+    "cross_entropy": Runs.AS_GIVEN,  # computes and returns float32 for any logits
     "dropout": Runs.AS_GIVEN,
     "embedding": Runs.AS_GIVEN,
     "geglu": Runs.WIDEST,
@@ -49,33 +49,33 @@ RUNS = {
 
 
 def is_autocasting() -> bool:
-    """Whether autocast is enabled anywhere: what costs the host least to ask, in every call."""
+    """Whether autocast is enabled on any device. Asked in every call, before the slower `autocast_dtype`."""
     return is_autocast_enabled("cpu") or is_autocast_enabled("cuda")
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """That of the autocast which is enabled where the tensor lies; None without one."""
+    """The dtype of the autocast enabled on the tensor's device; None if none is enabled."""
     device = _device(tensor)
     enabled = device in DEVICES and is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[None]:
-    """In it torch casts nothing where the tensor lies: what an op computes has been cast."""
+    """Context without autocast on the tensor's device, entered once an op's operands are cast."""
     return torch.autocast(_device(tensor), enabled=False)
 
 
 def _device(tensor: Tensor) -> str:
-    """Where the tensor lies; of one without data, which lies nowhere, a device that has autocast enabled, if there is one."""
+    """The tensor's device type. A meta tensor has none: the first device with autocast enabled, if any, stands in."""
     device = tensor.device.type
     return next(filter(is_autocast_enabled, DEVICES), device) if device == "meta" else device
 
 
 def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:
-    """What operands are cast to where autocast has `dtype`; None to leave them as they are.
+    """The dtype to cast an op's operands to where autocast uses `dtype`; None to leave them unchanged.
 
-    operands: the dtypes of those that `may_be_cast`. Beside factors of 8 bits nothing is cast: they are what a product is to be of,
-    and their scales are of float32.
+    operands: the dtypes of the operands for which `may_be_cast` holds. If any has 8 bits, nothing is cast: the caller
+        chose float8 factors, and their scales are float32.
     """
     if any(each.itemsize == 1 for each in operands):
         return None
@@ -91,5 +91,5 @@ def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) 
 
 
 def may_be_cast(operand: object) -> bool:
-    """Whether autocast casts such an operand: a floating tensor, but for float64."""
+    """Whether autocast casts an operand: any floating tensor, except float64."""
     return isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64

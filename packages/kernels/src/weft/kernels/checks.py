@@ -1,4 +1,4 @@
-"""Dtypes that ops take. What runs in every call allocates nothing."""
+"""Checks of operands' dtypes, run in every call of an op: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
 def check_floats(op: str, names: tuple[str, ...], *operands: Tensor | None) -> None:
-    """Raises ValueError for an operand that is no floating tensor of 16 bits or more. names: of the operands."""
+    """Raise ValueError for an operand without a floating dtype of 16 bits or more. names: of the operands, in order."""
     for operand in operands:
         if operand is not None and operand.dtype not in WIDE:
             name = next(name for name, each in zip(names, operands, strict=True) if each is operand)

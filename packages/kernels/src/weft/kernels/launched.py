@@ -1,4 +1,7 @@
-"""Kernel launches as ops of torch: what traces, records or recomputes sees each as one op, and tensors without data launch nothing."""
+"""Kernel launches as torch ops: tracing, recomputation and dispatch modes see a single op for each launch.
+
+On tensors without data (meta and fake tensors) nothing is launched.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ LIBRARY = library.Library("weft", "FRAGMENT")  # type: ignore[no-untyped-call]  
 
 
 def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of a function that launches kernels, which write into tensors that it is given.
+    """Decorator for a function that launches kernels writing into given tensors. Returns a torch op, `weft::<name>`.
 
-    schema: as of torch.library, without the namespace; what is written is `Tensor(a!)`, and nothing is returned. So memory is
-    allocated by torch's own ops before, and there is no second rule for shapes. `torch.library.custom_op` would do the same, at
-    several times the host's time for each call.
+    schema: as for torch.library, without namespace and return value; the tensors written are `Tensor(a!)`.
+
+    The caller allocates the written tensors with torch's own ops, so the launch needs no shape rule. With
+    `torch.library.custom_op` each call would cost the host several times as much.
     """
     name = schema.partition("(")[0]
 
@@ -33,8 +37,9 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `launched`, of a function that communicates: an op where it is traced alone, since what an op does is hidden from whoever
-    counts collectives.
+    """`launched` for a function that communicates: the torch op is called while tracing, else the function itself.
+
+    Within a torch op, collectives would be hidden from dispatch modes that count them.
     """
 
     def decorator(run: Callable[..., None]) -> Callable[..., None]:
@@ -49,4 +54,4 @@ def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _nothing(*arguments: Any, **more: Any) -> None:
-    """Of tensors without data: what is written has its shape already."""
+    """The op on tensors without data: the written tensors already have their shapes."""

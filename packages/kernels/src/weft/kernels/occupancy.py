@@ -1,4 +1,4 @@
-"""How many programs of a kernel a multiprocessor runs at once: by warps, registers and shared memory."""
+"""Occupancy: the programs of a kernel at once on a multiprocessor, by warps, registers and shared memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """What it has: warps and programs at once, 32-bit registers, bytes of shared memory."""
+    """The limits of a multiprocessor."""
 
-    warps: int
-    programs: int
-    registers: int
+    warps: int  # resident at once
+    programs: int  # resident at once
+    registers: int  # of 32 bits
     shared_bytes: int
 
 
@@ -21,30 +21,30 @@ MULTIPROCESSORS = {
     "sm_90": Multiprocessor(64, 32, 65536, 228 * 1024),
     "sm_100": Multiprocessor(64, 32, 65536, 228 * 1024),
 }
-# cuda_occupancy.h of the CUDA Toolkit: in these steps a warp is given registers, and a program shared memory; a quarter of a
-# multiprocessor has a quarter of the registers, and a program's warps go round the quarters.
+# cuda_occupancy.h of the CUDA Toolkit: registers are given to a warp, and shared memory to a program, in these steps.
+# A multiprocessor has four quarters with a quarter of the registers each, to which a program's warps go in turn.
 REGISTERS_STEP, SHARED_STEP, QUARTERS = 256, 128, 4
-SHARED_RESERVED = 1024  # of each program; CUDA C++ Programming Guide, "Shared Memory" of compute capability 8.x to 10.x
+SHARED_RESERVED = 1024  # per program; CUDA C++ Programming Guide, "Shared Memory" of compute capability 8.x to 10.x
 
 
 def programs_at_once(target: str, warps: int, registers: int, shared_bytes: int) -> int | None:
-    """How many programs a multiprocessor has at work; None of a target whose limits are not here.
+    """How many programs run at once on a multiprocessor; None for a target not in MULTIPROCESSORS.
 
-    warps: of a program. registers: of a thread. shared_bytes: of a program.
+    warps, shared_bytes: of a program. registers: of a thread.
     """
     limits = MULTIPROCESSORS.get(target)
     if limits is None:
         return None
-    of_warp = _up(max(1, registers) * 32, REGISTERS_STEP)
-    if of_warp * _up(warps, QUARTERS) > limits.registers:
+    warp_registers = _up(max(1, registers) * 32, REGISTERS_STEP)
+    if warp_registers * _up(warps, QUARTERS) > limits.registers:
         return 0
-    by_registers = limits.registers // QUARTERS // of_warp * QUARTERS // warps
+    by_registers = limits.registers // QUARTERS // warp_registers * QUARTERS // warps
     by_shared = limits.shared_bytes // _up(shared_bytes + SHARED_RESERVED, SHARED_STEP)
     return min(limits.programs, limits.warps // warps, by_registers, by_shared)
 
 
 def occupancy(target: str, warps: int, registers: int, shared_bytes: int) -> float | None:
-    """The warps at work, of those that a multiprocessor could have."""
+    """The share of a multiprocessor's warp slots in use; None for a target not in MULTIPROCESSORS."""
     programs = programs_at_once(target, warps, registers, shared_bytes)
     return None if programs is None else programs * warps / MULTIPROCESSORS[target].warps
 

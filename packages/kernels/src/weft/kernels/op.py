@@ -1,4 +1,4 @@
-"""An op as a value: what it computes on local tensors, how its gradient flows, which layouts it takes."""
+"""`Op`: an operation's local computation, its backward and its layout rule, in a single value."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ Tensors = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One operation of a model, on local tensors; `sharded.apply` runs it on plain tensors and on DTensors.
+    """One operation of a model, made once as a constant. `sharded.apply` runs it on plain tensors and DTensors.
 
-    forward(*tensors, **options) -> (output, saved): `saved` are the tensors that backward needs. An op of several outputs
-        returns a tuple of them, and its backward is given a tuple of gradients, None for those that are zero.
-    backward(saved, grad, needed, **options) -> gradients: one per tensor of forward; None where `needed[i]` is false.
-        It is linear in `grad`, so a Partial gradient may flow through it. Without it torch differentiates forward, which then
-        returns its output, or a tuple of them, alone.
-    rule(layouts, shapes, options) -> Sharding: the layouts the op takes and gives; LayoutError for any other.
-    dtype(dtype of the first floating tensor, options) -> that of the output: ranks outside the mesh have nothing else to ask.
-    varying: options that differ from call to call; the rule, whose answers are kept, is not given them.
-    inference(*tensors, **options) -> output: what forward computes where no gradient is recorded, and saves nothing; forward
-        itself where None.
-    constants(options) -> how many of the last outputs have no gradient.
-    weights: positions of the tensors whose gradients are products of their own, and may be computed later; see `waiting_weights`.
-    of_products(saved, grad, needed, **options) -> the gradients of what an activation is applied to, from which those of inputs and
-        of weights are computed: `backward` is given them in place of `grad`. They are computed once, also where weights wait.
-    again(saved, **options) -> the last output, from what forward saved, where that is cheap: what saves the output keeps those instead.
-    again_from: the first of what forward saved that `again` is given.
-    overwrites(options) -> whether backward puts the gradient of the first tensor in that tensor's memory.
+    Every function below is called with local tensors, and with these values:
+    saved: the tensors saved by `forward` for backward.
+    grad: the gradient of the output, or a tuple with one for each output, None where it is zero.
+    needed: for each operand, whether its gradient is required.
+    options: the keyword arguments of the call.
     """
 
+    # The key in OPS, and the name in error messages.
     name: str
+    # (*operands, **options) -> (output, saved). Several outputs are a tuple.
     forward: Callable[..., Any]
+    # (saved, grad, needed, **options) -> one gradient for each operand, None where `needed` is false. Linear in `grad`,
+    # because a Partial gradient may flow through. None: torch differentiates `forward`, which then returns the
+    # output or outputs alone, without `saved`.
     backward: Callable[..., Tensors] | None
+    # (layouts, shapes, options) -> `Sharding`. Raises LayoutError for layouts the op cannot take.
     rule: Callable[..., Any]
+    # (dtype of the first floating operand, options) -> dtype of the output. Asked on ranks outside the mesh.
     dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype] = lambda dtype, options: dtype
+    # (*operands, **options) -> output. Called when no gradient is recorded; saves nothing. None: `forward` is called.
     inference: Callable[..., Any] | None = None
+    # Names of options with another value in each call. The rule does not receive them, since its answers are cached.
     varying: tuple[str, ...] = ()
+    # Positions of the weights. Their gradients are matrix products of their own, which `waiting_weights` can delay.
     weights: tuple[int, ...] = ()
+    # (saved, grad, needed, **options) -> the gradient before a fused activation, which `backward` receives as `grad`.
+    # Computed once, also when the gradients of the weights are delayed.
     of_products: Callable[..., Any] | None = None
+    # (saved[again_from:], **options) -> the last output, if recomputing is cheap: see `again.py`.
     again: Callable[..., Tensor] | None = None
     again_from: int = 0
+    # (options) -> how many outputs at the end have no gradient.
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
+    # (options) -> whether backward writes the first operand's gradient into the operand's own memory.
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 
     def infer(self, *tensors: Tensor | None, **options: Any) -> Any:
-        """The output alone, where no gradient is recorded."""
+        """The output or outputs alone. Called when no gradient is recorded."""
         if self.inference is not None:
             return self.inference(*tensors, **options)
         output = self.forward(*tensors, **options)
@@ -60,4 +63,4 @@ class Op:
         OPS[self.name] = self
 
 
-OPS: dict[str, Op] = {}  # by name, which is what a traced graph knows of them
+OPS: dict[str, Op] = {}  # by name: a traced graph holds the names of ops alone

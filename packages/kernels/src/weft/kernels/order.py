@@ -1,4 +1,7 @@
-"""Tokens that lie in another order than they are read in: runs of neighbours, as [start, stop) of the sequence."""
+"""Tokens stored in another order than their sequence, as zigzag context parallelism does.
+
+An order is a tuple of runs: memory holds the tokens [start, stop) of each run, run after run.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,19 @@ from torch import Tensor
 
 from .backend import is_compiling
 
-Runs = tuple[tuple[int, int], ...]  # in the order in which they lie
+Runs = tuple[tuple[int, int], ...]  # in memory order
 
 
 def checked_order(name: str, order: Sequence[Sequence[int]], length: int) -> Runs:
-    """`order` as tuples. Raises ValueError where its runs are not `length` tokens, each once. name: of the op."""
+    """Return `order` as tuples. name: of the op.
+
+    Raises ValueError unless the runs cover 0 to `length`, with each token in one run.
+    """
     runs = tuple([(start, stop) for start, stop in order])
-    if not is_compiling() and not _covers(runs, length):  # Dynamo warns of what is kept
+    if not is_compiling() and not _covers(runs, length):  # Dynamo warns about lru_cache
         raise ValueError(
-            f"{name}: order is {list(runs)}, but the tokens are 0 to {length}; give [start, stop) of runs that have each "
-            f"of them once"
+            f"{name}: order is {list(runs)}, but the tokens are 0 to {length}; give runs [start, stop) with each token "
+            f"once"
         )
     return runs
 
@@ -33,7 +39,7 @@ def _covers(runs: Runs, length: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def runs_within(order: Runs, start: int, stop: int) -> Runs:
-    """The runs of the tokens that lie at `start` to `stop`."""
+    """The runs of the tokens stored at positions `start` to `stop` in memory."""
     runs: list[tuple[int, int]] = []
     place = 0
     for first, last in order:
@@ -45,11 +51,11 @@ def runs_within(order: Runs, start: int, stop: int) -> Runs:
 
 
 def as_read(x: Tensor, order: Runs, dim: int) -> Tensor:
-    """x, whose tokens lie in `order` along `dim`, with them as they are read."""
-    parts = torch.split(x, [stop - start for start, stop in order], dim)  # its backward is one concatenation
+    """Reorder x from memory order `order` to sequence order, along `dim`."""
+    parts = torch.split(x, [stop - start for start, stop in order], dim)  # backward is a single concatenation
     return torch.cat([parts[i] for i in sorted(range(len(order)), key=order.__getitem__)], dim)
 
 
 def as_laid(x: Tensor, order: Runs, dim: int) -> Tensor:
-    """The reverse of `as_read`."""
+    """Reorder x from sequence order to memory order `order`, along `dim`: the reverse of `as_read`."""
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in order], dim)

@@ -1,4 +1,4 @@
-"""Tiles of rows that are read once: how many rows and warps a program has, and which view of a tensor has such rows."""
+"""Tiles of rows for kernels with each row read once: rows and warps of a program, and views of tensors as rows."""
 
 from __future__ import annotations
 
@@ -7,47 +7,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Of a row that is in registers between its one reading and its writing. Longer ones would spill, and take the torch path.
+# The longest row in bytes. A program holds its rows in registers from load to store; longer rows would spill, and
+# take the torch path.
 LONGEST_BYTES = 32 * 1024
 MOST_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of a program, the power of two at or above a row's length, and how many warps share them."""
+    """The rows of one program. `Tile.of` chooses them for a row length."""
 
     rows: int
-    block: int
-    warps: int
+    block: int  # the row length, rounded up to a power of two of 16 or more
+    warps: int  # shared by the rows
 
     @classmethod
     def of(cls, length: int, elements: int) -> Tile:
-        """For rows of this length, with so many elements a thread where that takes no more than MOST_WARPS."""
+        """The tile for rows of `length` elements, with `elements` in each thread unless more than MOST_WARPS result."""
         block = max(16, 1 << (length - 1).bit_length())
         warps = min(MOST_WARPS, max(1, block // (32 * elements)))
         return cls(max(1, 32 * elements // block), block, warps)
 
 
 def fits(x: Tensor, length: int) -> bool:
-    """Whether a row of so many elements of x is one tile."""
+    """Whether a row of `length` elements of x's dtype fits into a tile."""
     return 0 < length * x.itemsize <= LONGEST_BYTES
 
 
 def rows_of(x: Tensor, length: int) -> Tensor:
-    """x as [N, length], each row contiguous: a view wherever one stride reaches every row, otherwise a copy."""
+    """x as [N, length] with contiguous rows: a view if a single stride reaches every row, otherwise a copy."""
     rows = x.reshape(x.numel() // max(1, length), length)
     return rows if rows.stride(-1) == 1 or length < 2 else rows.contiguous()
 
 
 def vector_of(weight: Tensor | None) -> Tensor | None:
-    """A weight or bias [H] whose elements are neighbours in memory, as kernels read it."""
+    """A weight or bias [H] made contiguous for a kernel; None stays None."""
     return None if weight is None else weight.contiguous()
 
 
 def programs_of(tensor: Tensor, tiles: int, warps: int, at_work: int) -> int:
-    """How many programs take all tiles in turn: as many as are at work at once, `at_work` warps on each multiprocessor.
+    """The number of programs to launch for `tiles`, taken by the programs in turn: as many as run at once on the GPU.
 
-    In the interpreter a few, so that one has several tiles. At least one: what it writes is there without rows too.
+    warps: of a program. at_work: the warps to run at once on each multiprocessor.
+    At least 1 even without tiles, because a program also writes outputs of fixed shape. In Triton's interpreter at
+    most 3, to give a program several tiles.
     """
     if tensor.is_cuda:
         multiprocessors = torch.cuda.get_device_properties(tensor.device).multi_processor_count

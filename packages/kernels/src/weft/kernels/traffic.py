@@ -1,10 +1,10 @@
-"""Counts the bytes that Triton kernels load and store, without a GPU: in Triton's interpreter, exactly.
+"""Count the bytes loaded and stored by Triton kernels, exactly and without a GPU, in Triton's interpreter.
 
     with counted_traffic() as traffic:
-        op(...)  # under TRITON_INTERPRET=1, set before the kernels are imported; any kernels, Weft's or others'
+        op(...)  # under TRITON_INTERPRET=1, set before importing the kernels; any kernels, not only Weft's
     print(traffic.loaded / logits.numel())
 
-An element that a mask leaves out is not counted. What a GPU's caches would keep is counted each time it is read.
+Masked elements are not counted. Repeated loads of an element count each time, though a GPU's caches may serve them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes so far."""
+    """Bytes counted so far."""
 
     loaded: int = 0
     stored: int = 0
@@ -25,7 +25,7 @@ class Traffic:
 
 @contextmanager
 def counted_traffic() -> Iterator[Traffic]:
-    """What kernels load and store inside; one at a time."""
+    """Count the kernels' traffic inside the context. Contexts must not be nested or run in parallel."""
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -35,14 +35,14 @@ def counted_traffic() -> Iterator[Traffic]:
 
     def counted_load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         traffic.loaded += _bytes(ptrs, mask)
-        return load(builder, ptrs, mask, *rest, **named)  # a descriptor's load names what is left
+        return load(builder, ptrs, mask, *rest, **named)  # loads by a tensor descriptor pass `rest` by name
 
     def counted_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         traffic.stored += _bytes(ptrs, mask)
         return store(builder, ptrs, value, mask, *rest)
 
     def patched(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 takes an array of one element for a number, which NumPy 2.4 does not."""
+        """Triton 3.6 treats an array of one element as a number, which NumPy 2.4 refuses."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: int(number.handle.data.squeeze()))
 

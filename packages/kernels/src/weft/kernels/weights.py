@@ -1,4 +1,7 @@
-"""Gradients of weights that wait: a backward pass gives those of its inputs alone, and what it leaves is computed later."""
+"""Delayed weight gradients, for pipeline schedules that split backward into input (I) and weight (W) passes.
+
+The backward pass computes the gradients of inputs alone; the gradients of weights are computed later, when asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from torch import Tensor
 Later = list[Callable[[], None]]
 
 _may_wait = False
-_later: Later | None = None  # of the process: autograd runs backward in threads of its own
+_later: Later | None = None  # per process, not per thread: autograd runs backward in threads of its own
 
 
 @contextmanager
 def waiting_weights() -> Iterator[Later]:
-    """Inside, ops leave the gradients of weights in the list that is given, to be computed and added up by calling what is in it.
+    """Context for a backward pass that delays weight gradients. Yields a list of functions to call later.
 
-    Ops of which those are products of their own do so (`Op.weights`), for weights that are parameters themselves, if they were
-    recorded where `weights_may_wait`. torch calls a parameter's hooks both times, first without its gradient.
+    Each function computes the delayed gradients of one op and adds them to `.grad`. Delayed are the weights listed in
+    `Op.weights`, if they are parameters (not computed tensors) and the op was recorded inside `weights_may_wait`.
+    torch calls a parameter's hooks twice: in the backward pass, without a gradient, and later.
     """
     global _later
     before, _later = _later, []
@@ -32,7 +36,10 @@ def waiting_weights() -> Iterator[Later]:
 
 @contextmanager
 def weights_may_wait() -> Iterator[None]:
-    """Inside, ops are recorded so that the gradients of their weights may wait in backward: none by torch's own functions."""
+    """Context for a forward pass whose weight gradients `waiting_weights` may delay.
+
+    Inside, ops are recorded by Weft's autograd functions, never by torch's own, which cannot delay.
+    """
     global _may_wait
     before, _may_wait = _may_wait, True
     try:
@@ -42,14 +49,15 @@ def weights_may_wait() -> Iterator[None]:
 
 
 def may_wait() -> bool:
-    """Whether gradients of weights may wait in the backward of what is recorded now; also of what a backward computes again."""
+    """Whether ops recorded now may have to delay weight gradients, also while a backward pass recomputes a forward."""
     return _may_wait or _later is not None
 
 
 class _Deferred(torch.autograd.Function):
-    """A scalar whose backward gives parameters what `compute` returns, as a function's that torch may keep without a copy.
+    """A scalar with a backward that gives the parameters the gradients returned by `compute`.
 
-    Given to `torch.autograd.backward`, they would be copied: its caller refers to them, too.
+    Gradients returned by an autograd function can become `.grad` without a copy. Passed to `torch.autograd.backward`
+    they would be copied, because its caller still refers to them.
     """
 
     @staticmethod
@@ -68,10 +76,11 @@ def compute_or_wait(
     needed: Sequence[bool],
     compute: Callable[[Sequence[bool]], Sequence[Tensor | None]],
 ) -> Sequence[Tensor | None]:
-    """The gradients of an op's operands; where weights wait, without theirs.
+    """The gradients of an op's operands, by position; without the delayed weights' inside `waiting_weights`.
 
-    ctx: of the op's autograd function; `ctx.given` says which operands there are. weights: the positions of those that may wait.
-    compute: the gradients that are needed, by position.
+    ctx: of the op's autograd function; `ctx.given` tells for each operand whether it is a tensor or None.
+    weights: the positions of weights to delay, `Op.weights`.
+    compute: takes a flag for each operand, whether its gradient is needed, and returns the gradients.
     """
     if _later is None or not weights:
         return compute(needed)
@@ -79,7 +88,7 @@ def compute_or_wait(
     for i in weights:
         if i < len(needed) and needed[i]:
             node = ctx.next_functions[sum(ctx.given[:i])][0]
-            if hasattr(node, "variable"):  # it adds up in a parameter
+            if hasattr(node, "variable"):  # the operand is a parameter: its node accumulates into `.grad`
                 parameters[i] = node.variable
     if not parameters:
         return compute(needed)

@@ -1,1 +1,1 @@
-"""Cross-entropy of logits: each logit is read once in forward, read once and written once in backward."""
+"""Cross-entropy of logits. Forward reads each logit once; backward reads each once and writes the gradient once."""

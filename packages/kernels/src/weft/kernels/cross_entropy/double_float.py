@@ -1,25 +1,26 @@
-"""Numbers as the unevaluated sum of two float32, the second small beside the first.
+"""Double-float arithmetic: a number as the unevaluated sum of two float32, the second small next to the first.
 
-The passes over float32 logits compute in these numbers. Float32 alone cannot give a gradient within a unit in its last place, and
-many chips have next to no float64 units. The sums are those of Dekker (1971) and Knuth (The Art of Computer Programming 2, 4.2.2).
-Factors have so few bits that their products are exact. So the result is the same whether or not a compiler fuses multiply and add.
+Used in the passes over float32 logits: float32 alone cannot compute a gradient within a unit in the last place, and
+many chips have next to no float64 units. The sums are from Dekker (1971) and Knuth (The Art of Computer Programming
+2, 4.2.2). Factors have few enough bits for exact products, so fused multiply-add instructions do not change the
+result.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# log(2) in three parts: k times one of the first two is exact in float32 for every k that `exp` meets.
+# log(2) in three parts. k times the first or the second is exact in float32 for every k in `exp`.
 LN2_HIGH = tl.constexpr(0.693359375)
 LN2_MIDDLE = tl.constexpr(-0.0002121962606906891)
 LN2_LOW = tl.constexpr(1.8206359985041462e-09)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: x + ROUND has the integer nearest to x in its low bits
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: the low bits of x + ROUND are the integer nearest to x
 ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def two_sum(a, b):
-    """a + b exactly: the rounded sum and its rounding error."""
+    """a + b exactly: the rounded sum and the rounding error."""
     total = a + b
     b_added = total - a
     return total, (a - (total - b_added)) + (b - b_added)
@@ -27,7 +28,7 @@ def two_sum(a, b):
 
 @triton.jit
 def head(a):
-    """The upper 12 bits of a float32's significand. Its tail, a - head(a), has 12 bits too."""
+    """The upper 12 bits of a float32's significand. The tail, a - head(a), has 12 bits too."""
     return (a.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
 
 
@@ -41,9 +42,10 @@ def times(hi, lo, factor_head, factor_tail):
 
 @triton.jit
 def exp(hi, lo):
-    """exp(hi + lo) / 2**k as two float32, and k; the relative error is below 2**-26. hi: -110 to 88. lo: small beside 1.
+    """exp(hi + lo) / 2**k as two float32, and k, with a relative error below 2**-26.
 
-    Range reduction by Cody and Waite: hi + lo = k * log(2) + r + r_lo. Then exp(r) is its Taylor series.
+    hi: -110 to 88. lo: small next to 1. Range reduction by Cody and Waite: hi + lo = k * log(2) + r + r_lo. Then
+        exp(r) is a Taylor series.
     """
     rounded = hi * LOG2_E + ROUND
     k = rounded.to(tl.int32, bitcast=True) - ROUND_BITS

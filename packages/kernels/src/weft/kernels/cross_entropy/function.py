@@ -1,4 +1,4 @@
-"""Cross-entropy of one shard of the vocabulary, forward and backward: the local tensors of the op."""
+"""Forward and backward of cross-entropy on one shard of the vocabulary, with local tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .guess import Once, guess
 from .merged import Merged, Shard, Upstream, of_target
 from .options import Options, check, check_contiguous, form_of
 
-# Starts the all-gather of this shard's statistics [N, 3 to 6]. What it returns waits for it: [shards, N, 3 to 6].
+# Starts the all-gather of this shard's statistics [N, 3 to 6]. Returns a function to wait for the result [shards, N,
+# 3 to 6].
 Gather = Callable[[Tensor], Callable[[], Tensor]]
-Count = Callable[[Tensor], Tensor]  # the all-reduce, perhaps in place, of a sum over this rank's tokens
+Count = Callable[[Tensor], Tensor]  # all-reduces a sum over this rank's tokens, perhaps in place
 
 
 def forward(
@@ -35,15 +36,15 @@ def forward(
     count: Count | None = None,
     once: Once | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
-    """The outputs that are asked for, float32 (float64 for float64 logits), and what `backward` needs.
+    """Compute the requested outputs and the tensors saved for `backward`.
 
-    The outputs: loss, lse, z-loss, accuracy.
+    The outputs are loss, lse, z-loss and accuracy, in this order, in float32 (float64 for float64 logits).
 
-    logits: [..., V], any strides: the classes vocab_start to vocab_start + V of vocab_size; a shard may be empty.
-    target: [...], class ids in all of the vocabulary. weight: [vocab_size]. Both the same on every shard.
-    denominator: a scalar, what "mean" divides by in place of the weights of the tokens that are not ignored.
-    gather: see `Gather`. count: see `Count`; for "mean" without a denominator. There is no other communication.
-    once: given where forward may make the gradient for the first backward.
+    logits: [..., V] with any strides, for the classes vocab_start to vocab_start + V of vocab_size. V may be 0.
+    target: [...], class ids of the whole vocabulary. weight: [vocab_size]. Both are the same on every shard.
+    denominator: a scalar to divide the sum by for "mean", instead of the sum of weights of tokens not ignored.
+    gather: see `Gather`. count: see `Count`; used for "mean" without a denominator. There is no other communication.
+    once: if given, forward may compute the gradient for the first backward.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
@@ -54,13 +55,13 @@ def forward(
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
         denominator = mean_denominator(weight, target, options, wide, count, all_count)
-    class_weight, divided = weight, denominator  # as they are saved
+    class_weight, divided = weight, denominator  # saved for backward
     weight, denominator = per_token(weight, denominator)
     guessed = dlogits = merged = None
     if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 6]
         if once is not None and gather is None and logits.is_meta:
-            dlogits = _like(logits)  # a meta tensor takes what a real one would keep: whoever counts memory finds it
+            dlogits = _like(logits)  # a meta run allocates the gradient as a real run would, for memory estimates
     else:
         guessed, dlogits = guess(logits.device), _like(logits)
         upstream = Upstream(guessed, None, denominator)
@@ -75,9 +76,9 @@ def forward(
 def outputs_of(
     loss: Tensor, lse: Tensor | None, is_correct: Tensor | None, denominator: Tensor | None, options: Options
 ) -> tuple[Tensor, ...]:
-    """The outputs that are asked for, from the loss, lse and correctness of each token.
+    """The requested outputs, from each token's loss, lse and correctness.
 
-    lse: given where options.gives_lse. denominator: of a mean.
+    lse: given if options.gives_lse. denominator: divides the sums for "mean".
     """
 
     def reduced(each: Tensor) -> Tensor:
@@ -86,10 +87,10 @@ def outputs_of(
 
     outputs = [reduced(loss)]
     if options.return_lse:
-        assert lse is not None, "an output"
+        assert lse is not None, "given where options.gives_lse"
         outputs.append(lse)
     if options.return_z_loss:
-        assert lse is not None, "of which an output is made"
+        assert lse is not None, "given where options.gives_lse"
         outputs.append(reduced(options.z_loss * lse.square()))
     if is_correct is not None:
         outputs.append(reduced(is_correct))
@@ -108,9 +109,9 @@ def backward(
     count: Count | None = None,
     once: Once | None = None,
 ) -> Tensors:
-    """The gradient of this shard's logits, in their shape and dtype, and none for the rest; no communication.
+    """The gradient of this shard's logits, in their shape and dtype; None for other operands. Communication: none.
 
-    grads: of the loss, and where there is one of the lse; of their shapes, any strides. None for a gradient of zeros.
+    grads: the upstream gradients of the loss and, if returned, of the lse, with any strides. None stands for zeros.
     """
     if not needed[0]:
         return None, None, None, None
@@ -124,15 +125,17 @@ def backward(
     rest = (logits, target, weight, gathered, upstream, shard)
     if from_forward is not None and guessed is not None and once is not None and not once.given:
         once.given = True
-        # .data has a version counter of its own: a caller that writes to the gradient does not make autograd refuse what was saved.
+        # `.data` has its own version counter, so a caller may write to the gradient without invalidating the saved
+        # tensor.
         dlogits = passes_on(logits).gradient(*rest, from_forward.data, guessed)
         if is_recorded(logits):
-            # A CUDA graph of backward alone may be replayed after the caller wrote to the gradient: each replay computes it again.
+            # A CUDA graph of backward alone may be replayed after the caller wrote to the gradient: each replay must
+            # recompute it.
             guessed.data.fill_(math.nan)
         return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
     if options.inplace_backward:
-        torch.autograd.graph.increment_version(logits)  # autograd raises where they were saved for another backward
+        torch.autograd.graph.increment_version(logits)  # makes autograd raise in another backward with these logits
         dlogits = dlogits.detach()
     return dlogits, None, None, None
 
@@ -145,9 +148,10 @@ def mean_denominator(
     count: Count | None,
     all_count: bool = False,
 ) -> Tensor:
-    """What a mean divides by: the sum of the weights of all tokens that are not ignored. Without weights it is their number.
+    """The denominator of "mean": the sum of weights of all tokens not ignored; without weights, the number of tokens.
 
-    Where one part of the mean has weights and another has none, it is both numbers, [2]; see `Options.weighs_apart` and `per_token`.
+    If one part of the mean is weighted and another is not, both numbers are returned as [2]: see
+    `Options.weighs_apart` and `per_token`.
     all_count: see `Shard`.
     """
     classes = target.reshape(-1).long()
@@ -161,24 +165,25 @@ def mean_denominator(
 
 
 def per_token(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weights and denominator for a mean that divides all its parts by the number of tokens.
+    """Rescale the class weights for a mean divided by the number of tokens, in all its parts.
 
-    The weights are multiplied by tokens / sum of weights, so that the part that has weights is divided by their sum in the end.
+    The weights are multiplied by tokens / sum of weights. The weighted part is then, in effect, divided by the sum of
+    weights. Arguments without a denominator [2] are returned unchanged.
     """
     if weight is None or denominator is None or denominator.ndim == 0:
         return weight, denominator
     of_weights, tokens = denominator.unbind()
-    ratio = torch.where(tokens == 0, 1.0, tokens.double() / of_weights)  # 0 / 0 without tokens, whose gradient is 0
+    ratio = torch.where(tokens == 0, 1.0, tokens.double() / of_weights)  # without tokens 0 / 0; the gradient is 0
     return weight.double() * ratio, tokens
 
 
 def _like(logits: Tensor) -> Tensor:
-    """Memory for their gradient, contiguous."""
+    """Contiguous memory for the gradient of the logits."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 class Passes(Protocol):
-    """The passes over the logits, as `reference` describes them."""
+    """The passes over the logits, implemented by `reference` and by `launch`. `reference` documents them."""
 
     statistics: Callable[..., Tensor]
     losses: Callable[..., tuple[Tensor, Tensor | None]]
@@ -187,9 +192,9 @@ class Passes(Protocol):
 
 
 def passes_on(logits: Tensor) -> Passes:
-    """Those for the device of the logits."""
+    """The passes for the logits' device: Triton kernels or plain torch."""
     if use_triton(logits):
-        from . import launch  # imports triton, which a CPU run may not have
+        from . import launch  # imports triton, which a CPU installation may not have
 
         return launch
     return reference

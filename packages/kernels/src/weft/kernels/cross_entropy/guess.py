@@ -1,7 +1,8 @@
-"""A guess of the upstream gradient of a scalar loss. With it forward can compute the gradient of the logits while it reads them.
+"""Guesses the upstream gradient of a scalar loss: then forward can compute the gradient while it reads the logits.
 
-At first the guess is 1. Then it is what arrived the last two times; where these two differ there is no guess. It is kept on the device,
-and no host waits for it. It decides which kernel computes the gradient, and changes none of its bits.
+The first guess is 1. Afterwards the guess is the upstream gradient of the last two backwards, if they were equal;
+otherwise there is no guess. The guess stays on the device, and no host waits for it. It decides which kernel computes
+the gradient, and does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _HISTORY: dict[torch.device, Tensor] = {}
 
 
 class Once:
-    """Whether a backward has taken the gradient that forward computed. A second backward computes it again."""
+    """Whether a backward has taken the gradient computed in forward. A second backward computes the gradient again."""
 
     __slots__ = ("given",)
 
@@ -22,9 +23,9 @@ class Once:
 
 
 def history(device: torch.device) -> Tensor:
-    """[2], float32, on the device: the next guess, NaN where there is none, and the last upstream gradient.
+    """The device's history [2], float32: the next guess, NaN for none, and the last upstream gradient.
 
-    `kernel.gradient_unless_guessed` writes it.
+    Written by `kernel.gradient_unless_guessed` on a GPU and by `was_right` on a CPU.
     """
     if device not in _HISTORY:
         _HISTORY[device] = torch.ones(2, dtype=torch.float32, device=device)
@@ -32,16 +33,19 @@ def history(device: torch.device) -> Tensor:
 
 
 def guess(device: torch.device) -> Tensor:
-    """The guess as it is now, a scalar."""
+    """The current guess, a scalar on the device."""
     return history(device)[0].clone()
 
 
 def was_right(guessed: Tensor, grad: Tensor | None) -> bool:
-    """On a CPU: whether the upstream gradient is the guessed one. It becomes the next guess if the one before it was the same."""
+    """On a CPU: whether the upstream gradient equals the guess. Also updates the history.
+
+    The upstream gradient becomes the next guess if it equals the one before.
+    """
     assert grad is not None, "the loss is the only output"
-    kept, number = history(guessed.device), grad.item()
-    if kept.tolist() != [number, number]:
+    stored, number = history(guessed.device), grad.item()
+    if stored.tolist() != [number, number]:
         narrow = grad.reshape(()).to(torch.float32)
-        kept[0] = torch.where(narrow == kept[1], narrow, torch.nan)
-        kept[1] = narrow
-    return bool(guessed.item() == number)  # exactly: float64 does not fit into what is kept
+        stored[0] = torch.where(narrow == stored[1], narrow, torch.nan)
+        stored[1] = narrow
+    return bool(guessed.item() == number)  # compared in float64: the history holds float32

@@ -1,17 +1,20 @@
-"""The passes over the logits. `statistics` reads them: 2 bytes of memory traffic a bf16 logit. `gradient` reads them again and writes
-their gradient: 4 bytes. `losses` runs between the two, on three or five numbers a row and shard.
+"""The kernels of cross-entropy: three passes, of which `statistics` and `gradient` go over the logits.
 
-Where one shard has all classes, `statistics_and_gradient` does both passes in one kernel. It needs the upstream gradient, known or
-guessed. `gradient_unless_guessed` is the backward after a guess: it writes only where the guess was wrong. The kernels know no torch
-and no ranks.
+`statistics` reads the logits: 2 bytes of memory traffic for a bf16 logit. `losses` combines the shards' three or five
+numbers for each row. `gradient` reads the logits again and writes their gradient: 4 bytes.
 
-An option that a call does not ask for is None: a weight_ptr, cap, label_smoothing or z_loss. Triton then compiles the kernel without it.
+If one shard has all classes, `statistics_and_gradient` does both passes over the logits in a single kernel, for a
+known or guessed upstream gradient. After a guess, `gradient_unless_guessed` is the backward: it writes only if the
+guess was wrong. The kernels know no torch and no ranks.
 
-Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read where it lies.
-Offsets are 64-bit: rows times stride, and classes times the stride of transposed logits, both pass 2**31.
+An optional argument (weight_ptr, cap, label_smoothing, z_loss, ...) is None if the call does not use it. Triton then
+compiles the kernel without it.
+
+Row `n` of the logits is row `n % T` of batch `n // T`, so a slice such as `logits[:, :-1]` is read in place.
+Offsets are 64-bit: row * stride, and class * stride for transposed logits, both exceed 2**31.
 Logits are scaled first: x becomes scale * x, or with a cap, cap * tanh(scale * x / cap).
-RAGGED rows are contiguous but not 16-byte aligned. Their aligned 16-byte words are loaded and stored whole. The columns before the
-first and after the last of these words, fewer than two words in all, are loaded and stored one by one.
+RAGGED rows are contiguous but not 16-byte aligned. Their aligned 16-byte words are loaded and stored as words. The
+columns before the first word and after the last, fewer than two words in all, are loaded and stored one by one.
 
 lse_hi + lse_lo is the logsumexp over the non-target classes as two float32.
 """
@@ -35,7 +38,8 @@ def _store_statistics(
         tl.store(statistics_ptr + row * columns + 4, logit_sum_lo)
 
 
-# Arguments that differ between ranks or calls and do not change the code that is generated: one compiled kernel takes them all.
+# Arguments that differ between ranks or calls without changing the generated code are not specialized: a single
+# compiled kernel takes all values.
 @triton.jit(
     do_not_specialize=["T", "vocab_start", "vocab_size", "ignore_index", "scale", "cap"],
     do_not_specialize_on_alignment=["shard_weight_sum_ptr"],
@@ -46,13 +50,14 @@ def statistics(
     vocab_start, vocab_size, ignore_index, scale, cap,
     SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: lse_hi and lse_lo, the target's logit, and with SUM the sum of all logits as two float32.
+    """For each row: lse_hi, lse_lo, the target's logit, and with SUM the sum of all logits as two float32.
 
-    The logsumexp leaves the target out. The target's logit is 0 where another shard holds it.
-    shard_weight: the weights of this shard's classes, shard_weight_sum their sum; the sum of logits is then of weight * logit.
+    The logsumexp leaves the target out. The target's logit is 0 if another shard has the target.
+    shard_weight: the weights of this shard's classes; then the sum is over weight * logit. shard_weight_sum: their
+        sum.
     rival: see `accuracy.rival`.
-    An ignored row is not read: it gives -inf, 0, 0, 0, 0. A target that is no class makes lse_lo NaN, and so the loss: a kernel cannot
-    raise.
+    An ignored row is not read, and gives -inf, 0, 0, 0, 0. A target outside the vocabulary makes lse_lo NaN, and so
+    the loss, because a kernel cannot raise.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -67,18 +72,18 @@ def statistics(
 
 @triton.jit
 def _log1p(y):
-    """log(1 + y) for y in 0 to 1, with the digits that 1 + y rounds away (Goldberg 1991, theorem 4)."""
+    """log(1 + y) for y in 0 to 1, including the digits lost in 1 + y (Goldberg 1991, theorem 4)."""
     rounded = 1.0 + y
     return tl.where(rounded == 1.0, y, tl.log(rounded) * (y / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
 
 
 @triton.jit
 def _merged(statistics_ptr, mask, R, stride_r, wide: tl.constexpr):
-    """`_odds` of rows: the statistics of R shards, merged by an online logsumexp in the type `wide`."""
+    """The results of `_odds` for rows, from the statistics of R shards: an online logsumexp in the type `wide`."""
     lse_hi = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)  # the running max over the shards
     lse_lo = tl.load(statistics_ptr + 1, mask=mask, other=0.0).to(wide)
     target_logit = tl.load(statistics_ptr + 2, mask=mask, other=0.0).to(wide)
-    sum_exp = tl.exp(lse_lo)  # of exp(logit - lse_hi), over the non-target classes
+    sum_exp = tl.exp(lse_lo)  # sum of exp(logit - lse_hi) over the non-target classes
     for _ in range(1, R):
         statistics_ptr += stride_r
         shard_hi = tl.load(statistics_ptr, mask=mask, other=0.0).to(wide)
@@ -93,7 +98,7 @@ def _merged(statistics_ptr, mask, R, stride_r, wide: tl.constexpr):
 
 @triton.jit
 def _weight_sum(weight_sum_ptr, vocab_size, wide: tl.constexpr):
-    """The sum of the weights of all classes. Without weights each is 1."""
+    """The sum of the weights of all classes; without weights, the number of classes."""
     if weight_sum_ptr is not None:
         return tl.load(weight_sum_ptr).to(wide)
     else:
@@ -109,27 +114,27 @@ def _logit_sum(statistics_ptr, mask):
 
 @triton.jit
 def _odds(lse_hi, sum_exp, target_logit):
-    """largest, log_sum and log_odds; see `merged.merge`, whose base is `largest`."""
+    """largest, log_sum and log_odds, as defined in `merged.merge`, where `largest` is called base."""
     largest = tl.maximum(lse_hi, target_logit)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     lse_hi -= largest
-    target_logit -= largest  # one of the two is 0 now
+    target_logit -= largest  # one of the two is now 0
     log_sum = tl.log(sum_exp * tl.exp(lse_hi) + tl.exp(target_logit))
     return largest, log_sum, (lse_hi - target_logit) + tl.log(sum_exp)
 
 
 @triton.jit(
     do_not_specialize=["N", "R", "vocab_size", "ignore_index", "label_smoothing", "z_loss"],
-    do_not_specialize_on_alignment=["weight_ptr", "weight_sum_ptr"],  # read a number at a time
+    do_not_specialize_on_alignment=["weight_ptr", "weight_sum_ptr"],  # scalar loads need no alignment
 )
 def losses(
     statistics_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr,
     N, R, vocab_size, ignore_index, label_smoothing, z_loss,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 5] of R shards. Both are 0 at an ignored row.
+    """The loss and the logsumexp of each row, from the statistics [R, N, 3 or 5] of R shards. 0 for ignored rows.
 
-    weight: of all classes.  weight_sum: their sum.
+    weight: of all classes. weight_sum: the sum of all weights.
     """
     SUM: tl.constexpr = label_smoothing is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -149,7 +154,7 @@ def losses(
         logit_sum = _logit_sum(statistics_ptr, is_row)
         for shard in range(1, R):
             logit_sum += _logit_sum(statistics_ptr + shard * stride_r, is_row)
-        # The two terms of the difference grow with vocab_size and with the logits, and their difference does not: it is in float64.
+        # In float64: both terms grow with vocab_size and with the logits, while their difference does not.
         largest_less_mean = ((weight_sum * largest.to(tl.float64) - logit_sum) / vocab_size).to(tl.float32)
         loss = loss * (1.0 - label_smoothing) + label_smoothing * (
             largest_less_mean + (weight_sum / vocab_size).to(tl.float32) * log_sum
@@ -167,9 +172,10 @@ def _row_factors(
     vocab_size, ignore_index, label_smoothing, z_loss,
     wide: tl.constexpr,
 ):  # fmt: skip
-    """softmax_scale, target_grad and smoothing of a row; see `merged.rows`. All are 0 at an ignored row.
+    """softmax_scale, target_grad and smoothing of a row, as defined in `merged.Rows`. All are 0 for an ignored row.
 
-    grad: the upstream gradient of the row's loss, over the denominator.  grad_lse: that of its lse.
+    grad: the upstream gradient of the row's loss, divided by the denominator. grad_lse: the upstream gradient of the
+        lse.
     """
     ignored = target == ignore_index
     target_weight = 1.0
@@ -177,7 +183,7 @@ def _row_factors(
         target_weight = tl.load(weight_ptr + target, mask=(target >= 0) & (target < vocab_size), other=0.0)
     grad = tl.where(ignored, 0.0, grad)
     nll_scale = grad * target_weight
-    lse_scale = tl.where(ignored, 0.0, grad_lse)  # multiplies the softmax alone: the gradient of the lse
+    lse_scale = tl.where(ignored, 0.0, grad_lse)  # the gradient of the lse: multiplies the softmax alone
     smoothing = 0.0
     if label_smoothing is not None:
         smoothing = grad * label_smoothing / vocab_size
@@ -197,9 +203,9 @@ def _write_row(
     V, stride_xv, vocab_start, scale, cap,
     SUM: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Stores a row's gradient, from its factors.
+    """Store a row's gradient, given the factors from `_row_factors`.
 
-    A row whose factors are all 0 is not read: its gradient is exactly 0, whatever its logits.
+    If all factors are 0 the row is not read: the gradient is exactly 0 for any logits.
     """
     is_zero = (softmax_scale == 0.0) & (target_grad == 0.0) & (smoothing == 0.0)
     base, base_lo, softmax_scale_lo, smoothing_lo = largest, log_sum, 0.0, 0.0
@@ -252,22 +258,25 @@ def _write_row(
     ],
 )  # fmt: skip
 def gradient(
-    x_ptr, target_ptr, shard_weight_ptr, weight_ptr, weight_sum_ptr, statistics_ptr, grad_ptr, grad_lse_ptr, denominator_ptr,
-    dx_ptr,
+    x_ptr, target_ptr, shard_weight_ptr, weight_ptr, weight_sum_ptr, statistics_ptr, grad_ptr, grad_lse_ptr,
+    denominator_ptr, dx_ptr,
     V, T, stride_xb, stride_xt, stride_xv, stride_gn, stride_ln, stride_dn, R, stride_r,
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits of each row: softmax_scale * softmax, and target_grad at the target; see `merged.rows`.
+    """The gradient of each row's logits: softmax_scale * softmax, with target_grad at the target. See `merged.Rows`.
 
-    Label smoothing subtracts `smoothing` times each class's weight. The result is multiplied by the derivative of scale and cap.
+    Label smoothing subtracts smoothing * weight for each class. The result is multiplied by the derivative of scale
+    and cap.
 
-    shard_weight, weight: the weights of this shard's classes, and of all.  weight_sum: the sum of all.
-    grad, grad_lse: the upstream gradients of each row's loss and lse, with strides.  denominator: a number that divides grad.
-    The rows of dx are contiguous, and may be those of x. Without scale and cap the gradient of float32 logits is within a unit
-    in the last place.
+    shard_weight: the weights of this shard's classes. weight: of all classes. weight_sum: the sum of all weights.
+    grad, grad_lse: the upstream gradients of each row's loss and lse, with strides. denominator: a scalar to divide
+        grad by.
+    The rows of dx are contiguous, and may be the rows of x. Without scale and cap, the gradient of float32 logits is
+    within a unit in the last place.
     """
-    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32  # of what a row needs once
+    # the type of a row's scalars
+    wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
     columns: tl.constexpr = 5 if label_smoothing is not None else 3
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -303,11 +312,11 @@ def gradient_unless_guessed(
     ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`gradient` of one shard of all classes, for an upstream gradient that is one number.
+    """`gradient` for one shard with all classes and a scalar upstream gradient, after a guess.
 
-    dx holds the gradient for the guessed number. It is computed again only where grad is another number.
-    history [2]: the next guess, and the last grad. This grad is stored as both. But where it differs from the last one, NaN is stored
-    as the next guess: there is none.
+    dx already holds the gradient for the guess. It is recomputed only if grad differs from the guess.
+    history: [2], the next guess and the last grad. Both are set to grad; but if grad differs from the last grad, the
+        next guess is set to NaN, for none.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
     columns: tl.constexpr = 5 if label_smoothing is not None else 3
@@ -345,10 +354,11 @@ def statistics_and_gradient(
     ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`statistics` and `gradient` of one shard of all classes, for an upstream gradient that is one number.
+    """`statistics` and `gradient` in one kernel, for one shard with all classes and a scalar upstream gradient.
 
-    There are few programs, so a row is still in the L2 when it is read again: 4 bytes of device memory traffic a bf16 logit. The first
-    pass loads STAGES - 1 blocks ahead. A grad of NaN means that there is no guess: only the statistics are computed.
+    Few programs run at once, so a row is still in the L2 cache when read again: 4 bytes of device memory traffic for
+    a bf16 logit. The first pass loads STAGES - 1 blocks ahead. A grad of NaN means there is no guess: only the
+    statistics are computed.
     """
     wide: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32
     SUM: tl.constexpr = label_smoothing is not None

@@ -1,4 +1,4 @@
-"""Launches the kernels: views the logits as batches of rows, allocates what they write, picks their sizes."""
+"""Launches cross-entropy's kernels: views the logits as rows, allocates the outputs, chooses block sizes and warps."""
 
 from __future__ import annotations
 
@@ -18,46 +18,49 @@ from .options import Options
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How many classes a program takes at a time, and with how many warps."""
+    """The block size and warps of a kernel launch. Chosen by `config`."""
 
-    block_v: int
-    warps: int
+    block_v: int  # classes processed at a time
+    warps: int  # per program
 
 
-# Each thread has two 16-byte loads in flight: 16 classes of bf16, or 8 of float32. What `statistics` keeps for these fits in the
-# registers without spills, as compiled for sm_80 to sm_100 and gfx942. Float32 needs more registers: with 16 warps it would spill on
-# sm_80. The speed is not measured yet. All kernels have the same block, so that a loss has the same bits whichever kernel computed its
-# statistics.
+# Each thread has two 16-byte loads in flight: 16 classes of bf16, or 8 of float32. The registers of `statistics` then
+# fit without spills, as compiled for sm_80 to sm_100 and gfx942. Float32 needs more registers, and would spill on
+# sm_80 with 16 warps. The speed is not measured yet. All kernels use the same block size, so a loss has the same bits
+# whichever kernel computed the statistics.
 BYTES_PER_THREAD = 32
-MOST_WARPS = {2: 16, 4: 8}  # by the bytes of a logit
-# Where one program reads a row twice, the row should stay in the L2 from the first reading to the second. So there are few programs:
-# one on each multiprocessor, and more while all their rows together take no more than this share of the L2. 132 rows of a vocabulary
-# of 128 Ki in bf16, 256 KiB each, are 33 MiB of an H100's 50. The speed is not measured yet.
+MOST_WARPS = {2: 16, 4: 8}  # by bytes per logit
+# A program that reads a row twice should find the row in the L2 cache the second time. So few programs are launched:
+# one for each multiprocessor, or more as long as all their rows together take at most this share of the L2. 132 rows
+# of a vocabulary of 128 Ki in bf16, 256 KiB each, are 33 MiB of an H100's 50. The speed is not measured yet.
 L2_SHARE = 0.7
-# So few programs have too few loads in flight, unless they load blocks ahead: stages - 1 of them. By Little's law a multiprocessor of
-# an H200 needs 4.8 TB/s * 0.7 µs / 132 in flight, some 25 KB. A block is BYTES_PER_THREAD for each of 512 threads, 16 KB.
+# So few programs have too few loads in flight, unless they load stages - 1 blocks ahead. By Little's law a
+# multiprocessor of an H200 needs 4.8 TB/s * 0.7 µs / 132 in flight, about 25 KB. A block is BYTES_PER_THREAD for each
+# of 512 threads, 16 KB.
 FUSED_STAGES = 3
-# Warps that run at once on a multiprocessor, which has 65536 registers. A thread takes 32 to 40 of them for the gradient alone, and
-# up to 128 where it also computes the statistics. More programs would wait for the first ones to end.
+# Warps to run at once on a multiprocessor, which has 65536 registers. A thread needs 32 to 40 registers for the
+# gradient alone, and up to 128 if it also computes the statistics. More programs would wait for the first to end.
 WARPS_AT_WORK, WARPS_AT_WORK_FUSED = 48, 16
-ROWS = 128  # that a program of `losses` takes: one warp, which reads 12 bytes a row and shard
+ROWS = 128  # per program of `losses`: one warp, which reads 12 bytes for each row and shard
 
 
 def config(V: int, itemsize: int) -> Launch:
-    """The launch for rows of V classes of `itemsize` bytes: a short row is one block, with the warps that it can fill."""
+    """The launch for rows of V classes of `itemsize` bytes. A short row is one block, with as many warps as it
+    fills.
+    """
     of_thread = BYTES_PER_THREAD // itemsize
-    row = 1 << (max(V, of_thread) - 1).bit_length()  # the power of two at or above V
+    row = 1 << (max(V, of_thread) - 1).bit_length()  # V rounded up to a power of two
     block_v = min(row, MOST_WARPS[itemsize] * 32 * of_thread)
     return Launch(block_v, warps=max(1, block_v // (32 * of_thread)))
 
 
 def as_batches(logits: Tensor) -> Tensor:
-    """The logits as [B, T, V]: a view wherever two strides reach every row, otherwise a copy."""
+    """The logits as [B, T, V]: a view if two strides reach every row, otherwise a copy."""
     *leading, V = logits.shape
     for split in range(max(1, len(leading))):
         try:
             return logits.view(math.prod(leading[:split]), math.prod(leading[split:]), V)
-        except RuntimeError:  # these dims do not merge; the next split leaves one more of them outside
+        except RuntimeError:  # these dims cannot be merged; move one more into B
             continue
     return logits.reshape(1, math.prod(leading), V)
 
@@ -82,7 +85,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
 
 
 def _for_statistics(N: int, shard: Shard, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Memory for the statistics; and for the rivals [N, 1] where those are asked for, apart, as no other kernel reads them."""
+    """Memory for the statistics, and for the rivals [N, 1] if requested: apart, because only `correct` reads them."""
     asked = shard.options.return_token_accuracy
     widths = (shard.options.columns - asked, 1)
     out, rivals = (torch.empty(N, width, dtype=torch.float32, device=device) for width in widths)
@@ -100,7 +103,7 @@ def _without_rivals(statistics: Tensor, shard: Shard) -> Tensor:
 def losses(
     statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, merged: Merged | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """See `merged.losses`. The kernel merges the statistics itself."""
+    """See `merged.losses`. The kernel merges the shards' statistics itself."""
     R, N, _ = statistics.shape
     loss, lse = (torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(2))
     if N == 0:
@@ -108,8 +111,8 @@ def losses(
     options = shard.options
     with device_of(statistics):
         kernel.losses[(-(-N // ROWS),)](
-            _without_rivals(statistics, shard), target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard),
-            loss, lse,
+            _without_rivals(statistics, shard), target.reshape(N).contiguous(),
+            _float32(weight), _weight_sum(weight, shard), loss, lse,
             N, R, shard.size, options.ignore_index, _or_none(options.label_smoothing), _or_none(options.z_loss),
             BLOCK_N=ROWS, num_warps=1,
         )  # fmt: skip
@@ -126,7 +129,7 @@ def gradient(
     out: Tensor,
     guessed: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.gradient`. guessed: the upstream gradient for which `out` already holds the gradient."""
+    """See `reference.gradient`. guessed: the guess of the upstream gradient for which `out` holds the gradient."""
     if out.numel() == 0:
         return out
     if guessed is not None:
@@ -157,15 +160,16 @@ def _gradient_unless_guessed(
     out: Tensor,
     guessed: Tensor,
 ) -> Tensor:
-    """`gradient` of one shard of all classes, where `out` holds the gradient for the guessed upstream gradient."""
-    assert upstream.loss is not None and upstream.loss.numel() == 1, "the loss is one number, and the only output"
+    """`gradient`, for one shard with all classes whose `out` already holds the gradient for the guess."""
+    assert upstream.loss is not None and upstream.loss.numel() == 1, "a guess is for a scalar loss alone"
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
     options, launch = shard.options, config(V, x.itemsize)
     with device_of(logits):
         kernel.gradient_unless_guessed[(min(N, _programs(x, launch, fused=False)),)](
-            x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard), _without_rivals(statistics, shard),
-            _float32(upstream.loss), _float32(upstream.denominator), guessed, guess.history(logits.device), out,
+            x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard),
+            _without_rivals(statistics, shard), _float32(upstream.loss), _float32(upstream.denominator),
+            guessed, guess.history(logits.device), out,
             N, V, T, *x.stride(), V,
             options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
@@ -177,12 +181,13 @@ def _gradient_unless_guessed(
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> tuple[Tensor, Merged | None]:
-    """See `reference.statistics_and_gradient`. One kernel does both: it reads a row a second time from the L2. Where the upstream
-    gradient is NaN it computes the statistics alone.
+    """See `reference.statistics_and_gradient`. A single kernel does both, and reads rows the second time from the L2.
+
+    If the upstream gradient is NaN, only the statistics are computed.
     """
     if logits.numel() == 0:
         return statistics(logits, target, weight, shard), None
-    assert upstream.loss is not None and upstream.loss.numel() == 1, "its gradient is one number"
+    assert upstream.loss is not None and upstream.loss.numel() == 1, "the loss is a scalar"
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
     options, launch = shard.options, config(V, x.itemsize)
@@ -200,18 +205,21 @@ def statistics_and_gradient(
 
 
 def _ragged(*tensors: Tensor) -> bool:
-    """Whether the kernels take the rows as RAGGED: contiguous, but not all 16-byte aligned as far as Triton can tell. Of a size Triton
-    knows only whether 16 divides it.
+    """Whether to launch a kernel with RAGGED rows: contiguous, but without 16-byte alignment known to Triton.
 
-    The tensors themselves must be aligned: then a row begins in the same place of a 16-byte word in all of them. 16-bit logits alone:
-    a word has half as many float32, and the kernel would spill registers.
+    About a size Triton knows only whether 16 divides it. The tensors themselves must be 16-byte aligned: then a row
+    starts at the same offset in a 16-byte word in all of them. Only for 16-bit logits: with half as many float32 in a
+    word the kernel would spill registers.
     """
     contiguous = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
     return contiguous and tensors[0].shape[-1] % 16 > 0 and tensors[0].itemsize == 2
 
 
 def _stages(options: Options) -> int:
-    """Of the first pass of `statistics_and_gradient`. One where it computes more than a plain logsumexp: more would spill registers."""
+    """Pipeline stages of the first pass of `statistics_and_gradient`.
+
+    One if the options ask for more than a plain logsumexp: more stages would then spill registers.
+    """
     more = options.label_smoothing or options.softcap is not None or options.return_token_accuracy
     return 1 if more else FUSED_STAGES
 
@@ -219,18 +227,19 @@ def _stages(options: Options) -> int:
 def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
     """How many programs share the rows of x [..., V]: the same number for each multiprocessor."""
     if not x.is_cuda:
-        return 3  # in the interpreter: few, so that a program has several rows
+        return 3  # in the interpreter: few, to give a program several rows
     device = torch.cuda.get_device_properties(x.device)
     at_once = (WARPS_AT_WORK_FUSED if fused else WARPS_AT_WORK) // launch.warps
     if fused:
-        rows = x.shape[-1] * x.itemsize * device.multi_processor_count  # bytes of one on each
+        rows = x.shape[-1] * x.itemsize * device.multi_processor_count  # bytes of one row for each multiprocessor
         cached = int(L2_SHARE * device.L2_cache_size) // rows
-        at_once = min(at_once, cached or at_once)  # where not even one row each fits, all come from device memory twice
+        # if the L2 does not hold one row each, both reads of every row come from device memory
+        at_once = min(at_once, cached or at_once)
     return device.multi_processor_count * at_once
 
 
 def _rows(grad: Tensor | None, N: int) -> tuple[Tensor | None, int]:
-    """An upstream gradient as one number a row, and the stride: 0 where it is one number for all."""
+    """An upstream gradient as one number for each row, and the stride: 0 for a scalar."""
     if grad is None:
         return None, 0
     grad = grad.to(torch.float32).reshape(-1).expand(N)
@@ -246,26 +255,26 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def _weight_sum(weight: Tensor | None, shard: Shard) -> Tensor | None:
-    """The sum of these weights, a number in float64, where label smoothing asks for it."""
+    """The sum of the weights, a scalar in float64; None if label smoothing does not need one."""
     return None if weight is None or not shard.sums else weight.sum(dtype=torch.float64)
 
 
 def _or_none(factor: float) -> float | None:
-    """An option's factor; None where it is 0 and the option costs nothing."""
+    """An option's factor; None for 0, for which the kernel is compiled without the option."""
     return float(factor) if factor else None
 
 
-def _variant(of: Any, dtype: str, *asked: str) -> Variant:
-    """A kernel for long rows of `dtype`, contiguous and 16-byte aligned.
+def _variant(jit_function: Any, dtype: str, *asked: str) -> Variant:
+    """A variant of one of the kernels, for long rows of `dtype`, contiguous and 16-byte aligned.
 
-    asked: "strided" or "ragged" for other rows; options; "rival" for the accuracy; "no_grad" and "grad_lse" for what arrives;
-        "to_bf16" for a gradient in another dtype than the logits.
+    asked: "strided" or "ragged" for other rows; names of options; "rival" for the accuracy; "no_grad" and "grad_lse"
+        for other upstream gradients; "to_bf16" for a gradient in another dtype than the logits.
     """
     name = "-".join(
         (dtype, "strided" if "strided" in asked else "contiguous", *(each for each in asked if each != "strided"))
     )
     launch = config(1 << 20, 4 if dtype == "fp32" else 2)
-    size = "i32" if "ragged" in asked else "i32:16"  # of a row
+    size = "i32" if "ragged" in asked else "i32:16"  # of a row: whether 16 divides it
     kinds = dict.fromkeys(("N", "T", "R", "stride_gn", "stride_ln", "stride_r"), "i32")
     kinds |= dict.fromkeys(("vocab_start", "vocab_size", "ignore_index"), "i32")
     kinds |= dict.fromkeys(("V", "stride_xb", "stride_xt", "stride_dn"), size)
@@ -273,7 +282,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     kinds |= {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
     kinds["dx_ptr"] = "*bf16:16" if "to_bf16" in asked else f"*{dtype}:16"
     kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "history_ptr"), "*fp32")
-    if of is kernel.statistics:
+    if jit_function is kernel.statistics:
         kinds["statistics_ptr"] = "*fp32:16"
     for argument, kind, is_given in (
         ("cap", "fp32", "cap" in asked),
@@ -282,7 +291,7 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
         ("z_loss", "fp32", "z_loss" in asked),
         ("shard_weight_ptr", "*fp32:16", "weighted" in asked),
         ("shard_weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
-        ("weight_ptr", "*fp32" if of is kernel.gradient else "*fp32:16", "weighted" in asked),
+        ("weight_ptr", "*fp32" if jit_function is kernel.gradient else "*fp32:16", "weighted" in asked),
         ("weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
         ("grad_ptr", "*fp32", "no_grad" not in asked),
         ("grad_lse_ptr", "*fp32", "grad_lse" in asked),
@@ -291,10 +300,10 @@ def _variant(of: Any, dtype: str, *asked: str) -> Variant:
     constexprs = {"SUM": int("sum" in asked), "RAGGED": int("ragged" in asked), "BLOCK_V": launch.block_v}
     constexprs["STAGES"] = 1 if {"sum", "cap", "rival"} & set(asked) else FUSED_STAGES
     return Variant(
-        f"cross_entropy.{of.__name__}/{name}",
-        of,
-        {each: kinds[each] for each in of.arg_names if each in kinds},
-        {each: constexprs[each] for each in of.arg_names if each in constexprs},
+        f"cross_entropy.{jit_function.__name__}/{name}",
+        jit_function,
+        {each: kinds[each] for each in jit_function.arg_names if each in kinds},
+        {each: constexprs[each] for each in jit_function.arg_names if each in constexprs},
         launch.warps,
     )
 

@@ -20,7 +20,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class AskedOfLoss(TypedDict, total=False):
-    """The options of cross-entropy as arguments: those that leave it to return the loss alone."""
+    """Keyword arguments of cross-entropy that do not add outputs, for the overloads that return the loss alone."""
 
     ignore_index: int
     reduction: Reduction
@@ -32,7 +32,7 @@ class AskedOfLoss(TypedDict, total=False):
 
 
 class Asked(AskedOfLoss, total=False):
-    """All of them."""
+    """All option keyword arguments of cross-entropy."""
 
     return_lse: bool
     return_z_loss: bool
@@ -41,7 +41,7 @@ class Asked(AskedOfLoss, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """See `weft.kernels.cross_entropy`. Raises ValueError for a value out of range."""
+    """The options of a call, explained at `weft.kernels.cross_entropy`. Raises ValueError for a value out of range."""
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -65,19 +65,19 @@ class Options:
             raise ValueError(f"z_loss is {self.z_loss!r}; give a finite factor, 0 or more")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap is {self.softcap!r}; give a finite bound above 0, or None for no bound")
-        if not -math.inf < self.logit_scale < math.inf:  # in a graph with dynamic sizes it is a symbol
+        if not -math.inf < self.logit_scale < math.inf:  # a symbol in a graph with dynamic sizes
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
 
     def gradient_in_forward(self, dtype: torch.dtype) -> bool:
         """Whether forward can compute the gradient of logits of that dtype, before the upstream gradient arrives.
 
-        The upstream gradient must be one number. Not in float16: there the gradient of an unscaled loss underflows, which is why
-        losses are scaled.
+        The upstream gradient must be a scalar. Not in float16: the gradient of an unscaled loss would underflow, the
+        reason why losses are scaled in float16.
         """
         return self.reduction != "none" and not self.return_lse and dtype != torch.float16
 
     def weighs_apart(self, weight: Tensor | None) -> bool:
-        """Whether one part of a mean has class weights and another has none. z-loss and accuracy have none."""
+        """Whether one part of a mean has class weights and another has none: z-loss and accuracy have none."""
         return weight is not None and (self.z_loss > 0 or self.return_token_accuracy)
 
     @property
@@ -87,36 +87,39 @@ class Options:
 
     @property
     def columns(self) -> int:
-        """How many statistics a row has."""
+        """The number of statistics per row."""
         return 3 + 2 * (self.label_smoothing > 0) + self.return_token_accuracy
 
     @property
     def constants(self) -> int:
-        """How many outputs have no gradient: the last ones."""
+        """The number of outputs without a gradient, which are the last."""
         return self.return_z_loss + self.return_token_accuracy
 
     @property
     def outputs(self) -> int:
-        """Loss and lse, and then the constants."""
+        """The number of outputs: loss, lse, and the constants."""
         return 1 + self.return_lse + self.constants
 
     def flat(self) -> tuple[Any, ...]:
-        """As arguments of a custom op, in the order of SCHEMA."""
+        """The options as arguments of a custom op, in the order of SCHEMA."""
         return tuple(getattr(self, part.split()[1]) for part in SCHEMA.split(", "))
 
     @classmethod
     def of_flat(cls, *values: Any) -> Options:
-        """From the arguments of a custom op."""
+        """The options from arguments of a custom op, in the order of SCHEMA."""
         return cls(**{part.split()[1]: value for part, value in zip(SCHEMA.split(", "), values, strict=True)})
 
 
-# Of a custom op. inplace_backward is not among them, since torch.compile decides on memory.
-SCHEMA = "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, bool return_lse, bool return_z_loss, bool return_token_accuracy"
+# The options in a custom op's schema. inplace_backward is left out, since torch.compile decides on memory.
+SCHEMA = (
+    "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, "
+    "bool return_lse, bool return_z_loss, bool return_token_accuracy"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The shape, dtype and device of logits, which need not exist yet."""
+    """The shape, dtype and device of logits that need not exist yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -136,11 +139,10 @@ def check(
     vocab_start: int,
     vocab_size: int,
 ) -> bool:
-    """Raises ValueError for tensors that cross-entropy cannot take. Returns whether the host knows that every target is a class
-    and none is ignored.
+    """Raise ValueError for tensors cross-entropy cannot take.
 
-    Target values are checked on the CPU only: elsewhere the host would have to wait for the device. There a target that is no
-    class gives a loss of NaN.
+    Returns whether the host knows every target to be a class and none to be ignored. Target values are checked on the
+    CPU only: on a GPU the host would have to wait, and a target outside the vocabulary makes the loss NaN instead.
     """
     if not logits.shape or logits.dtype not in LOGITS_DTYPES:
         raise ValueError(
@@ -150,8 +152,8 @@ def check(
     check_target(logits.shape, target)
     if weight is not None and (weight.shape != (vocab_size,) or not weight.is_floating_point()):
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} and dtype {weight.dtype}; give one float for each of the {vocab_size} "
-            f"classes"
+            f"weight of shape {tuple(weight.shape)} and dtype {weight.dtype}; give one float for each of the "
+            f"{vocab_size} classes"
         )
     for name, tensor in (("target", target), ("weight", weight), ("denominator", denominator)):
         if tensor is not None and tensor.device != logits.device:
@@ -163,28 +165,28 @@ def check(
 
 
 def check_target(logits: tuple[int, ...], target: Tensor) -> None:
-    """Raises ValueError for a target that is no class id for each row of logits of that shape."""
+    """Raise ValueError for a target without one class id for each row of logits of this shape."""
     if target.dtype not in TARGET_DTYPES:
-        remedy = "; probabilities are not taken: of them give target.argmax(-1), or write (-target * logits.log_softmax(-1)).sum(-1)"
+        remedy = "; for probabilities, give target.argmax(-1), or compute (-target * logits.log_softmax(-1)).sum(-1)"
         raise ValueError(
-            f"target has dtype {target.dtype} and shape {tuple(target.shape)}, not {', '.join(map(str, TARGET_DTYPES))}; give class "
-            f"ids of shape {tuple(logits[:-1])}" + (remedy if target.is_floating_point() else "")
+            f"target has dtype {target.dtype} and shape {tuple(target.shape)}, not {', '.join(map(str, TARGET_DTYPES))}"
+            f"; give class ids of shape {tuple(logits[:-1])}" + (remedy if target.is_floating_point() else "")
         )
     if tuple(target.shape) != tuple(logits[:-1]):
         torchs = len(logits) > 2 and tuple(target.shape) == (*logits[:1], *logits[2:])
         raise ValueError(
-            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits)}; give one class id for each row: "
-            f"{tuple(logits[:-1])}, classes being the last dim of logits"
-            + ("; or class_dim=1 for logits as torch has them, [N, C, ...]" if torchs else "")
+            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits)}; give one class id for each "
+            f"row: {tuple(logits[:-1])}, with the classes as the last dim of logits"
+            + ("; or class_dim=1 for logits in torch's form, [N, C, ...]" if torchs else "")
         )
 
 
 def check_contiguous(logits: Tensor, options: Options) -> None:
-    """Raises ValueError for inplace_backward where the memory of the logits has gaps, or is shared by several of them."""
+    """Raise ValueError for inplace_backward with logits whose memory has gaps or is shared among elements."""
     if options.inplace_backward and not logits.is_contiguous():
         raise ValueError(
-            f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory is "
-            f"shared or has gaps; give contiguous logits, or leave inplace_backward off"
+            f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory "
+            f"is shared or has gaps; give contiguous logits, or leave inplace_backward off"
         )
 
 
@@ -204,7 +206,7 @@ def _check_values(target: Tensor, ignore_index: int, vocab_size: int) -> bool:
     low, high = (each.item() for each in target.aminmax())
     if low >= 0 and high < vocab_size:
         return not low <= ignore_index <= high
-    target = target.long()  # an int32 would be compared with an ignore_index cut to 32 bits
+    target = target.long()  # in int32, ignore_index would be truncated to 32 bits
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if not bool(wrong.any()):
         return False

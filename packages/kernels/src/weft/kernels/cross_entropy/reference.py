@@ -1,4 +1,4 @@
-"""The passes over the logits in plain torch: the CPU path, and the meaning of the kernels."""
+"""The passes over the logits in plain torch: the CPU path, and the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .merged import Merged, Shard, Upstream, finite, losses, merge, rows
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
-# Logits that each thread widens at a time: 4 MiB in float64, which stay in the L3. Smaller chunks cost more: the few ops on one number a
-# row take the host some 0.1 ms a chunk, whatever its size.
+# Logits widened at a time, for each thread: 4 MiB in float64, which stay in the L3 cache. Smaller chunks cost more:
+# the few ops on one number a row take the host about 0.1 ms a chunk, whatever its size.
 CHUNK = 1 << 19
-# By the dtype of the logits: bounds of a row's sum of exp(logit). Between them no max needs to be subtracted first. Nothing has
-# overflowed, and what has underflowed is a smaller share of the sum than the gradient's dtype can tell.
+# By dtype of the logits: bounds of a row's sum of exp(logit). Between them no max need be subtracted first. Nothing
+# has overflowed, and any underflow is a smaller share of the sum than the gradient's dtype can resolve.
 SUMS = {
     torch.float64: (1.0, math.exp(600)),
     torch.float32: (math.exp(-600), math.exp(600)),  # widened to float64
@@ -30,55 +30,52 @@ SUMS = {
 
 
 def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
-    """What each row of this shard contributes to the loss: [N, 3 to 6], float32 (float64 for float64 logits).
+    """Each row's statistics on this shard: [N, 3 to 6], float32 (float64 for float64 logits). The columns are
 
-    The columns are
-    - lse_hi: the logsumexp over the non-target classes; -inf where there is none, or all their logits are -inf;
-    - lse_lo: what rounding to float32 takes from it; NaN for a target that is no class;
-    - target_logit: 0 if another shard holds it;
-    - logit_sum and logit_sum_lo, where label smoothing asks for them: the sum of all logits, times the weights [size] of the classes
-      where there are any, and what rounding to float32 takes from the sum. The loss subtracts this sum from V times the logsumexp;
-      both grow with V and with the size of the logits;
-    - rival, where the accuracy asks for it.
-    An ignored row gives -inf, 0, 0, 0, 0, -inf.
-    The logsumexp leaves the target out. The non-target classes have the share 1 - p of the softmax, and for a likely target the loss
-    and the gradient are about that. In a float32 sum beside the target's own exponential it would be rounded away.
+    - lse_hi: the logsumexp over the non-target classes; -inf if there are none or all their logits are -inf;
+    - lse_lo: the rounding error of lse_hi; NaN for a target outside the vocabulary;
+    - target_logit: 0 if another shard has the target;
+    - logit_sum and logit_sum_lo, for label smoothing: the sum of all logits, each multiplied by the class's weight if
+    there are weights, and the sum's rounding error. The loss subtracts this sum from V times the logsumexp; both grow
+    with V and with the logits;
+    - rival, for the accuracy: see `accuracy.rival`.
+
+    An ignored row has -inf, 0, 0, 0, 0, -inf.
+
+    The logsumexp leaves the target out. The non-target classes have the share 1 - p of the softmax, and for a likely
+    target the loss and the gradient are about 1 - p. In a float32 sum with the target's own exponential it would be
+    rounded away.
     """
     V, classes = logits.shape[-1], target.reshape(-1).long()  # [N]
     out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
     if V == 0:
         return _without_ignored(out.copy_(_nothing(out, shard)), classes, shard)
     parts = []
-    for x, some, space in _chunks(logits, classes):
-        exponentials = _exponentials(x, some, weight, shard, space)
-        parts.append(_without_ignored(exponentials.statistics, some, shard))
+    for x, chunk_classes, workspace in _chunks(logits, classes):
+        exponentials = _exponentials(x, chunk_classes, weight, shard, workspace)
+        parts.append(_without_ignored(exponentials.statistics, chunk_classes, shard))
     return _joined(parts) if parts else out
 
 
 @dataclass(frozen=True, slots=True)
 class Exponentials:
-    """The exponentials of some rows, and their statistics.
+    """The exponentials of some rows' logits, and the rows' statistics. Made by `_exponentials`."""
 
-    values: exp(logit - base) [n, V] in the dtype `_wide`, 0 at the target.
-    base: [n, 1] in float64: 0, or the largest non-target logit, which is -inf where there is none. None where it is 0 in every row
-    and every value is finite.
-    index: [n, 1], the target's column. is_here: whether this shard holds the target; None where it holds all classes.
-    statistics: [n, 3 to 6].
-    """
-
-    values: Tensor
+    values: Tensor  # [n, V] in the dtype `_wide`: exp(logit - base), 0 at the target
+    # [n, 1] in float64: 0, or the largest non-target logit, which is -inf if there is none. None if 0 in every row and
+    # every value is finite.
     base: Tensor | None
-    index: Tensor
-    is_here: Tensor | None
-    statistics: Tensor
+    index: Tensor  # [n, 1]: the target's column
+    is_here: Tensor | None  # [n, 1]: whether this shard has the target; None if the shard has all classes
+    statistics: Tensor  # [n, 3 to 6]
 
 
-def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, space: Tensor) -> Exponentials:
-    """Those of logits x [n, V], computed in the memory of `space`."""
+def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, workspace: Tensor) -> Exponentials:
+    """The exponentials of logits x [n, V], computed in the memory of `space`."""
     V, local = x.shape[-1], (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     is_here = None if shard.size == V else (local >= 0) & (local < V)
     index = local if shard.all_count and is_here is None else local.clamp(0, V - 1)
-    z = _scaled((space if len(space) == len(x) else space[: len(x)]).copy_(x), shard)
+    z = _scaled((workspace if len(workspace) == len(x) else workspace[: len(x)]).copy_(x), shard)
     logit = z.gather(1, index)
     columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
     if shard.sums:
@@ -106,21 +103,21 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
 
 
 def _split(numbers: Tensor, narrow: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each number rounded to `narrow`, and what the rounding takes from it: 0 where the number is infinite."""
+    """Each number rounded to `narrow`, and the rounding error, 0 for an infinite number."""
     rounded = numbers.to(narrow)
     return rounded, torch.where(rounded == numbers, 0, numbers - rounded)
 
 
 def _all_between(numbers: Tensor, low: float, high: float) -> bool:
-    """Whether the host knows that all numbers are between these; it does not wait for them."""
+    """Whether all numbers are known to be between low and high, without waiting for a device."""
     if not can_read(numbers) or numbers.numel() == 0:
         return False
     smallest, largest = (each.item() for each in numbers.aminmax())
-    return low < smallest and largest < high  # a NaN is no less
+    return low < smallest and largest < high  # false for NaN
 
 
 def _nothing(like: Tensor, shard: Shard) -> Tensor:
-    """The statistics of no class."""
+    """The statistics of an ignored row, or of a shard without classes."""
     nothing = like.new_zeros(like.shape[-1])
     nothing[0].fill_(-torch.inf)
     if shard.options.return_token_accuracy:
@@ -129,11 +126,11 @@ def _nothing(like: Tensor, shard: Shard) -> Tensor:
 
 
 def _without_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
-    """The statistics, with NaN for a target that is no class, and `_nothing` for an ignored row."""
+    """The statistics with ignored rows replaced by `_nothing`, and NaN for targets outside the vocabulary."""
     if shard.all_count:
         return statistics
     ignore_index = shard.options.ignore_index
-    wrong = (classes < 0) | (classes >= shard.size)  # among them ignored rows, which are replaced below
+    wrong = (classes < 0) | (classes >= shard.size)  # includes ignored rows, replaced below
     statistics[:, 1].masked_fill_(wrong, torch.nan)
     return torch.where((classes == ignore_index).unsqueeze(1), _nothing(statistics, shard), statistics)
 
@@ -148,36 +145,39 @@ def gradient(
     out: Tensor,
     guessed: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of this shard's logits, written to `out`, contiguous, which may be `logits`; returned.
+    """Write the gradient of this shard's logits to `out` and return it.
 
-    It is the gradient that `Rows` describes, of the logits after scale and softcap, times the derivative of scale and softcap. A row
-    whose softmax_scale, smoothing and target_grad are 0 gets exactly 0.
-    guessed: the upstream gradient for which `out` already holds the gradient.
+    `Rows` defines the gradient of the scaled and capped logits, which is multiplied by the derivative of scale and
+    softcap. A row with softmax_scale, smoothing and target_grad of 0 gets exactly 0.
+
+    out: contiguous; may be `logits`. guessed: the guess of the upstream gradient for which `out` already holds the
+        gradient.
     """
     if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
         return out
     start = 0
-    for x, classes, space, dx in _chunks(logits, target.reshape(-1).long(), out):
-        some = slice(start, start := start + len(x))
-        exponentials = _exponentials(x, classes, weight, shard, space)
-        _write(exponentials, x, classes, weight, merge(statistics[:, some]), upstream.of(some), shard, dx)
+    for x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
+        chunk = slice(start, start := start + len(x))
+        exponentials = _exponentials(x, classes, weight, shard, workspace)
+        _write(exponentials, x, classes, weight, merge(statistics[:, chunk]), upstream.of(chunk), shard, dx)
     return out
 
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
 ) -> tuple[Tensor, Merged | None]:
-    """The statistics [N, 3 to 6] of one shard of all classes, and its gradient, from the same exponentials, in `out`.
+    """Return the statistics [N, 3 to 6] of one shard with all classes, and write the gradient to `out`.
 
-    upstream: of the loss alone, one number. Where it is NaN only the statistics are computed.
-    Returned beside the statistics: what `merge` gives for them, where all rows were one chunk.
+    Both come from the same exponentials. upstream: of the loss alone, a scalar. If NaN, only the statistics are
+    computed.
+    Also returns the merged statistics if all rows were a single chunk, else None.
     """
     nothing_guessed = can_read(logits) and upstream.loss is not None and math.isnan(upstream.loss.item())
     if out.numel() == 0 or nothing_guessed:
         return statistics(logits, target, weight, shard), None
     parts: list[Tensor] = []
-    for x, classes, space, dx in _chunks(logits, target.reshape(-1).long(), out):
-        exponentials = _exponentials(x, classes, weight, shard, space)
+    for x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
+        exponentials = _exponentials(x, classes, weight, shard, workspace)
         parts.append(_without_ignored(exponentials.statistics, classes, shard))
         merged = merge(parts[-1].unsqueeze(0))
         _write(exponentials, x, classes, weight, merged, upstream, shard, dx)
@@ -194,11 +194,11 @@ def _write(
     shard: Shard,
     dx: Tensor,
 ) -> None:
-    """Writes the gradient of some rows to dx. It is computed in the memory of their exponentials."""
+    """Write the gradient of some rows to dx, computed in the memory of their exponentials."""
     row, dlogits = rows(merged, classes, weight, upstream, shard), exponentials.values
     base, index, is_here, wide = exponentials.base, exponentials.index, exponentials.is_here, dlogits.dtype
     scale = row.softmax_scale * ((-row.base if base is None else base.squeeze(1) - row.base) - row.log_sum).exp_()
-    slope = _slope(x, wide, shard)  # before dx is written: it may be x
+    slope = _slope(x, wide, shard)  # computed before dx is written, which may be x
     dlogits.mul_(scale.to(wide).unsqueeze(1))
     if row.smoothing is not None:
         smoothing = row.smoothing.to(wide).unsqueeze(1)
@@ -209,7 +209,7 @@ def _write(
     dlogits.scatter_(1, index, target_grad)
     if slope is not None:
         dlogits.mul_(slope)
-    if base is not None or slope is not None or row.smoothing is not None:  # 0 times what is not finite is not 0
+    if base is not None or slope is not None or row.smoothing is not None:  # 0 * inf is not 0
         is_zero = (row.softmax_scale == 0) & (row.target_grad == 0)
         if row.smoothing is not None:
             is_zero &= row.smoothing == 0
@@ -223,12 +223,12 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the passes compute in: wider than the logits, so that a result is rounded once."""
+    """The dtype of the computation: wider than the logits, so a result is rounded once."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _scaled(z: Tensor, shard: Shard) -> Tensor:
-    """The logits after scale and softcap, in the memory of z."""
+    """Scale and cap the logits z in place."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if scale != 1:
         z.mul_(scale)
@@ -236,18 +236,19 @@ def _scaled(z: Tensor, shard: Shard) -> Tensor:
 
 
 def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
-    """The derivative of scale and softcap; None where it is 1."""
+    """The derivative of scale and softcap; None if it is 1."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if cap is None:
         return None if scale == 1 else scale
     e = (x.to(wide) * (scale / cap)).abs_().mul_(-2).exp_()
-    return 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, which as a difference would lose its digits
+    return 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, without the cancellation of the difference
 
 
 def _chunks(logits: Tensor, classes: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Equal chunks of the rows of logits [N, V]: their logits, their classes, memory to compute in, and their rows of each output.
+    """Iterate over the rows of logits [N, V] in chunks of equal size.
 
-    outputs: contiguous, of the logits' shape. The memory is of the dtype `_wide`, and the same for all chunks.
+    Yields a chunk's logits and classes, a workspace of dtype `_wide` shared by all chunks, and the chunk's rows of
+    each output. outputs: contiguous, in the logits' shape.
     """
     V = logits.shape[-1]
     x, *written = (each if each.ndim == 2 else each.reshape(-1, V) for each in (logits, *outputs))
@@ -255,10 +256,10 @@ def _chunks(logits: Tensor, classes: Tensor, *outputs: Tensor) -> Iterator[tuple
     if N == 0:
         return
     most = max(1, CHUNK * torch.get_num_threads() // V)
-    step = N if x.is_meta else -(-N // -(-N // most))  # what has no memory is taken at once
-    space = torch.empty(step, V, dtype=_wide(x.dtype), device=x.device)
-    for some, of_classes, *parts in zip(*(torch.split(each, step) for each in (x, classes, *written)), strict=True):
-        yield some, of_classes, space, *parts
+    step = N if x.is_meta else -(-N // -(-N // most))  # a meta tensor is a single chunk
+    workspace = torch.empty(step, V, dtype=_wide(x.dtype), device=x.device)
+    for chunk, chunk_classes, *parts in zip(*(torch.split(each, step) for each in (x, classes, *written)), strict=True):
+        yield chunk, chunk_classes, workspace, *parts
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

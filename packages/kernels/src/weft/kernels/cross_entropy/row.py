@@ -1,16 +1,16 @@
-"""What the kernels do with a row of logits: where it lies, its statistics, and the writing of its gradient."""
+"""Device functions of the kernels for one row of logits: addresses, statistics, and storing the gradient."""
 
 import triton
 import triton.language as tl
 
 from .double_float import exp, exp2, head, times, two_sum
 
-# The lowest finite float32, as the running maximum before any logit. With -inf there, -inf - -inf would be NaN.
+# The lowest finite float32, the initial running maximum. With -inf, -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-UNDERFLOW = tl.constexpr(-110.0)  # exp of it is 0 in float32
-# The greatest distance from the base to the max at which sums of exp(logit - base) neither overflow nor lose digits.
+UNDERFLOW = tl.constexpr(-110.0)  # exp(UNDERFLOW) is 0 in float32
+# The greatest distance of base from max for which sums of exp(logit - base) neither overflow nor lose digits.
 NEAR = tl.constexpr(60.0)
-SMALL = tl.constexpr(0.2)  # below it tanh is its Taylor series: the difference in (1 - e) / (1 + e) would lose digits
+SMALL = tl.constexpr(0.2)  # below SMALL, tanh is a Taylor series: the difference in (1 - e) / (1 + e) would lose digits
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def plus(a, b):
 
 @triton.jit
 def split(x):
-    """A float64 as two float32: a `head` and its tail, which is 0 where x is infinite."""
+    """A float64 as two float32: a `head` and its tail, which is 0 if x is infinite."""
     x_head = head(x.to(tl.float32))
     return x_head, tl.where(x == x_head, 0.0, x - x_head).to(tl.float32)
 
@@ -35,7 +35,7 @@ def row_offset(row, T, stride_b, stride_t):
 
 @triton.jit
 def aligned_span(ptr, offset, V, RAGGED: tl.constexpr):
-    """The first and the number of a row's columns that fill aligned 16-byte words. All columns, where rows are not RAGGED."""
+    """First column and number of columns in a row's aligned 16-byte words. All columns for rows that are not RAGGED."""
     if not RAGGED:
         return 0, V
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
@@ -45,7 +45,7 @@ def aligned_span(ptr, offset, V, RAGGED: tl.constexpr):
 
 @triton.jit
 def unaligned_cols(ptr, first, count, V):
-    """The columns of a RAGGED row outside of `aligned_span`, one a lane, and the mask of the lanes that have one."""
+    """The columns of a RAGGED row outside `aligned_span`, one for each lane, and a mask of the lanes in use."""
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, 2 * size)
     cols = tl.where(lanes < size, lanes, first + count + lanes - size)
@@ -54,7 +54,7 @@ def unaligned_cols(ptr, first, count, V):
 
 @triton.jit
 def aligned(ptr, offset, first, RAGGED: tl.constexpr):
-    """The pointer to column `first` of a row. Of a RAGGED row it is 16-byte aligned."""
+    """The pointer to column `first` of a row, marked as 16-byte aligned for a RAGGED row."""
     if not RAGGED:
         return ptr + offset
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
@@ -63,9 +63,9 @@ def aligned(ptr, offset, first, RAGGED: tl.constexpr):
 
 @triton.jit
 def _tanh(u):
-    """tanh(u) and its derivative, each with a relative error of some 2**-22.
+    """tanh(u) and its derivative, each with a relative error of about 2**-22.
 
-    The derivative is not computed as 1 - tanh(u)**2: that difference would lose its digits.
+    The derivative is not computed as 1 - tanh(u)**2, whose digits would cancel.
     """
     e = tl.exp(-2.0 * tl.abs(u))
     v = u * u
@@ -88,7 +88,10 @@ def _read(
     ptr, cols, in_row, target_col, shard_weight_ptr, shift, scale, cap,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Some logits after scale and cap, -inf at the target and outside of the row; and what they add to the sum of logit - shift."""
+    """Load logits, apply scale and cap, and set the target and columns outside the row to -inf.
+
+    Also returns each logit's summand of the sum of logit - shift, times the class's weight if there are weights.
+    """
     x = tl.load(ptr, mask=in_row, other=-float("inf")).to(tl.float32)
     x = _scaled(x, scale, cap)
     logit_sum = tl.zeros_like(x)
@@ -101,7 +104,7 @@ def _read(
 
 @triton.jit
 def _next_above(x):
-    """The next float32 above x; of 0 the smallest normal one."""
+    """The next float32 above x; for 0, the smallest normal float32."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x == 0.0, 0x00800000, tl.where(x > 0.0, bits + 1, bits - 1))
     return bits.to(tl.float32, bitcast=True)
@@ -114,9 +117,10 @@ def row_statistics(
     SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo and rival of one row; see `kernel.statistics`.
+    """lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo and rival of a row: see `kernel.statistics`.
 
-    What is summed is logit - shift, where shift is the row's first logit: a sum of large logits would round at their size.
+    The sum is taken over logit - shift, with the row's first logit as shift: a sum of large logits would be rounded
+    at their magnitude.
     """
     ignored = target == ignore_index
     classes_read = tl.where(ignored, 0, V)
@@ -134,8 +138,8 @@ def row_statistics(
 
     if x_ptr.dtype.element_ty == tl.float32:
         base, sum_exp, logit_sum, largest, before = _exact_sum(
-            x_ptr + offset, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, shift, scale, cap,
-            SUM, RIVAL, BLOCK_V, STAGES,
+            x_ptr + offset, classes_read, stride_xv, target_logit, target_col, local,
+            shard_weight_ptr, shift, scale, cap, SUM, RIVAL, BLOCK_V, STAGES,
         )  # fmt: skip
     else:
         base, sum_exp, logit_sum, before = _sum(
@@ -150,7 +154,7 @@ def row_statistics(
     lse_hi = tl.where(sum_exp == 0.0, -float("inf"), lse_hi)
     lse_lo = tl.where(sum_exp == 0.0, 0.0, lse_lo)
     is_class = (target >= 0) & (target < vocab_size)
-    tl.device_assert(ignored | is_class, "a target is no class")  # where Triton is told to debug
+    tl.device_assert(ignored | is_class, "a target is no class")  # checked only in Triton's debug mode
     lse_lo = tl.where(ignored | is_class, lse_lo, float("nan"))
     logit_sum_lo = 0.0
     if SUM:
@@ -170,12 +174,13 @@ def _sum(
     SUM: tl.constexpr, RIVAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """By one online pass: the row's max, the sum of exp(logit - max), and the sum of logit - shift. With RIVAL also the max of the columns
-    before `local`.
+    """One online pass over a row: its max, the sum of exp(logit - max), and the sum of logit - shift.
 
-    The sum of exponentials is 0 where all logits are -inf. Each lane has a running max and sum of its own. They are reduced
-    once, after the loop, so the loop has no barrier. A logit x makes old into new = max(old, x), which rescales the sum by
-    exp(old - new) and adds exp(x - new). One of the two is exp(0), so a logit costs one exponential.
+    With RIVAL also the max of the columns before `local`. The sum of exponentials is 0 if all logits are -inf.
+
+    Each lane has its own running max and sum, reduced once after the loop, so the loop has no barrier. A logit x
+    changes the max from old to new = max(old, x), rescales the sum by exp(old - new) and adds exp(x - new). One of
+    the two exponentials is exp(0), so a logit costs a single exponential.
     """
     lanes = tl.arange(0, BLOCK_V)
     largest = tl.full([BLOCK_V], LOWEST, tl.float32)
@@ -187,8 +192,8 @@ def _sum(
     for start in tl.range(0, tl.minimum(classes_read, count), BLOCK_V, num_stages=STAGES):
         at = start + lanes
         x, added = _read(
-            aligned_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col, shard_weight_ptr, shift, scale, cap,
-            SUM,
+            aligned_ptr + at.to(tl.int64) * stride_xv, first + at, at < count, target_col,
+            shard_weight_ptr, shift, scale, cap, SUM,
         )  # fmt: skip
         logit_sum += added
         delta = x - largest
@@ -205,8 +210,8 @@ def _sum(
     if RAGGED:
         cols, in_row = unaligned_cols(x_ptr, first, count, V)
         x, added = _read(
-            x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col, shard_weight_ptr, shift, scale, cap,
-            SUM,
+            x_ptr + offset + cols, cols, in_row & (cols < classes_read), target_col,
+            shard_weight_ptr, shift, scale, cap, SUM,
         )  # fmt: skip
         row_largest = tl.maximum(row_largest, tl.max(x, 0))
         if RIVAL:
@@ -223,15 +228,18 @@ def _exact_sum(
     x_ptr, classes_read, stride_xv, target_logit, target_col, local, shard_weight_ptr, shift, scale, cap,
     SUM: tl.constexpr, RIVAL: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of float32 logits: a base, the sum of exp(logit - base) in float64, the sum of logit - shift, and the max. With RIVAL also the max
-    of the columns before `local`.
+    """For a row of float32 logits: a base, the sum of exp(logit - base) in float64, the sum of logit - shift, and
+    max.
 
-    The sum of exponentials is 0 where all logits are -inf. The first base is the target's logit: where the target is likely, that is
-    near the max. Where the max is not NEAR it, the row is read a second time, with the max as the base.
+    With RIVAL also the max of the columns before `local`. The sum of exponentials is 0 if all logits are -inf.
+
+    The first base is the target's logit, near the max if the target is likely. If the max is not NEAR the base, the
+    row is read a second time with the max as base.
     """
     lanes = tl.arange(0, BLOCK_V)
     base = tl.where(target_logit == -float("inf"), 0.0, target_logit)
-    row_sum_exp, row_logit_sum = base.to(tl.float64), base  # of the types that they will have
+    # initialized in their final types, as Triton's loop requires
+    row_sum_exp, row_logit_sum = base.to(tl.float64), base
     row_largest, row_before = base, base
     tries = 0
     while tries < 2:
@@ -243,8 +251,8 @@ def _exact_sum(
         for start in tl.range(0, classes_read, BLOCK_V, num_stages=STAGES):
             at = start + lanes
             x, added = _read(
-                x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col, shard_weight_ptr, shift, scale, cap,
-                SUM,
+                x_ptr + at.to(tl.int64) * stride_xv, at, at < classes_read, target_col,
+                shard_weight_ptr, shift, scale, cap, SUM,
             )  # fmt: skip
             logit_sum += added
             largest = tl.maximum(largest, x)
@@ -268,7 +276,10 @@ def _exact_sum(
 
 @triton.jit
 def _minus(x, base):
-    """x - base as two float32, and whether its exp underflows to 0. Where it does the two are 0, which `double_float.exp` can take."""
+    """x - base as two float32, and whether exp of the difference underflows to 0.
+
+    On underflow both are 0, which `double_float.exp` can take.
+    """
     underflows = x - base < UNDERFLOW
     delta, delta_lo = two_sum(tl.where(underflows, base, x), -base)
     return delta, delta_lo, underflows
@@ -280,9 +291,9 @@ def write(
     base, base_lo, softmax_scale, softmax_scale_lo, smoothing, smoothing_lo, target_grad, scale, cap,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of some logits of a row: softmax_scale * exp(x - lse), and target_grad at the target.
+    """Store the gradient of some logits of a row: softmax_scale * exp(x - lse), and target_grad at the target.
 
-    The lse is base + base_lo. With SUM `smoothing` is subtracted, times the class's weight where there are weights.
+    The lse is base + base_lo. With SUM, `smoothing` is subtracted, times the class's weight if there are weights.
     softmax_scale_lo, smoothing_lo: the low parts of double-floats, for float32 logits.
     """
     x = tl.load(x_ptr, mask=in_row, other=-float("inf")).to(tl.float32)
@@ -293,10 +304,10 @@ def write(
     if x_ptr.dtype.element_ty == tl.float32:
         delta, delta_lo, underflows = _minus(scaled, base)
         delta_lo -= base_lo
-        exponent = delta + delta_lo  # hi and lo are split anew: for logits beyond 2**24 base_lo is not small
+        exponent = delta + delta_lo  # split into hi and lo again: for logits beyond 2**24 base_lo is not small
         dx, dx_lo, k = exp(exponent, delta_lo - (exponent - delta))
         dx, dx_lo = times(dx, dx_lo, softmax_scale, softmax_scale_lo)
-        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k by two factors: itself it may be no float32
+        half = tl.where(underflows, 0.0, exp2(k >> 1))  # 2**k as two factors, because 2**k itself may not be a float32
         dx, dx_lo = dx * half * exp2(k - (k >> 1)), dx_lo * half * exp2(k - (k >> 1))
         if SUM:
             if shard_weight_ptr is not None:
@@ -305,7 +316,7 @@ def write(
             dx_lo += rounded_off - smoothing_lo
         dx += dx_lo
     else:
-        # Not x - (base + base_lo): that sum rounds at the size of the logits, not at that of the difference.
+        # Not x - (base + base_lo): that sum would be rounded at the magnitude of the logits, not of the difference.
         dx = softmax_scale * tl.exp((scaled - base) - base_lo)
         if SUM:
             dx -= smoothing * weight

@@ -1,7 +1,8 @@
-"""Linear cross-entropy of one shard of the vocabulary, forward and backward: the local tensors of the op.
+"""Forward and backward of linear cross-entropy on one shard of the vocabulary, with local tensors.
 
-Where the upstream gradient is one number, forward computes the gradients as if it were 1, from each chunk's logits: three GEMMs a
-chunk. Backward multiplies them by it. Otherwise backward computes the logits again: four GEMMs a chunk.
+For a scalar upstream gradient, forward computes the gradients as if it were 1, from each chunk's logits: three GEMMs
+a chunk. Backward multiplies the gradients by the upstream gradient. Otherwise backward computes the logits again:
+four GEMMs a chunk.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ def forward(
     gather: Gather | None = None,
     count: Count | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
-    """The outputs of cross-entropy, float32 (float64 for float64 logits), and what `backward` needs.
+    """Compute the outputs of cross-entropy and the tensors saved for `backward`.
 
-    input: [..., H]. linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size.
-    target, weight, denominator: as of cross-entropy.
-    compute_dtype: of the GEMMs and the logits; the input's without it, which weight and bias then have too.
-    wanted: the dtypes of the gradients that backward will be asked for.  shards: of the vocabulary, how many there are.
-    gather: see `Gather`; called once a chunk. The next chunk's GEMM is started before the chunk's gather is waited for.
-    count: see `Count`; for "mean" without a denominator.
+    The outputs are float32 (float64 for float64 logits).
+
+    input: [..., H]. linear_weight: [V, H], linear_bias: [V], for the classes vocab_start to vocab_start + V of
+        vocab_size.
+    target, weight, denominator: as for cross-entropy.
+    compute_dtype: of the GEMMs. If None, the input's dtype, which weight and bias must then have.
+    wanted: the dtypes of the gradients backward will be asked for.
+    shards: the number of shards of the vocabulary.
+    gather: see `Gather`; called once for each part. The next part's GEMM is started before waiting for the gather.
+    count: see `Count`; used for "mean" without a denominator.
     """
     V = len(linear_weight)
     if vocab_size is None:
@@ -55,12 +60,12 @@ def forward(
     form = Form((*input.shape[:-1], V), dtype, input.device)
     all_count = check(form, target, weight, denominator, options, vocab_start, vocab_size)
     product = _product(input, linear_weight, linear_bias, target, dtype)
-    held = 1 if gather is None else 2
-    chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, held)
+    buffers = 1 if gather is None else 2
+    chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, buffers)
     shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(product.x)
     if options.reduction == "mean" and denominator is None:
         denominator = mean_denominator(weight, product.classes, options, wide, count, all_count)
-    class_weight, divided = weight, denominator  # as they are saved
+    class_weight, divided = weight, denominator  # saved for backward
     weight, denominator = per_token(weight, denominator)
     upstream = sums = None
     if in_forward(options, dtype, wanted):
@@ -68,37 +73,37 @@ def forward(
             Upstream(torch.ones((), device=input.device), None, denominator),
             Sums(product, wanted, chunks),
         )
-    of_parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # the statistics, the loss and the lse
+    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # each part's statistics, loss and lse
     is_correct: list[Tensor] = []
-    for swept in sweep(product, weight, shard, chunks, tokens, upstream, gather):
-        gathered, classes = swept.gathered, product.classes[swept.rows]
-        of_parts.append((gathered, *passes.losses(gathered, classes, weight, shard)))
+    for part in sweep(product, weight, shard, chunks, tokens, upstream, gather):
+        gathered, classes = part.gathered, product.classes[part.rows]
+        parts.append((gathered, *passes.losses(gathered, classes, weight, shard)))
         if options.return_token_accuracy:
             is_correct.append(correct(gathered, classes, options.ignore_index))
-        if sums is not None and swept.dlogits is not None:
-            sums.add(swept.chunk, swept.dlogits)
+        if sums is not None and part.dlogits is not None:
+            sums.add(part.chunk, part.dlogits)
     nothing = torch.zeros(0, dtype=wide, device=input.device)
 
     def of_tokens(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.cat([nothing, *(each for each in parts if each is not None)]).reshape(target.shape)
 
-    loss = of_tokens(each for _, each, _ in of_parts)
-    lse = of_tokens(each for _, _, each in of_parts) if options.gives_lse else None
+    loss = of_tokens(each for _, each, _ in parts)
+    lse = of_tokens(each for _, _, each in parts) if options.gives_lse else None
     accuracy = of_tokens(is_correct) if options.return_token_accuracy else None
     outputs = outputs_of(loss, lse, accuracy, denominator, options)
     if sums is not None:
         dx = None if sums.dx is None else sums.dx.view(input.shape)
         return outputs, (product.x.new_empty(0), dx, sums.dweight, sums.dbias)
     statistics = (
-        torch.cat([gathered for gathered, _, _ in of_parts], 1)
-        if of_parts
+        torch.cat([gathered for gathered, _, _ in parts], 1)
+        if parts
         else nothing.new_empty(1, 0, shard.options.columns)
     )
     return outputs, (input, linear_weight, target, linear_bias, class_weight, divided, statistics)
 
 
 def in_forward(options: Options, dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether forward computes the gradients, and backward multiplies them by the upstream gradient."""
+    """Whether forward computes the gradients, which backward multiplies by the upstream gradient."""
     return options.gradient_in_forward(dtype) and any(each is not None for each in wanted)
 
 
@@ -118,53 +123,56 @@ def backward(
     count: Count | None = None,
     reuse: bool = False,
 ) -> Tensors:
-    """The gradients of input, linear_weight and linear_bias. That of the input is this shard's addend. No communication.
+    """The gradients of input, linear_weight and linear_bias. Communication: none.
 
-    reuse: whether backward may return the very tensors that forward computed: there is no second backward, or it was ruled out.
+    The input's gradient is this shard's summand only: the sum over the shards is left to the caller.
+    reuse: whether backward may return the very tensors computed in forward, because no second backward can follow.
     """
-    asked = tuple(each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True))
+    wanted_dtypes = tuple(
+        each if need else None for each, need in zip(wanted, (needed[0], needed[1], needed[3]), strict=True)
+    )
     input = saved[0]
-    assert input is not None, "forward saves it, or an empty tensor of the dtype of the GEMMs"
-    if all(each is None for each in asked):
+    assert input is not None, "forward saves the input, or an empty tensor with the dtype of the GEMMs"
+    if all(each is None for each in wanted_dtypes):
         return (None,) * 6
     dtype = compute_dtype or input.dtype
     if in_forward(options, dtype, wanted):
         assert grads[0] is not None, "the loss is the only output"
-        found = [
-            None if of_part is None or part is None else scaled(part, grads[0], of_part, reuse)
-            for part, of_part in zip(saved[1:], asked, strict=True)
+        gradients = [
+            None if wanted_dtype is None or part is None else scaled(part, grads[0], wanted_dtype, reuse)
+            for part, wanted_dtype in zip(saved[1:], wanted_dtypes, strict=True)
         ]
-        return found[0], found[1], None, found[2], None, None
+        return gradients[0], gradients[1], None, gradients[2], None, None
 
     _, linear_weight, target, linear_bias, weight, denominator, statistics = saved
-    assert linear_weight is not None and target is not None and statistics is not None, "forward saves them"
+    assert linear_weight is not None and target is not None and statistics is not None, "forward saves these tensors"
     weight, denominator = per_token(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
     shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
-    sums, gradient_space = Sums(product, asked, chunks), product.gradient_space(chunks)
-    space = product.space(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
+    sums, gradient_buffer = Sums(product, wanted_dtypes, chunks), product.gradient_buffer(chunks)
+    logits_buffer = product.logits_buffer(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
     for chunk in chunks:
-        dlogits = (space if gradient_space is None else gradient_space)[: chunk.stop - chunk.start]
+        dlogits = (logits_buffer if gradient_buffer is None else gradient_buffer)[: chunk.stop - chunk.start]
         for rows in parts_of(chunk, tokens):
             loss, lse = (_of_rows(grad, rows) for grad in (grads[0], grads[1] if options.return_lse else None))
             upstream = Upstream(loss, lse, denominator)
-            logits = product.logits(rows, space)
+            logits = product.logits(rows, logits_buffer)
             out = dlogits[rows.start - chunk.start : rows.stop - chunk.start]
             passes.gradient(logits, product.classes[rows], weight, statistics[:, rows], upstream, shard, out)
         sums.add(chunk, dlogits)
         del logits, dlogits, out
-    del space, gradient_space  # before the sums are rounded
+    del logits_buffer, gradient_buffer  # freed before the sums are rounded
     dx = None if sums.dx is None else sums.dx.view(input.shape)
-    totals = zip((dx, sums.dweight, sums.dbias), asked, strict=True)
-    dx, dweight, dbias = (None if total is None else total.to(of_total) for total, of_total in totals)
+    totals = zip((dx, sums.dweight, sums.dbias), wanted_dtypes, strict=True)
+    dx, dweight, dbias = (None if total is None else total.to(wanted_dtype) for total, wanted_dtype in totals)
     return dx, dweight, None, dbias, None, None
 
 
 def _of_rows(grad: Tensor | None, rows: slice) -> Tensor | None:
-    """The gradient that arrived for some rows: its part, or all of it where it is one number."""
+    """The upstream gradient of some rows; a scalar is for all rows."""
     return grad if grad is None or grad.ndim == 0 else grad.reshape(-1)[rows]
 
 
@@ -176,22 +184,22 @@ def chunked(
     chunk_tokens: int | None,
     vocab_size: int,
     shards: int,
-    held: int,
+    buffers: int,
 ) -> tuple[list[slice], int | None]:
-    """The chunks of the tokens, and how many of a chunk's tokens are one part, the same on every shard; see `chunks_of` and `part_tokens`.
+    """The chunks of the tokens, and the number of tokens in a part: the same on every shard.
 
-    dtype: of the GEMMs.
+    dtype: of the GEMMs. See `chunks_of` and `part_tokens`.
     """
     share = -(-vocab_size // shards)
     sum_bytes = share * input.shape[-1] if may_be_in_24_bits(dtype, wanted) else 0
     like = input.new_empty(0, dtype=dtype)
-    return chunks_of(target.numel(), chunk_tokens, share, held, like, sum_bytes), part_tokens(share, held, like)
+    return chunks_of(target.numel(), chunk_tokens, share, buffers, like, sum_bytes), part_tokens(share, buffers, like)
 
 
 def _product(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, dtype: torch.dtype
 ) -> Product:
-    """In the dtype of the GEMMs."""
+    """The factors cast to the dtype of the GEMMs, and the target, as a `Product`."""
     x = input.reshape(target.numel(), input.shape[-1]).to(dtype)  # [N, H]
     bias = None if linear_bias is None else linear_bias.to(dtype)
     return Product(x, linear_weight.to(dtype), bias, target.reshape(-1))

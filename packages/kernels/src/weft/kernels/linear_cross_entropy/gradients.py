@@ -1,4 +1,4 @@
-"""The gradients of a chunked product: sums over the chunks, those of weight and bias in float32 or in 24 bits."""
+"""The gradients of the matrix product, as sums over chunks: of weight and bias in float32 or in 24 bits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..backend import can_read, is_recorded, on_cpu, use_triton
 from .chunks import Product
 from .sum24 import ADDITIONS, Sum24
 
-Wanted = tuple[torch.dtype | None, ...]  # of the gradients of input, weight and bias; None: not wanted
+Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, weight and bias; None if not wanted
 
 
 class Sums:
-    """The gradients of `Product.x`, `weight` and `bias`, of the rows added so far; None for those not wanted.
+    """The gradients of `Product.x`, `weight` and `bias`, summed over the rows added so far; None if not wanted.
 
-    dx has x's dtype. dweight and dbias are float32 (float64 for float64), so that the error does not grow with the number of chunks.
-    Where dweight is wanted in x's dtype there are two exceptions: of a single chunk it is what the GEMM gives, and of up to ADDITIONS
-    chunks in bfloat16 it is a `Sum24`.
+    dx has x's dtype. dweight and dbias are float32 (float64 for float64), so the error does not grow with the number
+    of chunks. If dweight is wanted in x's dtype there are two exceptions. For a single chunk, dweight is the GEMM's
+    result. For up to ADDITIONS chunks in bfloat16, dweight is a `Sum24`.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
@@ -27,38 +27,41 @@ class Sums:
         self._product = product
         self._wide = torch.promote_types(x.dtype, torch.float32)
         self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._of_weight: Sum | Sum24 | None = None
+        self._weight_sum: Sum | Sum24 | None = None
         if wanted[1] is not None:
             if 1 < len(chunks) <= ADDITIONS and may_be_in_24_bits(x.dtype, wanted):
-                self._of_weight = Sum24(weight, len(chunks))
+                self._weight_sum = Sum24(weight, len(chunks))
             else:
                 dtype = x.dtype if len(chunks) == 1 and wanted[1] == x.dtype else self._wide
-                self._of_weight = Sum(weight, dtype, empty=not chunks)
+                self._weight_sum = Sum(weight, dtype, empty=not chunks)
         self.dbias = None if wanted[2] is None else torch.zeros(len(weight), dtype=self._wide, device=x.device)
 
     @property
     def dweight(self) -> Tensor | None:
-        return None if self._of_weight is None else self._of_weight.total
+        return None if self._weight_sum is None else self._weight_sum.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Adds what the logits' gradient [n, V] of some rows contributes. One GEMM for dx; for dweight one, or one a block."""
+        """Add the contribution of some rows, given their logits' gradient [n, V].
+
+        One GEMM for dx, and one for dweight (one for each block of the weight in a `Sum24`).
+        """
         if self.dx is not None:
             torch.mm(dlogits, self._product.weight, out=self.dx[rows])
-        if self._of_weight is not None:
-            self._of_weight.add(dlogits, self._product.x[rows])
+        if self._weight_sum is not None:
+            self._weight_sum.add(dlogits, self._product.x[rows])
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self._wide)
 
 
 class Sum:
-    """A sum of products, of the shape of `like`. empty: nothing will be added, so it is zeros."""
+    """A sum of matrix products, shaped as `like`. empty: start from zeros, because nothing will be added."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, *, empty: bool) -> None:
         self.total = (torch.zeros_like if empty else torch.empty_like)(like, dtype=dtype)
         self._beta = 0  # the first product overwrites uninitialized memory
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Adds a.T @ b in the sum's dtype: one GEMM. It is given out=, since autocast leaves such calls alone."""
+        """Add a.T @ b in the sum's dtype, by one GEMM. Uses out=, because autocast leaves calls with out= alone."""
         wide, beta, self._beta = self.total.dtype, self._beta, 1
         if a.dtype == wide:
             torch.addmm(self.total, a.mT, b, beta=beta, out=self.total)
@@ -69,36 +72,36 @@ class Sum:
 
 
 def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether the weight's gradient would be a `Sum24`, of several chunks and no more than ADDITIONS.
+    """Whether the weight's gradient would be a `Sum24`, given several chunks and at most ADDITIONS.
 
-    Also where the weight is frozen: on another rank it may not be, and all ranks must cut the same chunks.
+    Also for a frozen weight, whose gradient may be wanted on another rank: all ranks must cut the same chunks.
     """
     return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
 
 
 def is_last_use(saved: Tensor) -> bool:
-    """Whether the backward that runs is the last to see what was saved for it.
+    """Whether the running backward is the last to use its saved tensors, which may then be overwritten.
 
-    Autograd frees what was saved after backward, unless it keeps the graph. Torch's compiler asks autograd the same question before it
-    reuses such memory. Where torch lacks the function, the graph counts as kept. So it does in a CUDA graph, which may replay the
-    backward.
+    Autograd frees saved tensors after backward, unless the graph is kept. torch's compiler asks autograd the same
+    question before reusing saved memory. If this torch lacks the function, the graph counts as kept. So does a
+    backward captured in a CUDA graph, which may be replayed.
     """
     keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps() and not is_recorded(saved)
 
 
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
-    """part * factor in `dtype`, multiplied in float32, or in part's dtype where that is wider.
+    """part * factor in `dtype`, multiplied in float32, or in part's dtype if wider.
 
-    Zeros stay zeros where the factor is NaN or infinite: they are the gradients of ignored tokens.
-    in_place: in the memory of part, if part has the dtype. On a GPU a factor of 1 then costs no pass over it. The kernel sees that; the
-    host does not wait for the factor.
+    Zeros stay zeros for a NaN or infinite factor: they are the gradients of ignored tokens.
+    in_place: reuse part's memory, if part has the dtype. On a GPU a factor of 1 then costs no pass over the memory:
+        the kernel checks the factor, and the host does not wait.
     """
     if in_place:
-        torch.autograd.graph.increment_version(part)  # autograd raises in a second backward
+        torch.autograd.graph.increment_version(part)  # makes autograd raise in a second backward
     reused = in_place and part.dtype == dtype
     if use_triton(part):
-        from . import launch  # imports triton, which a CPU run may not have
+        from . import launch  # imports triton, which a CPU installation may not have
 
         part = part.contiguous()
         return launch.scale(

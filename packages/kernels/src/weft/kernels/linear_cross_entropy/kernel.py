@@ -1,16 +1,18 @@
-"""Two elementwise kernels for gradients: one multiplies by a scalar on the device, one adds a product to a sum in 24 bits."""
+"""Two elementwise kernels for gradients: `scale` by a scalar on the device, `accumulate` a product into a 24-bit
+sum.
+"""
 
 import triton
 import triton.language as tl
 
-NAN = tl.constexpr(0x7FC00000)  # the canonical NaN: the bits of another one may overflow when they are rounded up
+NAN = tl.constexpr(0x7FC00000)  # the canonical NaN: rounding up the bits of another NaN may overflow
 
 
 @triton.jit(do_not_specialize_on_alignment=["factor_ptr"])
 def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * factor, multiplied in float32, over N contiguous elements. It is 0 where x is 0.
+    """out = x * factor, multiplied in float32, over N contiguous elements. 0 where x is 0, for any factor.
 
-    IN_PLACE: out is x. Then nothing is read or written where the factor is 1.
+    IN_PLACE: out is x. If the factor is 1, nothing is then read or written.
     """
     factor = tl.load(factor_ptr)
     if (factor != 1.0) | (not IN_PLACE):
@@ -25,10 +27,10 @@ def scale(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.const
 def accumulate(
     product_ptr, high_ptr, low_ptr, N, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Adds a float32 product to a sum in 24 bits, over N contiguous elements.
+    """Add a float32 product to a sum in 24 bits, over N contiguous elements.
 
-    The 24 bits are the upper ones of a float32: int16 `high`, and uint8 `low`.
-    FIRST: there is no sum yet, the product becomes it.  LAST: the sum is rounded to bfloat16, in `high`.
+    The 24 bits are the upper bits of a float32: int16 `high`, and uint8 `low`.
+    FIRST: there is no sum yet; the product becomes the sum. LAST: the sum is rounded to bfloat16, in `high`.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N

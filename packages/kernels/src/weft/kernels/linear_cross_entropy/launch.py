@@ -1,4 +1,4 @@
-"""Launches `scale` and `accumulate`."""
+"""Launches the kernels `scale` and `accumulate`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..aot import Variant
 from ..backend import device_of
 from . import kernel
 
-BLOCK, WARPS = 4096, 8  # 16 elements a thread: 16-byte accesses of bf16, and of bytes
+BLOCK, WARPS = 4096, 8  # 16 elements a thread: 16-byte accesses to bf16 and to bytes
 PROGRAMS = 1056  # 8 for each of the 132 multiprocessors of an H100 or H200; few, since most calls do nothing
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """x times a factor of one element, multiplied in float32, in `out`, which may be x; both contiguous."""
+    """Write x * factor to `out`, multiplied in float32. factor: one element. out: may be x. Both are contiguous."""
     N = x.numel()
     if N:
         with device_of(x):
@@ -31,7 +31,7 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 
 def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
-    """As `sum24.accumulate`."""
+    """See `sum24.accumulate`."""
     N = product.numel()
     if N:
         with device_of(product):

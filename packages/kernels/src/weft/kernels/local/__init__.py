@@ -1,4 +1,4 @@
-"""on_local_tensors: a user's function on local tensors, which declares its layouts and takes DTensors then."""
+"""`on_local_tensors` makes a user's function on local tensors take DTensors, by declared layouts."""
 
 from .sharded import on_local_tensors
 

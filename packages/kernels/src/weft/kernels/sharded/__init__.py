@@ -1,4 +1,4 @@
-"""Ops on plain tensors and on DTensors: `apply` runs an `Op`, `Sharding` is what its rule answers."""
+"""Runs ops on plain tensors and on DTensors: `apply` runs an `Op`; the op's rule returns a `Sharding`."""
 
 from .autocast import autocasts, cast_for
 from .devices import check_devices

@@ -1,4 +1,4 @@
-"""Ops under `torch.autocast`: their operands, plain tensors and DTensors, are cast as `RUNS` says. Inside of an op nothing is."""
+"""`torch.autocast` for ops on plain tensors and DTensors: operands are cast by `RUNS`; inside an op autocast is off."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from weft.reshard.running.dynamo import in_graph
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
 from ..backend import is_compiling
 
+# Arguments never cast: the op writes into the caller's accumulate_into, and rope's tables stay in float32.
 AS_GIVEN = (
     "accumulate_into",
     "cos",
     "sin",
-)  # a copy of the first would not be what the caller gave; angles are of float32
+)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Operand = TypeVar("Operand", bound=Tensor)
 
 
 def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """A decorator of the public function of op `name`. The autocast of its first tensor's device counts.
+    """Decorator for the public function of op `name`: casts its operands as `torch.autocast` would.
 
-    A parameter is cast each time that it is used, and its gradient is cast back.
+    The device of the first tensor decides which autocast applies. A parameter is cast in every call, and its gradient
+    is cast back.
     """
     runs = RUNS[name]
 
@@ -58,7 +60,10 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
 
 
 def cast_for(name: str, operand: Operand) -> Operand:
-    """The operand as op `name` would cast it, on its way there: what is brought in between travels in that dtype, both ways."""
+    """Cast an operand as op `name` would, before the operand is resharded for the op.
+
+    The collective then moves the operand, and in backward its gradient, in the dtype of autocast.
+    """
     dtype = autocast_dtype(operand)
     wanted = None if dtype is None else operands_dtype(RUNS[name], dtype, [operand.dtype])
     cast: Operand = operand if wanted is None else _cast(operand, wanted)
@@ -74,7 +79,7 @@ def _cast(operand: Any, dtype: torch.dtype) -> Any:
 
 
 class Cast(torch.autograd.Function):
-    """A DTensor in another dtype, in the same layout; its dual casts the gradient back, in the layout in which it arrives."""
+    """Cast a DTensor to another dtype, in the same layout. The dual casts the gradient back, in any layout."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
@@ -88,5 +93,5 @@ class Cast(torch.autograd.Function):
 
 @in_graph
 def _in_graph(x: DTensor, dtype: torch.dtype) -> Any:
-    """`Cast` where Dynamo traces."""
+    """`Cast`, called while Dynamo traces."""
     return Cast.apply(x, dtype)  # type: ignore[no-untyped-call]

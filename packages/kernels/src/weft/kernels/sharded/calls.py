@@ -1,4 +1,4 @@
-"""An op on operands of one kind: found once, and kept as long as the process groups that it may hold."""
+"""`Call`: an op on operands of given kinds, made once for each kind. The cache lasts as long as the process groups."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from ..op import Op
 from .meshes import Meshes
 from .rules import Shapes, Sharding, sharding_of
 
-Kinds = dict[tuple[int, torch.dtype], Any]  # `kind_of` what was made, by its position: a layout takes longer to look up
+# (position, dtype) -> `kind_of` the DTensor made there; looking the layout up again takes longer
+Kinds = dict[tuple[int, torch.dtype], Any]
 
 
 class Flow(NamedTuple):
-    """How gradients go through an op. sliced: what a gradient that arrived is cut to, None for those that are taken as they
-    are. operands: the layout of each operand's gradient, None where it has none. kinds: see `Call.as_operands`."""
+    """How gradients flow through an op, for upstream gradients of given kinds. Made and cached by `Call.flow`."""
 
-    sliced: tuple[Layout | None, ...]
-    operands: tuple[Layout | None, ...]
-    kinds: Kinds
+    sliced: tuple[Layout | None, ...]  # the layout to cut each output's gradient to; None: taken unchanged
+    operands: tuple[Layout | None, ...]  # the layout of each operand's gradient; None without one
+    kinds: Kinds  # of the operands' gradients, filled by `Call.as_operands`
 
 
 class Call:
-    """An op on operands that lie alike, on this rank.
+    """One op on operands with given shapes, dtypes and layouts, as seen from this rank.
 
-    Where some operands lie on a mesh and others on one whose axes are parts of its axes, the op is computed on the latter, by
-    its rule; an output, and a gradient, is of the mesh with fewer axes where that can say how it lies. Nothing moves for it.
-    options: what the op's rule gives this rank's forward; None outside the mesh. outputs: layout and shape of each.
-    Raises LayoutError where the rule does not take how the operands lie.
+    If some operands are on a mesh and others on a refinement of it, with some axes split in parts, the op is computed
+    on the finer mesh. Each output and gradient is expressed on the coarser mesh if possible. Neither moves data.
+
+    options: the rule's options for this rank's forward; None outside the mesh. outputs: layout and shape of each.
+    Raises LayoutError if the op's rule cannot take the operands' layouts.
     """
 
     def __init__(self, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -48,10 +49,10 @@ class Call:
         self.shapes: Shapes = tuple(None if each is None else shape_of(each) for each in tensors)
         self.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
         self.is_plain = tuple(not isinstance(tensor, DTensor) for tensor in tensors)
-        self._own, self._meshes = layouts, Meshes.of(layouts)
+        self._layouts, self._meshes = layouts, Meshes.of(layouts)
         if self._meshes.fine != process_mesh(mesh):
-            laid_out = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-            mesh = next((own for own in laid_out if process_mesh(own) == self._meshes.fine), mesh)
+            device_meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+            mesh = next((each for each in device_meshes if process_mesh(each) == self._meshes.fine), mesh)
         self.sharding: Sharding = sharding_of(op, self._meshes.refine(layouts, self.shapes), self.shapes, fixed)
         self.outputs = self._meshes.coarsen(self.sharding.outputs)
         rank = this_rank()
@@ -61,21 +62,21 @@ class Call:
 
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> Call:
-        """The call, made once for operands of these kinds. Raises as the constructor."""
-        if is_compiling():  # sizes may be symbols
+        """Return the cached call for operands of these kinds, made if missing. Raises as the constructor."""
+        if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
-        kept = of_this_world()
+        cache = of_this_world()
         varying = op.varying
         fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
         key = (op, *map(_kind, tensors), *fixed)
-        call = kept.get(key)
+        call = cache.get(key)
         if call is None:
-            call = kept[key] = cls(op, tensors, mesh, options)
+            call = cache[key] = cls(op, tensors, mesh, options)
         found: Call = call
         return found
 
     def flow(self, grads: Sequence[DTensor | None]) -> Flow:
-        """How these gradients of the outputs go through. Raises LayoutError where the op's rule does not take them."""
+        """How gradients of these kinds flow through. Raises LayoutError if the op's rule cannot take their layouts."""
         if is_compiling():
             return self._flow(grads)
         key = tuple(None if grad is None else kind_of(grad) for grad in grads)
@@ -95,7 +96,7 @@ class Call:
         return Flow(sliced, self.gradients(*taken), {})
 
     def output(self, i: int, part: Tensor) -> DTensor:
-        """Output i, of which this rank has `part`."""
+        """Wrap `part`, this rank's local tensor, as output i."""
         key = i, part.dtype
         kind = self._kinds.get(key)
         if kind is not None:
@@ -105,24 +106,29 @@ class Call:
         return made
 
     def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
-        """The layouts of the operands' gradients, where those of the outputs arrive so, on the mesh that the op is computed on."""
+        """The layouts of the operands' gradients, on the mesh of the computation. arrived: of the outputs'
+        gradients.
+        """
         fine = self._meshes.refine(arrived, tuple(shape for _, shape in self.outputs))
         return self.sharding.gradients(*fine)
 
     def as_operand(self, i: int, part: Tensor, layout: Layout) -> Tensor:
-        """The gradient of operand i, as the operand is, from this rank's part of it. Raises as `laid`."""
-        shape, own = self.shapes[i], self._own[i]
-        assert shape is not None and own is not None, "only what is given has a gradient"
+        """Wrap `part`, this rank's part of operand i's gradient, as the operand is: a DTensor or a plain tensor.
+
+        layout: of the gradient, on the mesh of the computation. Raises as `wrap_gradient`.
+        """
+        shape, operand_layout = self.shapes[i], self._layouts[i]
+        assert shape is not None and operand_layout is not None, "an operand that was left out has no gradient"
         if not self.is_plain[i]:
-            part, layout = self._meshes.as_given(self.op.name, part, layout, own, shape)
-        return laid(self.op, part, layout, shape, self.is_plain[i])
+            part, layout = self._meshes.to_operand_mesh(self.op.name, part, layout, operand_layout, shape)
+        return wrap_gradient(self.op, part, layout, shape, self.is_plain[i])
 
     def as_operands(self, parts: Sequence[Tensor | None], flow: Flow) -> list[Tensor | None]:
-        """The gradients of the operands, from this rank's parts of them."""
+        """Wrap this rank's parts of all operands' gradients, as `as_operand` does."""
         gradients: list[Tensor | None] = []
         for i, (part, layout) in enumerate(zip(parts, flow.operands, strict=True)):
             if part is None or layout is None or (self.options is None and self.is_plain[i]):
-                gradients.append(None)  # a plain tensor has no empty part
+                gradients.append(None)  # outside the mesh: a plain tensor has no empty part
                 continue
             kind = flow.kinds.get((i, part.dtype))
             if kind is not None:
@@ -130,30 +136,31 @@ class Call:
                 continue
             gradient = self.as_operand(i, part, layout)
             gradients.append(gradient)
-            own = self._own[i]
-            if (
-                isinstance(gradient, DTensor) and own is not None and own.mesh == layout.mesh
-            ):  # the part is taken as it is
+            operand_layout = self._layouts[i]
+            # Only a part wrapped unchanged can be wrapped by kind alone.
+            if isinstance(gradient, DTensor) and operand_layout is not None and operand_layout.mesh == layout.mesh:
                 flow.kinds[i, part.dtype] = kind_of(gradient)
         return gradients
 
 
 def sliced(grad: DTensor, layout: Layout | None) -> DTensor:
-    """The gradient cut to `layout`, which moves nothing; as it is without one."""
+    """Cut the gradient to `layout`, which moves nothing. None returns it unchanged."""
     return grad if layout is None else reshard(grad, placements=layout)
 
 
 @lru_cache(maxsize=65536)
 def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
-    """What an output's gradient is cut to, where all that it takes is to leave something out; else None.
+    """The layout to cut an output's gradient to, if slicing alone brings it to the output's shards; else None.
 
-    torch's own ops give the gradient of a sharded tensor whole: that of a mean, for one.
+    For a sharded output torch's own ops may give a replicated gradient, for example the gradient of a mean.
     """
     if grad == output or grad.mesh != output.mesh:
         return None
-    whole = {axis for axis in grad.mesh.axis_names if grad[axis] == Replicate() and isinstance(output[axis], Shard)}
-    wanted = output.replace(**{axis: grad[axis] for axis in grad.mesh.axis_names if axis not in whole})
-    if not whole or any(not isinstance(step, Slice) for step in plan(grad, wanted, shape, dtype).steps):
+    replicated = {
+        axis for axis in grad.mesh.axis_names if grad[axis] == Replicate() and isinstance(output[axis], Shard)
+    }
+    wanted = output.replace(**{axis: grad[axis] for axis in grad.mesh.axis_names if axis not in replicated})
+    if not replicated or any(not isinstance(step, Slice) for step in plan(grad, wanted, shape, dtype).steps):
         return None
     return wanted
 
@@ -171,13 +178,16 @@ def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
 _replicated = lru_cache(maxsize=65536)(Layout)
 
 
-def laid(op: Op, gradient: Tensor, layout: Layout, shape: Sequence[int], plain: bool) -> Tensor:
-    """The gradient of an operand, as the operand is. Raises LayoutError for a plain tensor whose gradient is not whole."""
+def wrap_gradient(op: Op, gradient: Tensor, layout: Layout, shape: Sequence[int], plain: bool) -> Tensor:
+    """Wrap an operand's gradient as the operand is: a DTensor of `layout`, or a plain tensor if `plain`.
+
+    Raises LayoutError for a plain operand with a gradient that is not replicated.
+    """
     if not plain:
         return wrap(gradient, layout, shape)
     if set(layout.placements) == {Replicate()}:
         return gradient
     raise LayoutError(
-        f"{op.name}: a plain tensor of shape {tuple(shape)} beside DTensors has a gradient that is ({layout}); give it a "
-        f"layout with distribute(), so that its gradient can say so"
+        f"{op.name}: a plain tensor of shape {tuple(shape)} beside DTensors has a gradient with layout ({layout}), "
+        f"which only a DTensor can have; make the tensor a DTensor with distribute()"
     )

@@ -1,4 +1,4 @@
-"""Backward passes that are not differentiated: who asks for a second derivative is refused."""
+"""Ops have no second derivatives: asking for a second derivative raises an error."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from ..op import Tensors
 
 
 def anchor() -> Tensor:
-    """One more output of a function, empty, which it saves last: in backward it leads to the operands, see `first_order`."""
+    """An extra, empty output of an autograd function, saved last. See `first_order` for its use."""
     return torch.empty(0)
 
 
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """A backward that is not differentiated: what it returns raises where that is asked for, of any tensor.
+    """Decorator for the backward of an autograd function. Differentiating the returned gradients raises RuntimeError.
 
-    Autograd visits only what leads to the tensors that it is asked for, so the gradients that are returned lead to the operands, by
-    what was saved, and to the gradients that arrived. Where a function has not saved all its operands, it saves an `anchor`, its last
-    output; where it has saved nothing, its gradients are constants of its operands. torch's `once_differentiable` lets such a
-    question pass, as if the gradients were constants.
+    Autograd runs only nodes on a path to the requested tensors. For that path the returned gradients are linked to
+    the upstream gradients, and through the saved tensors to the operands. A function without every operand among its
+    saved tensors saves an `anchor`, its last output. If a function saves nothing, its gradients do not depend on its
+    operands.
+
+    torch's `once_differentiable` may let the request pass, as if the gradients were constants.
     """
 
     def once(ctx: Any, *grads: Tensor | None) -> Tensors:
         arrived, first = grads[:-1], None
-        for grad in arrived:  # a generator costs the host more
+        for grad in arrived:  # any() with a generator would cost the host more
             if grad is not None:
                 first = grad
                 break
-        if first is None:  # they are zeros, and so is what is asked for
+        if first is None:  # all upstream gradients are zero; the results are zero too
             return (None,) * len(ctx.needs_input_grad)
-        # Backward may be called in a region of autocast.
+        # Backward may be called inside an autocast region.
         if is_autocasting() and autocast_dtype(first) is not None and not is_compiling():
             with autocast_off(first):
                 return once(ctx, *grads)
@@ -49,15 +51,20 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 
 def refusing(found: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
-    """The gradients that a backward found, which lead to `sources`, and raise where they are differentiated."""
-    return tuple(_Last.apply(each, *sources) if isinstance(each, Tensor) else each for each in found)  # type: ignore[no-untyped-call]
+    """Link gradients to `sources`: differentiating a gradient by a source raises RuntimeError."""
+    return tuple(
+        _NoSecondDerivative.apply(each, *sources) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
+        for each in found
+    )
 
 
-class _Last(torch.autograd.Function):
+class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        raise RuntimeError("the ops of weft.kernels have no second derivative; use torch's own where you need one")
+        raise RuntimeError(
+            "the ops of weft.kernels have no second derivative; use torch's own ops to differentiate twice"
+        )

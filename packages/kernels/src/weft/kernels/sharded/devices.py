@@ -1,4 +1,4 @@
-"""Where an op's operands lie."""
+"""Checks the devices of an op's operands."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from weft.reshard.running.groups import process_mesh, this_rank
 
 
 def check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
-    """Raises ValueError for operands that lie on two devices, which it names.
+    """Raise ValueError for operands on different devices. op: the op's name.
 
-    It runs in every call, so nothing is allocated for it. On a rank outside of a mesh an operand's part is empty, and may lie anywhere:
-    what torch's own ops give there is a CPU's.
+    Called in every call of an op, where nothing may be allocated. An operand whose mesh excludes this rank is
+    skipped: the local part is empty, and torch's own ops put empty parts on the CPU.
     """
     device = first.device
     for other in others:
         if other is not None and other.device != device and not (_is_elsewhere(first) or _is_elsewhere(other)):
-            raise ValueError(f"{op}: its operands lie on {device} and {other.device}; move them to one device")
+            raise ValueError(f"{op}: the operands are on {device} and {other.device}; move them to one device")
 
 
 def _is_elsewhere(operand: Tensor) -> bool:
-    """Whether this rank has no part of it."""
+    """Whether the operand is a DTensor whose mesh excludes this rank."""
     return isinstance(operand, DTensor) and this_rank() not in process_mesh(operand.device_mesh)

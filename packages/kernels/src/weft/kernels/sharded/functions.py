@@ -1,4 +1,4 @@
-"""The autograd functions of ops: on plain tensors; on DTensors; and on DTensors where torch differentiates the op."""
+"""The autograd functions of ops: on plain tensors, on DTensors, and on DTensors for ops differentiated by torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..again import kept, mark, restored
+from ..again import mark_recomputable, replace_recomputable, restore
 from ..backend import is_compiling
 from ..op import Op, Tensors
 from ..weights import compute_or_wait
@@ -19,7 +19,7 @@ from .rules import Sharding
 
 
 class Plain(torch.autograd.Function):
-    """An op on plain tensors: its outputs, and their `anchor`."""
+    """Runs an op on plain tensors. Returns the outputs and their `anchor`."""
 
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
@@ -32,22 +32,22 @@ class Plain(torch.autograd.Function):
         if op.weights:
             ctx.given = [tensor is not None for tensor in tensors]
         leads = _leads(saved, tensors, ctx.needs_input_grad[2:])
-        last = _save(ctx, op, saved, options, output[-1] if ctx.many else output, leads)
+        anchor_ = _save(ctx, op, saved, options, output[-1] if ctx.many else output, leads)
         if options.get("inplace") and output is tensors[0]:
             ctx.mark_dirty(output)
         if not ctx.many:
-            return output, last
+            return output, anchor_
         ctx.mark_non_differentiable(*_constants(op, output, options))
-        return *output, last
+        return *output, anchor_
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
-        op, options, saved, needed = ctx.op, ctx.options, _saved(ctx), ctx.needs_input_grad[2:]
+        op, options, saved, needed = ctx.op, ctx.options, _restored(ctx), ctx.needs_input_grad[2:]
         if op.of_products is not None:
             grad = op.of_products(saved, grad, needed, **options)
-        if not op.weights:  # none may wait
+        if not op.weights:  # the op has no weights to delay
             return None, None, *op.backward(saved, grad, needed, **options)
 
         def compute(needed: Sequence[bool]) -> Tensors:
@@ -58,17 +58,17 @@ class Plain(torch.autograd.Function):
 
 
 class Sharded(torch.autograd.Function):
-    """An op on DTensors, one unwrap, the local computation, one wrap: its outputs, and their `anchor`."""
+    """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and their `anchor`."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
         ctx.given = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = computed(call, options, tensors)
-        last = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), False)
+        anchor_ = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), False)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*_constants(call.op, outputs, options))
-        return *outputs, last
+        return *outputs, anchor_
 
     @staticmethod
     @first_order
@@ -80,9 +80,9 @@ class Sharded(torch.autograd.Function):
             None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, flow.sliced, strict=True)
         )
         if call.options is not None:
-            assert call.op.backward is not None, "torch differentiates it elsewhere"
+            assert call.op.backward is not None, "ops without a backward go through ToLocal and FromLocal"
             local = locals_[0] if call.sharding.more is None else locals_
-            backward, saved, options = call.op.backward, _saved(ctx), ctx.options
+            backward, saved, options = call.op.backward, _restored(ctx), ctx.options
             if call.op.of_products is not None:
                 local = call.op.of_products(saved, local, needed, **options)
 
@@ -91,7 +91,8 @@ class Sharded(torch.autograd.Function):
 
             gradients = compute_or_wait(ctx, call.op.weights, needed, compute)
             if ctx.overwritten is not None:
-                torch.autograd.graph.increment_version(ctx.overwritten)  # the local tensor's own is not looked at
+                # autograd looks at the DTensor's version, not at the local tensor's
+                torch.autograd.graph.increment_version(ctx.overwritten)
         else:
             like = next(local for local in locals_ if local is not None)
             dtypes = zip(call.dtypes, needed, strict=True)
@@ -101,11 +102,11 @@ class Sharded(torch.autograd.Function):
 
 
 class ToLocal(torch.autograd.Function):
-    """The parts of an op that torch differentiates. Its dual is `FromLocal`."""
+    """Unwraps the operands of an op differentiated by torch. The dual is `FromLocal`."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, flows: list[Flow], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """flows: how gradients go through, put there before backward comes here."""
+        """flows: a list. `FromLocal.backward` appends the gradients' flow before `ToLocal.backward` reads it."""
         ctx.call, ctx.flows = call, flows
         ctx.set_materialize_grads(False)
         locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
@@ -122,7 +123,7 @@ class ToLocal(torch.autograd.Function):
 
 
 class FromLocal(torch.autograd.Function):
-    """The outputs of an op that torch differentiates. Its dual is `ToLocal`."""
+    """Wraps the outputs of an op differentiated by torch. The dual is `ToLocal`."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, flows: list[Flow], *outputs: Tensor) -> tuple[DTensor, ...]:
@@ -149,9 +150,9 @@ class FromLocal(torch.autograd.Function):
 def computed(
     call: Call, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, recorded: bool = True
 ) -> tuple[list[DTensor], Tensors, dict[str, Any]]:
-    """The outputs of an op on DTensors, what its backward needs, and the options with those of this rank.
+    """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options.
 
-    recorded: whether there will be a backward.
+    The returned options include this rank's own. recorded: whether a backward may follow.
     """
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     op, sharding = call.op, call.sharding
@@ -169,8 +170,10 @@ def computed(
 
 
 def _unwritten(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
-    """A view of the output, unless that is an operand: of one that forward itself wrote in place, as kernels do, the Dynamo of torch 2.11
-    gives the operands gradients of zero.
+    """A view of the output, unless the output is an operand.
+
+    Needed under torch.compile: Dynamo in torch 2.11 gives zero gradients to the operands of a function that writes
+    its output in place, as kernels do, and returns it without a view.
     """
     for operand in operands:
         if operand is output:
@@ -179,10 +182,10 @@ def _unwritten(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
-    """Whether each operand with a gradient is saved itself: not so where a copy is, or a gradient that forward has computed."""
+    """Whether every operand with a gradient is itself among the saved tensors, not a copy or a precomputed gradient."""
     for tensor, need in zip(tensors, needed, strict=True):
         if need:
-            for each in saved:  # loops, and not generators, which cost the host more; `in` would compare numbers
+            for each in saved:  # loops cost the host less than generators, and `in` would compare the tensors' values
                 if each is tensor:
                     break
             else:
@@ -191,34 +194,36 @@ def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[
 
 
 def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, leads: bool) -> Tensor | None:
-    """Saves for backward what takes the place of `saved`. Returns the `anchor`, which there is unless what is saved leads to the
-    operands. output: the last one, of this rank.
+    """Save `saved` for backward, with recomputable tensors replaced. Returns the `anchor`, or None if none is needed.
+
+    output: this rank's part of the last output. leads: from `_leads`; then the saved tensors link to the operands, as
+        an anchor would.
     """
     if not saved or is_compiling():
-        ctx.makes = None
+        ctx.recipes = None
         ctx.save_for_backward(*saved, None)
         return None
     if op.again is not None and True in ctx.needs_input_grad:
-        mark(output, op, saved, options)
-    tensors, ctx.makes = kept(saved)
-    last = None if leads and not ctx.makes else anchor()
-    ctx.save_for_backward(*tensors, last)
-    return last
+        mark_recomputable(output, op, saved, options)
+    tensors, ctx.recipes = replace_recomputable(saved)
+    anchor_ = None if leads and not ctx.recipes else anchor()
+    ctx.save_for_backward(*tensors, anchor_)
+    return anchor_
 
 
-def _saved(ctx: Any) -> Tensors:
-    """What was to be saved."""
+def _restored(ctx: Any) -> Tensors:
+    """The tensors given to `_save`, in backward."""
     tensors: Tensors = ctx.saved_tensors[:-1]
-    return restored(tensors, ctx.makes) if ctx.makes else tensors
+    return restore(tensors, ctx.recipes) if ctx.recipes else tensors
 
 
 def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:
-    """Those without a gradient."""
+    """The outputs without a gradient, which are the last ones."""
     return outputs[len(outputs) - op.constants(options) :]
 
 
 def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: dict[str, Any]) -> Any:
-    """The empty outputs of a rank outside the mesh."""
+    """The empty outputs of an op on a rank outside the mesh."""
     like = next(local for local in locals_ if local is not None and local.is_floating_point())
     empty = [like.new_empty(0, dtype=op.dtype(like.dtype, options)) for _ in sharding.outputs]
     return empty[0] if sharding.more is None else tuple(empty)

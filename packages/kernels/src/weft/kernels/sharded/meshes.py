@@ -1,7 +1,8 @@
-"""An op whose operands lie on a mesh and on one whose axes are parts of its axes: it is computed on the finer of the two.
+"""Ops with operands on two meshes, one a refinement of the other, with axes split in parts. The finer mesh is used.
 
-So lie, with more ranks than key heads, queries on the mesh of the model, and keys on one that tells the axis of the heads from that
-of their copies. What an op gives, and a gradient, is said on the coarser mesh where that can say it. Nothing moves.
+An example is attention with more ranks than key heads: queries are on the model's mesh, and keys on a mesh that
+splits the tp axis into one part over the heads and one over their copies. Each output and gradient is expressed on
+the coarser mesh if possible. Nothing is moved between ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ Layouts = tuple[Layout | None, ...]
 
 
 class Meshes(NamedTuple):
-    """fine: on which an op is computed. coarse: that of an operand with the fewest axes; the same, but where there are two."""
+    """The two meshes of an op's operands. Made by `Meshes.of`; both are the same if all operands are on one mesh."""
 
-    fine: ProcessMesh
-    coarse: ProcessMesh
+    fine: ProcessMesh  # with the most axes; the op is computed on it
+    coarse: ProcessMesh  # with the fewest axes
 
     @classmethod
     def of(cls, layouts: Layouts) -> Meshes:
-        """Those of operands on one mesh, or of which one cuts the axes of the others; else of the first, for the rule to refuse."""
+        """The meshes of these operands' layouts.
+
+        If the meshes are not refinements of one another, the first is returned for both, and the op's rule raises the
+        error.
+        """
         meshes = list(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
         fine, coarse = max(meshes, key=lambda mesh: mesh.ndim), min(meshes, key=lambda mesh: mesh.ndim)
         if len(meshes) > 1 and all(parts_of_axes(fine, mesh) for mesh in meshes):
@@ -36,7 +41,7 @@ class Meshes(NamedTuple):
         return cls(meshes[0], meshes[0])
 
     def refine(self, layouts: Layouts, shapes: Shapes) -> Layouts:
-        """Those of operands, or of outputs' gradients, on the fine mesh. Raises LayoutError for uneven shards."""
+        """Express layouts of operands, or of outputs' gradients, on the fine mesh. LayoutError for uneven shards."""
         if self.fine == self.coarse:
             return layouts
         return tuple(
@@ -44,38 +49,44 @@ class Meshes(NamedTuple):
             for layout, shape in zip(layouts, shapes, strict=True)
         )
 
-    def coarsen(self, lying: Sequence[tuple[Layout, tuple[int, ...]]]) -> tuple[tuple[Layout, tuple[int, ...]], ...]:
-        """Layout and shape of each output, on the coarse mesh where it can say them."""
+    def coarsen(self, outputs: Sequence[tuple[Layout, tuple[int, ...]]]) -> tuple[tuple[Layout, tuple[int, ...]], ...]:
+        """Layout and shape of each output, expressed on the coarse mesh if possible."""
         if self.fine == self.coarse:
-            return tuple(lying)
-        return tuple((coarsened(layout, self.coarse, shape) or layout, shape) for layout, shape in lying)
+            return tuple(outputs)
+        return tuple((coarsened(layout, self.coarse, shape) or layout, shape) for layout, shape in outputs)
 
-    def as_given(
-        self, name: str, part: Tensor, layout: Layout, own: Layout, shape: tuple[int, ...]
+    def to_operand_mesh(
+        self, name: str, part: Tensor, layout: Layout, operand: Layout, shape: tuple[int, ...]
     ) -> tuple[Tensor, Layout]:
-        """This rank's part of an operand's gradient, and how that lies on the mesh of the operand, whose layout is `own`.
+        """Express an operand's gradient on the operand's own mesh. Returns this rank's part and the layout.
 
-        What is a sum over one part of an axis, and whole over another, becomes a sum over the axis, to which the first ranks alone
-        add. Raises LayoutError where the mesh cannot say how it lies.
+        part: this rank's part, with `layout`. operand: the operand's layout. name: of the op.
+        A gradient may be Partial(sum) over one part of an axis of the operand's mesh and replicated over another
+        part. It becomes Partial(sum) over the whole axis: ranks other than the first along the replicated part
+        contribute zeros.
+        Raises LayoutError if the operand's mesh cannot express the layout.
         """
-        if layout.mesh == own.mesh:
+        if layout.mesh == operand.mesh:
             return part, layout
-        found = coarsened(layout, own.mesh, shape)
-        if found is not None:
-            return part, found
-        summed, first = _as_sums(layout, own.mesh)
-        found = coarsened(summed, own.mesh, shape)
-        if found is None:
+        coarse = coarsened(layout, operand.mesh, shape)
+        if coarse is not None:
+            return part, coarse
+        summed, were_replicated = _as_sums(layout, operand.mesh)
+        coarse = coarsened(summed, operand.mesh, shape)
+        if coarse is None:
             raise LayoutError(
-                f"{name}: the gradient of an operand on {own.mesh} is ({layout}), which that mesh cannot say; reshard the "
-                f"operand to {self.fine} before"
+                f"{name}: the gradient of an operand on {operand.mesh} has layout ({layout}), which that mesh cannot "
+                f"express; reshard the operand to {self.fine} first"
             )
         coordinate = layout.mesh.coordinate(this_rank()) or {}
-        return (torch.zeros_like(part) if any(coordinate.get(axis, 0) for axis in first) else part), found
+        return (torch.zeros_like(part) if any(coordinate.get(axis, 0) for axis in were_replicated) else part), coarse
 
 
 def _as_sums(layout: Layout, coarse: ProcessMesh) -> tuple[Layout, list[str]]:
-    """The layout with Partial(sum) on the axes that are whole beside a sum over another part of the same axis; and those axes."""
+    """Replace Replicate() by Partial(sum) on axes next to a sum over another part of the same coarse axis.
+
+    Returns the layout and the axes changed.
+    """
     parts = parts_of_axes(layout.mesh, coarse) or {}
     axes = [
         axis

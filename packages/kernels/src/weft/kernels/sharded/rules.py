@@ -1,4 +1,4 @@
-"""What an op's rule answers, asked once for operands that lie alike."""
+"""`Sharding`, the answer of an op's layout rule, and helpers for rules to build one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """What a rule answers: how the output lies, how the gradients lie, and what differs between ranks."""
+    """A rule's answer for operands of given layouts and shapes: layouts of outputs and gradients, options per rank."""
 
     output: Layout
     shape: tuple[int, ...]  # of the global output
-    gradients: Callable[..., tuple[Layout | None, ...]]  # from the layouts in which the outputs' gradients arrive
-    local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}  # options of a rank's forward: kept
-    # Layout and shape of each further output; None where the op's output is no tuple.
+    # (layout of each output's gradient) -> layout of each operand's gradient
+    gradients: Callable[..., tuple[Layout | None, ...]]
+    # (rank, mesh) -> this rank's further options for forward and backward. `Call` keeps the result.
+    local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}
+    # Layout and shape of each further output; None if the op returns a tensor, not a tuple.
     more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
 
     @property
@@ -35,9 +37,10 @@ class Sharding:
 
 @lru_cache(maxsize=65536)
 def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, options: tuple[Any, ...]) -> Sharding:
-    """The answer of the op's rule; options: those that it is given, as pairs.
+    """The cached answer of the op's rule.
 
-    Raises LayoutError where it does not take how the operands lie.
+    options: (name, value) pairs, without the `varying` options.
+    Raises LayoutError for operands on several meshes, and for layouts the rule cannot take.
     """
     one_mesh([layout for layout in layouts if layout is not None], op.name)
     answer: Sharding = op.rule(layouts, shapes, dict(options))
@@ -45,7 +48,7 @@ def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, opti
 
 
 def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[[Layout], tuple[Layout | None, ...]]:
-    """The `gradients` of an op whose local parts are computed independently of one another."""
+    """`Sharding.gradients` for an op whose local parts are computed independently of each other."""
     operands = tuple(layout for layout in layouts if layout is not None)
     return lambda grad: tuple(
         None if layout is None else infer.gradient(output, grad, layout, operands) for layout in layouts
@@ -55,16 +58,21 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
 def of_several(
     name: str, gradients: Callable[[Layout], tuple[Layout | None, ...]], shared: int
 ) -> Callable[..., tuple[Layout | None, ...]]:
-    """The `gradients` of an op of several outputs, whose gradients arrive in one layout. name: of the op.
+    """`Sharding.gradients` for an op of several outputs whose gradients must all have the same layout.
 
-    shared: how many of the operands, the first, have a gradient from each output; the others from the last alone.
+    name: of the op.
+    gradients: (the common layout) -> layout of each operand's gradient.
+    shared: the number of operands, from the first, with a gradient from every output; the rest have one from the last
+        output alone.
+    The result raises LayoutError if the layouts differ.
     """
 
     def found(*grads: Layout | None) -> tuple[Layout | None, ...]:
         arrived = {grad for grad in grads if grad is not None}
         if len(arrived) > 1:
             raise LayoutError(
-                f"{name}: the gradients lie as {' and '.join(f'({each})' for each in arrived)}; reshard one"
+                f"{name}: the outputs' gradients have layouts {' and '.join(f'({each})' for each in arrived)}; "
+                f"reshard one"
             )
         layouts = gradients(arrived.pop())
         return layouts if grads[-1] is not None else layouts[:shared] + (None,) * (len(layouts) - shared)

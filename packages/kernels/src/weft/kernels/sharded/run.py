@@ -1,4 +1,4 @@
-"""Runs an `Op` on plain tensors and on DTensors."""
+"""`apply` and `apply_many`: run an `Op` on plain tensors and on DTensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from .functions import FromLocal, Plain, Sharded, ToLocal, computed
 
 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
-    """The op's output: a plain tensor from plain tensors, a DTensor where one of them is. A plain tensor beside a
-    DTensor counts as replicated.
+    """Run an op with a single output. The output is a DTensor if any operand is, otherwise a plain tensor.
 
-    options: hashable values.
-    Raises LayoutError where the op's rule does not take the layouts; RuntimeError under torch.jit.trace.
+    A plain tensor next to a DTensor counts as replicated. options: hashable values.
+    Raises LayoutError for layouts the op's rule cannot take; RuntimeError under torch.jit.trace.
     """
     refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
@@ -32,7 +31,7 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-    """`apply` for an op of several outputs."""
+    """`apply`, for an op of several outputs."""
     refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
         outputs: tuple[Tensor, ...] = op.infer(*tensors, **options)
@@ -42,7 +41,11 @@ def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor,
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Where no gradient is recorded an op on such is its `infer` alone: an autograd function costs the host more than many an op."""
+    """Whether no operand is a DTensor.
+
+    Without gradients, an op on plain tensors is `Op.infer` alone: an autograd function would cost the host more than
+    many an op.
+    """
     for tensor in tensors:  # noqa: SIM110  a generator costs the host more
         if isinstance(tensor, DTensor):
             return False
@@ -50,7 +53,7 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    """The outputs and their `anchor`."""
+    """Return the op's outputs and their `anchor`."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             if is_compiling():
@@ -63,7 +66,7 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
 
 
 def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    """`_run` on DTensors."""
+    """`_run`, on DTensors."""
     call = Call.of(op, tensors, mesh, options)
     if not torch.is_grad_enabled():
         return *computed(call, options, tensors, recorded=False)[0], None
@@ -77,7 +80,10 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
 
 
 def recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """The function's outputs, without what torch does first for functorch: it costs as much as the rest, and no op is transformed."""
+    """Call an autograd function without torch's preparations for torch.func, as expensive as the rest of the call.
+
+    Raises RuntimeError under a transform of torch.func: ops support none.
+    """
     if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:
@@ -86,12 +92,13 @@ def recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
         if "functorch" not in str(error):
             raise
         raise RuntimeError(
-            "the ops of weft.kernels take no transform of torch.func (vmap, grad, jvp); differentiate them with torch.autograd.grad"
+            "the ops of weft.kernels take no transform of torch.func (vmap, grad, jvp); differentiate them "
+            "with torch.autograd.grad"
         ) from None
 
 
 @in_graph
 def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The outputs of an op on DTensors where Dynamo traces."""
+    """The outputs of an op on DTensors, while Dynamo traces."""
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return tuple(_on_mesh(OPS[name], mesh, tensors, dict(options))[:-1])

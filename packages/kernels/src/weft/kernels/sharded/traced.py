@@ -1,4 +1,4 @@
-"""DTensors where they are traced: taken apart for a custom op on their local tensors, whose outputs are wrapped again."""
+"""DTensors in custom ops under torch.compile: unwrap the operands, run the op on local tensors, wrap the outputs."""
 
 from __future__ import annotations
 
@@ -18,57 +18,60 @@ from weft.reshard.running.groups import group_named, this_rank
 from weft.reshard.running.waits import wait_for
 
 from ..op import Op
-from .calls import Call, laid
+from .calls import Call, wrap_gradient
 
 try:
     VERSION = version("weft-kernels")
-except PackageNotFoundError:  # its sources, not installed
+except PackageNotFoundError:  # run from source, not installed
     VERSION = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An op's operands on this rank. options: what the op's rule gives this rank."""
+    """The operands of a traced op, global and local, on this rank. Made by `Placed.of`."""
 
     tensors: Sequence[Tensor | None]
     call: Call
     locals: tuple[Tensor | None, ...]
-    options: dict[str, Any]
+    options: dict[str, Any]  # from the op's rule, for this rank
 
     @classmethod
     def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
-        """Raises LayoutError where the rule does not take the layouts, or this rank is outside of the mesh."""
+        """Unwrap the operands. Raises LayoutError if the rule cannot take their layouts or this rank is outside the
+        mesh.
+        """
         guard_shapes()
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
         call = Call.of(op, tensors, mesh, options)
         if call.options is None:
             raise LayoutError(
-                f"{op.name} is compiled on rank {this_rank()}, which is not in {call.sharding.output.mesh}; compile it on "
-                f"the ranks of the mesh alone"
+                f"{op.name} is compiled on rank {this_rank()}, which is not in {call.sharding.output.mesh}; compile it "
+                f"on the ranks of the mesh alone"
             )
         return cls(tensors, call, tuple(map(to_local, tensors)), call.options)
 
     def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
-        """The op's outputs, of which there are several."""
-        lying = self.call.outputs
-        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, lying, strict=True))
+        """Wrap the local outputs of an op of several outputs."""
+        layouts = self.call.outputs
+        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, layouts, strict=True))
 
     def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
-        """The layouts of the operands' gradients, where those of the outputs arrive so."""
+        """The layouts of the operands' gradients, from the gradients of the outputs."""
         return self.call.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
 
     def as_operand(self, i: int, gradient: Tensor, layout: Layout | None) -> Tensor:
-        """The gradient of operand i, as the operand is. Raises as `laid`."""
+        """Wrap the local gradient of operand i as the operand is. Raises as `wrap_gradient`."""
         operand = self.tensors[i]
-        assert operand is not None and layout is not None, "only what is given has a gradient"
-        return laid(self.call.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
+        assert operand is not None and layout is not None, "an operand that was left out has no gradient"
+        return wrap_gradient(self.call.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
 
 
 def groups_of(*tensors: Tensor | None) -> list[str] | None:
-    """The names of the groups along the axes of the DTensors' mesh, this rank and this version; None without one.
+    """The names of the DTensors' process groups, this rank, and this version, to put into the traced graph.
 
-    They must be in the graph that is traced: the compiler keeps what it made of a graph on disk, knows of DTensors what is the
-    same on all ranks, and would give one rank's part and groups to another rank, or to the next program.
+    None without a DTensor. The compiler caches compiled graphs on disk, and all it knows of a DTensor is the same on
+    every rank. Without these strings a cached graph, which contains one rank's part and groups, could be run on
+    another rank or by another program.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -94,7 +97,7 @@ def _(part: Tensor, group: str) -> Tensor:
 
 
 def sum_over(part: Tensor, names: Sequence[str]) -> Tensor:
-    """The sum of all ranks' parts over the groups of those names, one after the other."""
+    """Sum all ranks' parts over each of the named groups in turn."""
     for name in names:
         part = _sum_over(part, name)
     return part

@@ -1,4 +1,4 @@
-"""cross_entropy as custom ops of torch: one node of torch.compile's graph, with a fake implementation for its shapes."""
+"""cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..options import SCHEMA, Options, check, form_of
 from .agreement import Classes, stand_in
 from .gather import Along, attempted
 
-# Loss, lse, z-loss, accuracy, denominator and statistics. An output that was not asked for is empty; so is the denominator where
-# it was given, and so was not counted here.
+# Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty. So is the denominator if
+# the caller gave one.
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
@@ -24,15 +24,13 @@ TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 class Place(NamedTuple):
     """A shard of the vocabulary, as arguments of a custom op.
 
-    groups: the names of the groups that gather, minor first.
-    checked: whether the one group also checks that its ranks' classes fit.
-    For DTensors the layouts say all this, and `groups` only identifies the graph: see `groups_of`.
+    For DTensors the layouts define the shard, and `groups` only identifies the graph: see `groups_of`.
     """
 
     vocab_start: int = 0
     vocab_size: int | None = None
-    groups: Sequence[str] | None = None
-    checked: bool = False
+    groups: Sequence[str] | None = None  # names of the groups to gather over, minor first
+    checked: bool = False  # whether to check, while gathering over the one group, that the ranks' classes fit together
 
     @property
     def shards(self) -> int:
@@ -40,7 +38,7 @@ class Place(NamedTuple):
         return 1 if gather is None else math.prod(group.size() for group in gather.groups)
 
 
-PLACE = "int vocab_start, int? vocab_size, str[]? groups, bool checked"  # of `Place`
+PLACE = "int vocab_start, int? vocab_size, str[]? groups, bool checked"  # the fields of `Place`
 
 
 def compiled(
@@ -52,7 +50,10 @@ def compiled(
     options: Options,
     place: Place,
 ) -> tuple[Tensor, ...]:
-    """Loss and lse, and the constants that are asked for. inplace_backward is ignored: the compiler decides on memory."""
+    """The loss, the lse, and the other requested outputs.
+
+    inplace_backward is ignored: the compiler decides on memory.
+    """
     loss, lse, *constants, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
     asked = (options.return_z_loss, options.return_token_accuracy)
     return loss, lse, *(each.detach() for each, wanted in zip(constants, asked, strict=True) if wanted)
@@ -70,14 +71,14 @@ def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: 
         options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
         gather=_gather(logits, target, weight, denominator, place, options),
     )  # fmt: skip
-    counted, statistics = saved[3:5]
-    assert statistics is not None, "forward saves them"
-    if counted is None or denominator is not None:
-        counted = statistics.new_empty(0)  # an output of a custom op may not be one of its inputs
-    remaining, nothing = iter(constants), statistics.new_empty(0)
-    z_loss = next(remaining) if options.return_z_loss else nothing
-    accuracy = next(remaining) if options.return_token_accuracy else nothing.clone()
-    return loss, lse, z_loss, accuracy, counted, statistics.contiguous()  # a slice, where the gather is `Checked`
+    own_denominator, statistics = saved[3:5]
+    assert statistics is not None, "forward saves the statistics"
+    if own_denominator is None or denominator is not None:
+        own_denominator = statistics.new_empty(0)  # a custom op may not return an input
+    remaining, empty = iter(constants), statistics.new_empty(0)
+    z_loss = next(remaining) if options.return_z_loss else empty
+    accuracy = next(remaining) if options.return_token_accuracy else empty.clone()
+    return loss, lse, z_loss, accuracy, own_denominator, statistics.contiguous()  # a slice if the gather is `Checked`
 
 
 def _gather(
@@ -133,7 +134,7 @@ def backward(
         saved, (grad, grad_lse), needed,
         options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
     )  # fmt: skip
-    assert dlogits is not None, "it was asked for"
+    assert dlogits is not None, "needed is true for the logits"
     return dlogits
 
 
@@ -142,29 +143,31 @@ def _(grad: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *rest: Any) 
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     logits, target, weight, denominator, *ctx.asked = inputs
-    *_, counted, statistics = output
-    ctx.save_for_backward(logits, target, weight, counted if counted.numel() else denominator, statistics)
+    *_, own_denominator, statistics = output
+    ctx.save_for_backward(
+        logits, target, weight, own_denominator if own_denominator.numel() else denominator, statistics
+    )
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
-    undefined = grad is None and grad_lse is None  # autograd's zeros
+    undefined = grad is None and grad_lse is None  # all upstream gradients are zero
     dlogits = None if undefined else backward(grad, grad_lse, *ctx.saved_tensors, *ctx.asked)
     return dlogits, *(None,) * (3 + len(ctx.asked))
 
 
-forward.register_autograd(_gradients, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_save)
 
 
 def with_lse(asked: Sequence[Any]) -> tuple[Place, Options]:
-    """`place_and_options` of cross-entropy's own ops, which always make the lse, so that they have one form."""
+    """`place_and_options` for cross-entropy's own ops: they always return the lse, for a fixed number of outputs."""
     place, options = place_and_options(asked)
     return place, replace(options, return_lse=True)
 
 
 def place_and_options(asked: Sequence[Any]) -> tuple[Place, Options]:
-    """From the last arguments of a custom op: those of PLACE and of SCHEMA."""
+    """The place and the options from the last arguments of a custom op, in the order of PLACE and SCHEMA."""
     fields = len(Place._fields)
     return Place(*asked[:fields]), Options.of_flat(*asked[fields:])

@@ -1,6 +1,6 @@
-"""All-gathers of the shards' statistics, and all-reduces of sums over tokens, on process groups.
+"""All-gathers of the shards' statistics, and all-reduces of sums over tokens, over process groups.
 
-In `vocab_parallel_cross_entropy` the all-gather also tells every rank which rank has failed.
+In `vocab_parallel_cross_entropy` the all-gather also tells every rank which ranks have failed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...backend import has_data
 from . import agreement
 from .agreement import Classes
 
-Found = TypeVar("Found")
+Result = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """groups: one for each axis of a mesh, or for several axes, minor first."""
+    """A collective over several groups in turn."""
 
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: tuple[dist.ProcessGroup, ...]  # a group for each mesh axis, minor first; or a single group over all
 
     @property
     def names(self) -> list[str]:
@@ -35,11 +35,11 @@ class _Over:
 
 
 class Along(_Over):
-    """Gathers over the axes that shard the vocabulary: an all-gather for each group."""
+    """A `Gather` over the axes that shard the vocabulary: one all-gather for each group."""
 
     @classmethod
     def named(cls, names: Sequence[str] | None) -> Along | None:
-        """Over the groups of those names; None where nothing is to be gathered."""
+        """Make an instance for the groups with these names; None if there are none."""
         return cls(tuple(map(group_named, names))) if names else None
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
@@ -53,7 +53,7 @@ class Along(_Over):
 
 
 class Summed(_Over):
-    """Sums over the axes that shard the tokens: an all-reduce for each group."""
+    """A `Count` over the axes that shard the tokens: one all-reduce for each group."""
 
     def __call__(self, part: Tensor) -> Tensor:
         for group in self.groups:
@@ -63,29 +63,30 @@ class Summed(_Over):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Gathers over one group: the statistics, and below them each rank's classes and whether it has failed.
+    """A `Gather` over one group: the statistics, with each rank's classes and failure flag in two further rows.
 
-    failed: the error of this rank. It is raised after the gather, when the other ranks know of it.
-    Raises ValueError where another rank has failed, or where the ranks' classes do not fit together. Where `check_once` skips that
-    check, the gathered statistics are NaN instead.
+    Raises ValueError if another rank has failed or if the ranks' classes do not fit together. If `check_once` skips
+    that check, the gathered statistics are NaN instead.
     """
 
     group: dist.ProcessGroup
-    held: Classes
-    failed: Exception | None = None
+    shard_classes: Classes  # this rank's
+    failed: Exception | None = None  # this rank's error, raised after the gather, once all ranks know
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
         return Pending(self._running(statistics)).wait
 
     def _running(self, statistics: Tensor) -> Running:
-        rows = self.held.as_rows(statistics) if self.failed is None else agreement.failure_rows(statistics)
+        rows = self.shard_classes.as_rows(statistics) if self.failed is None else agreement.failure_rows(statistics)
         gathered = yield from _along(self.group, torch.cat((statistics, rows)).unsqueeze(0))  # [ranks, N + 2, C]
         if self.failed is not None:
             raise self.failed
         gathered, classes = gathered[:, :-2], gathered[:, -2:, :3]
-        ranks, vocab_size = dist.get_process_group_ranks(self.group), self.held.vocab_size
+        ranks, vocab_size = dist.get_process_group_ranks(self.group), self.shard_classes.vocab_size
         check_once(
-            (self.group, self.held), classes, lambda: agreement.check_shards(ranks, classes.tolist(), vocab_size)
+            (self.group, self.shard_classes),
+            classes,
+            lambda: agreement.check_shards(ranks, classes.tolist(), vocab_size),
         )
         if not agreement.on_gpu(classes):
             return gathered
@@ -93,24 +94,24 @@ class Checked:
 
 
 def attempted(
-    attempt: Callable[[], Found], group: dist.ProcessGroup, held: Classes, stand_in: Callable[[], Tensor]
-) -> tuple[Found, Checked]:
-    """What `attempt` returns, and the gather to use.
+    attempt: Callable[[], Result], group: dist.ProcessGroup, shard_classes: Classes, stand_in: Callable[[], Tensor]
+) -> tuple[Result, Checked]:
+    """Call `attempt` and return the result and the gather to use.
 
-    If it raises, this rank still takes part in one gather, with `stand_in` and its failure: the other ranks would wait for it. Then the
-    error is raised.
+    If `attempt` raises, this rank first joins a gather with `stand_in` and a failure flag: the other ranks wait for
+    it. Then the error is raised.
     """
     try:
-        return attempt(), Checked(group, held)
+        return attempt(), Checked(group, shard_classes)
     except Exception as error:
-        Checked(group, held, error)(stand_in())()
+        Checked(group, shard_classes, error)(stand_in())()
         raise
 
 
 def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
-    """Checks what was gathered: on a CPU each time, on a GPU once for each key, and never what has no data.
+    """Call `check` on gathered numbers: each time on a CPU, once for each key on a GPU, never without data.
 
-    On a GPU the host must wait for the device to check. So there is no check while a CUDA graph is captured.
+    On a GPU the host must wait for the device to check. Nothing is checked while a CUDA graph is captured.
     """
     if gathered.is_meta or not has_data(gathered):
         return
@@ -121,7 +122,7 @@ def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> No
 
 
 def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
-    """[K, ...] of each rank -> [ranks * K, ...], in the order of the ranks."""
+    """All-gather [K, ...] of each rank to [ranks * K, ...], in rank order."""
     size = dist.get_world_size(group)
     if size == 1:
         return part

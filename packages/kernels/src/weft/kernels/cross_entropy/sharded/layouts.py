@@ -1,4 +1,4 @@
-"""Cross-entropy as an op on layouts: those of its operands and of its outputs, and the groups that gather."""
+"""Cross-entropy as an `Op` on DTensors: its layout rule, and the groups to gather over."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .gather import Along, Summed
 
 
 def local_denominator(denominator: DTensor) -> Tensor:
-    """Raises LayoutError where it is not whole on every rank."""
+    """The local tensor of a replicated denominator. Raises LayoutError for other layouts."""
     layout = layout_of(denominator)
-    whole = Layout(layout.mesh)
-    if layout.placements != whole.placements:
-        raise LayoutError(f"the denominator lies ({layout}); reshard it to ({whole})", (whole,))
+    replicated = Layout(layout.mesh)
+    if layout.placements != replicated.placements:
+        raise LayoutError(f"the denominator has layout ({layout}); reshard it to ({replicated})", (replicated,))
     return denominator.to_local()
 
 
@@ -37,7 +37,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
     vocab_axes = logits.shard_order.get(vocab_dim, ())
     tokens = logits.replace(**dict.fromkeys(vocab_axes, "R"))
     if logits.is_partial():
-        raise LayoutError(f"cross_entropy is not linear in its logits, which are ({logits}); reshard them first")
+        raise LayoutError(
+            f"cross_entropy is not linear in the logits, whose layout is ({logits}); reshard the logits first"
+        )
     if target != tokens:
         raise LayoutError(
             f"cross_entropy has logits ({logits}) and a target ({target}); reshard the target to ({tokens})"
@@ -55,14 +57,15 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
                 for axis, placement in zip(tokens.mesh.axis_names, tokens.placements, strict=True)
             },
         )
-    of_loss, of_lse = independent(output, (logits, target)), independent(tokens, (logits, target))
+    loss_rule, lse_rule = independent(output, (logits, target)), independent(tokens, (logits, target))
 
     def gradients(loss: Layout | None, lse: Layout | None = None, *constants: None) -> tuple[Layout | None, ...]:
-        layouts_of_logits = [rule(grad)[0] for rule, grad in ((of_loss, loss), (of_lse, lse)) if grad is not None]
+        layouts_of_logits = [rule(grad)[0] for rule, grad in ((loss_rule, loss), (lse_rule, lse)) if grad is not None]
         if layouts_of_logits[0] != layouts_of_logits[-1]:
             raise LayoutError(
-                f"the gradients of loss ({loss}) and lse ({lse}) bring the logits' gradient as ({layouts_of_logits[0]}) and "
-                f"({layouts_of_logits[-1]}), which do not add; reshard one of the outputs before it is used"
+                f"the gradients of loss ({loss}) and lse ({lse}) imply layouts ({layouts_of_logits[0]}) and "
+                f"({layouts_of_logits[-1]}) for the logits' gradient, which cannot be added; reshard one of the "
+                f"outputs before using it"
             )
         return layouts_of_logits[0], None, None, None
 

@@ -1,4 +1,4 @@
-"""cross_entropy on plain tensors and DTensors; vocab-parallel where the logits are sharded on the vocabulary."""
+"""`cross_entropy` on plain tensors and DTensors, and `vocab_parallel_cross_entropy` on process groups."""
 
 from __future__ import annotations
 
@@ -109,32 +109,49 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of logits [..., V], whose last dim is the classes, against class ids [...].
 
-    Otherwise it means what `torch.nn.functional.cross_entropy` means. class_dim: the dim of the classes, where it is not the last: 1
-    for logits as torch has them, [N, V, ...]. target: of int64, int32 or uint8. Returns float32 (float64 for float64 logits): [...] for
-    "none", otherwise a scalar. It returns a tuple where more is asked for; after the loss come, in this order:
-    return_lse: the logsumexp of each token [...], differentiable, 0 where ignored.
-    return_z_loss: the z-loss that is part of the loss, reduced as the loss is; without a gradient.
-    return_token_accuracy: 1 for each token whose class has the largest logit, the first of several as torch.argmax has it, else
-    0; reduced as the loss is, "mean" being over the tokens that are not ignored, or over denominator; without a gradient.
-    The logits' gradient has an error below a unit in the last place of their dtype. Label smoothing subtracts two numbers there: the
-    unit is then that of the larger one. With a softcap or scale, float32 logits have the error of float32 arithmetic.
-    weight: [V], of each class. label_smoothing: the share of the target that is spread over all classes.
-    logit_scale, softcap: a logit x counts as cap * tanh(scale * x / cap), without a cap as scale * x.
-    z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5). The classes' weights do not
-    apply to it: "mean" without a denominator divides it by the number of tokens.
-    denominator: what "mean" divides by, in place of the sum of the weights of the tokens that are not ignored. Where tokens are
-    sharded, give the global count: then nothing is counted, and no all-reduce issued.
-    inplace_backward: the gradient takes the memory of the logits, which must be contiguous and no leaf. Autograd raises its error in a
-    second backward, and in the backward of another op that saved the logits. Without it, where one shard has all classes, the gradient
-    of a scalar loss is computed in forward, for a guess of the upstream gradient; backward computes it again where the guess was wrong.
-    Layouts: logits sharded on the vocabulary make it vocab-parallel, uneven and empty shards included; tokens sharded as
-    the target is shard the loss ("none") or leave it Partial(sum). The weight is replicated.
-    Communication: where the vocabulary is sharded, one all-gather in forward, and none in backward. It has 12 bytes per token and rank;
-    8 more with label smoothing, and 4 more with the accuracy. For "mean" without a denominator, one all-reduce of one or two numbers over
-    the axes that shard the tokens. On a mesh that is not the whole world, several axes take one collective each: a group over all of
-    them would have to be made by every process of the world. The host waits for no device.
-    torch.compile(fullgraph=True) takes it as one node of the graph.
-    Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
+    Otherwise as `torch.nn.functional.cross_entropy`.
+
+    Returns the loss in float32 (float64 for float64 logits): [...] for reduction "none", otherwise a scalar. With
+    further outputs requested, returns a tuple: the loss, then these outputs in this order.
+
+    return_lse: the logsumexp of each token [...], differentiable; 0 for ignored tokens.
+    return_z_loss: the z-loss contained in the loss, reduced as the loss; not differentiable.
+    return_token_accuracy: 1 for each token whose class has the largest logit (the first of equals, as in
+        torch.argmax), else 0; not differentiable. Reduced as the loss; "mean" divides by the number of tokens not
+        ignored, or by `denominator`.
+
+    target: int64, int32 or uint8.
+    class_dim: the dim of the classes if not the last. Give 1 for logits in torch's form [N, V, ...].
+    weight: [V], one weight for each class.
+    label_smoothing: the share of the target distributed over all classes.
+    logit_scale, softcap: each logit x is replaced by cap * tanh(scale * x / cap), or without a cap by scale * x.
+    z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5). Class weights
+        do not apply to the z-loss: "mean" without a denominator divides this part by the number of tokens.
+    denominator: divides the sum for "mean", instead of the sum of the weights of tokens not ignored. If tokens are
+        sharded, give the global count to save the count and its all-reduce.
+    inplace_backward: writes the gradient over the logits, which must be contiguous and not a leaf. Autograd raises in
+        a second backward, and in the backward of another op that saved the logits.
+
+    Precision: the error of the logits' gradient is below a unit in the last place of their dtype. Label smoothing
+        subtracts two numbers, and then the unit is the larger one's. With a softcap or scale, float32 logits have the
+        error of float32 arithmetic.
+
+    If one shard has all classes and inplace_backward is off, the gradient of a scalar loss is computed in forward,
+    for a guess of the upstream gradient. Backward computes the gradient again if the guess was wrong.
+
+    Layouts: logits sharded over the vocabulary make the loss vocab-parallel; shards may be uneven or empty. Tokens
+    may be sharded, with the target sharded alike: the loss is then sharded for "none", and Partial(sum) otherwise.
+    The weight is replicated.
+
+    Communication: for a sharded vocabulary, one all-gather in forward of 12 bytes per token and rank, plus 8 with
+    label smoothing and 4 with the accuracy; none in backward. For "mean" without a denominator, one all-reduce of one
+    or two numbers over the axes that shard the tokens. On a mesh smaller than the world, several axes take one
+    collective each, because every process of the world would have to make a group over all of them. The host waits
+    for no device.
+
+    torch.compile(fullgraph=True) sees the loss as a single node of the graph.
+
+    Raises ValueError for invalid shapes, dtypes, options and targets; LayoutError for layouts the loss cannot take.
     """
     if not -logits.ndim <= class_dim < logits.ndim:
         raise ValueError(
@@ -151,20 +168,23 @@ def cross_entropy(
     check_not_leaf(logits, options)
     operands = (logits, target, weight, as_denominator(denominator, weight, form_of(logits)))
     if is_compiling():
-        outputs = _asked(compiled(*operands, options=options, place=Place(groups=groups_of(*operands))), options)
+        outputs = _requested(compiled(*operands, options=options, place=Place(groups=groups_of(*operands))), options)
     else:
         outputs = apply_many(CROSS_ENTROPY, *operands, options=options, once=_once(logits, options))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _asked(compiled: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
-    """The outputs that are asked for. The compiled op always returns the lse, too."""
+def _requested(compiled: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
+    """The requested outputs. The compiled op always returns the lse as well."""
     loss, lse, *constants = compiled
     return (loss, lse, *constants) if options.return_lse else (loss, *constants)
 
 
 def _once(logits: Tensor, options: Options) -> Once | None:
-    """Not None where forward may compute the gradient. It takes memory of its own, since others may read the logits before backward."""
+    """A `Once` if forward may compute the gradient, else None.
+
+    The gradient gets memory of its own, since others may read the logits before backward.
+    """
     wanted = torch.is_grad_enabled() and logits.requires_grad and has_data(logits)
     return Once() if wanted and not options.inplace_backward and options.gradient_in_forward(logits.dtype) else None
 
@@ -256,20 +276,29 @@ def vocab_parallel_cross_entropy(
     denominator: float | Tensor | None = None,
     **options: Unpack[Asked],
 ) -> Tensor | tuple[Tensor, ...]:
-    """`cross_entropy` of local tensors, for programs that hold process groups and no layouts.
+    """`cross_entropy` of local tensors, for programs with process groups instead of layouts.
 
-    logits: [..., V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between ranks and be 0.
-    target, weight: as there, of all classes, and the same on every rank. options: as there. A mean is over these tokens.
-    Every rank of the group gets the loss, bitwise the same, and the gradient of its own logits.
-    Communication: one all-gather over `group` in forward, none in backward. It has 12 bytes per token and rank, and as much as two more
-    tokens; 8 bytes a token more with label smoothing, and 4 more with the accuracy. torch.compile(fullgraph=True) takes it as one node of
-    the graph.
-    Raises ValueError as `cross_entropy` does, on every rank of the group: where one rank cannot go on, and where the ranks together do
-    not hold each class of the vocabulary once, as with gathered logits. On a GPU that is checked when a group and sizes are first met.
-    Later the loss is NaN instead, since the host waits for no device.
-    The number of tokens, label_smoothing, the accuracy and float64 logits decide how many bytes a rank gathers. They are not compared
-    before. Where they differ between ranks, the backend fails as for any such gather. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares
-    the sizes first, and every rank raises RuntimeError with the numbers of elements.
+    logits: [..., V], this rank's logits of the classes vocab_start to vocab_start + V of vocab_size. V may differ
+        between ranks and may be 0.
+    target, weight: as in `cross_entropy`, with all classes, and the same on every rank.
+    options: as in `cross_entropy`. "mean" is over these tokens.
+
+    Every rank of the group gets the same loss, to the last bit, and the gradient of its own logits.
+
+    Communication: one all-gather over `group` in forward, of 12 bytes per token and rank, as if there were two more
+    tokens; 8 bytes a token more with label smoothing, and 4 more with the accuracy. None in backward.
+
+    torch.compile(fullgraph=True) sees the loss as a single node of the graph.
+
+    Raises ValueError as `cross_entropy` does, on every rank of the group if any rank fails. Also if the ranks
+    together do not hold each class of the vocabulary exactly once, for example with gathered logits. On a GPU this is
+    checked the first time a group and sizes are used. Later the loss is NaN instead, since the host waits for no
+    device.
+
+    The number of tokens, label_smoothing, the accuracy and float64 logits determine the size of the gather, and are
+    not compared first. If they differ between ranks, the gather fails in the backend. With
+    TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares the sizes first, and every rank raises RuntimeError with the numbers
+    of elements.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
@@ -277,7 +306,7 @@ def vocab_parallel_cross_entropy(
         _check_local(logits, target)
         asked, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
         place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
-        outputs = _asked(compiled(logits, target, weight, scalar, options=asked, place=place), asked)
+        outputs = _requested(compiled(logits, target, weight, scalar, options=asked, place=place), asked)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[Options, Tensor | None]:
@@ -288,9 +317,9 @@ def vocab_parallel_cross_entropy(
         check(form_of(logits), target, weight, scalar, asked, vocab_start, vocab_size)
         return asked, scalar
 
-    held = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
+    classes = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
     columns = 3 + 2 * bool(options.get("label_smoothing")) + bool(options.get("return_token_accuracy"))
-    (asked, scalar), gather = attempted(attempt, group, held, lambda: agreement.stand_in(target, logits, columns))
+    (asked, scalar), gather = attempted(attempt, group, classes, lambda: agreement.stand_in(target, logits, columns))
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
         options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
@@ -304,17 +333,19 @@ def _check_local(*tensors: Tensor) -> None:
 
 
 def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Form) -> Tensor | None:
-    """The denominator as a tensor on the logits' device, without a copy that the host would wait for.
+    """The denominator as a scalar tensor on the logits' device, made without a copy for which the host would wait.
 
-    Raises ValueError where it cannot divide, or where it or the weight requires a gradient. Raises LayoutError for a DTensor that is not
-    whole on every rank.
+    Raises ValueError for an invalid number, and if the denominator or the weight requires a gradient; LayoutError for
+    a DTensor that is not replicated.
     """
     for name, tensor in (("denominator", denominator), ("weight", weight)):
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"the {name} requires a gradient, and cross-entropy has none for it; give {name}.detach()")
+            raise ValueError(
+                f"the {name} requires a gradient, which cross-entropy does not compute; give {name}.detach()"
+            )
     if denominator is None:
         return None
-    if isinstance(denominator, DTensor) and not is_compiling():  # which takes it apart later
+    if isinstance(denominator, DTensor) and not is_compiling():  # the compiled op unwraps it
         denominator = local_denominator(denominator)
     wide = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(denominator, Tensor):
@@ -322,7 +353,7 @@ def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, lo
             raise ValueError(f"denominator has shape {tuple(denominator.shape)}; give one number")
         if can_read(denominator):
             number = _check_divisor(denominator)
-            if denominator.device != logits.device:  # a copy from the host would wait
+            if denominator.device != logits.device:  # full, not a copy: the host would wait for a copy
                 denominator = torch.full((), number, dtype=wide, device=logits.device)
         return denominator.reshape(()).to(dtype=wide, device=logits.device)
     return torch.full((), _check_divisor(denominator), dtype=wide, device=logits.device)
@@ -339,11 +370,11 @@ def _check_divisor(denominator: Any) -> float:
 
 
 def check_not_leaf(logits: Tensor, options: Options) -> None:
-    """Raises ValueError where inplace_backward would write the gradient over a leaf: the logits are one, or a view of one."""
-    if not options.inplace_backward or is_compiling():  # compiled, it is not done in place
+    """Raise ValueError if inplace_backward would overwrite a leaf: the logits themselves, or the base of their view."""
+    if not options.inplace_backward or is_compiling():  # inplace_backward is ignored in a compiled graph
         return
     node, leaf = logits.grad_fn, logits if logits.is_leaf and logits.requires_grad else None
-    while node is not None and leaf is None:  # up to where several tensors meet, in memory of its own
+    while node is not None and leaf is None:  # up to a node of several tensors, whose output has its own memory
         leaf = getattr(node, "variable", None)
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         node = parents[0] if len(parents) == 1 else None

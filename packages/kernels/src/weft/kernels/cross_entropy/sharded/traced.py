@@ -1,4 +1,4 @@
-"""cross_entropy's custom ops on DTensors: the same ops on their local tensors."""
+"""cross_entropy's custom ops on DTensors: unwrap the operands and run the same ops on local tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def divided_by(
     placed: Placed,
     options: Options,
 ) -> Tensor | None:
-    """The denominator of "mean": the given one, or the global one; None where this rank has all tokens.
+    """The denominator of "mean": the caller's, or the sum over all ranks. None if this rank has all tokens.
 
     target, weight: the local tensors.
     """
@@ -64,13 +64,13 @@ def divided_by(
     count = placed.options["count"]
     if count is None:
         return None
-    assert target is not None, "it is given"
+    assert target is not None, "the target is required"
     wide = torch.promote_types(dtype, torch.float32)
     return mean_denominator(weight, target, options, wide, partial(sum_over, names=count.names))
 
 
 def place_of(placed: Placed) -> Place:
-    """The shard that the op's rule gives this rank."""
+    """The `Place` of this rank's shard, from the options of the op's rule."""
     gather = placed.options["gather"]
     return Place(
         placed.options["vocab_start"],

@@ -1,4 +1,4 @@
-"""The sizes that must be the same on all ranks of a group before they gather a chunk at a time, and their checks."""
+"""The sizes to compare among the ranks of a group before the gathers of the parts, and the checks of the operands."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from ..gradients import Wanted
 
 
 class Sizes(NamedTuple):
-    """They decide how many bytes are gathered, and how often.
-
-    token_bytes: of one token's statistics.
-    """
+    """The sizes which decide how many bytes are gathered, and how often. They must be equal on all ranks."""
 
     tokens: int = 0
-    chunk: int = 0
-    token_bytes: int = 0
+    chunk: int = 0  # tokens of a chunk
+    token_bytes: int = 0  # bytes of a token's statistics
 
 
 def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> Classes:
-    """The classes of a rank's weight, which need not be a valid one."""
+    """The classes of a rank's weight, for a weight not checked yet."""
     return Classes(vocab_start, linear_weight.shape[0] if linear_weight.ndim else 0, vocab_size)
 
 
@@ -43,32 +40,34 @@ def sizes_of(
     shards: int,
     options: Options,
 ) -> Sizes:
-    """dtype: of the GEMMs."""
+    """The sizes of this rank. dtype: of the GEMMs."""
     chunks, _ = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
     wide = torch.promote_types(dtype, torch.float32)
     return Sizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
 
 
 def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
-    """Raises ValueError where the ranks' sizes differ. sizes: [ranks, 3]."""
+    """Raise ValueError if the ranks' sizes differ. sizes: [ranks, 3]."""
     tokens, chunks, token_bytes = (values_on_ranks(ranks, column) for column in zip(*sizes, strict=True))
     if len(tokens) > 1:
         raise ValueError(
-            f"the ranks have different numbers of tokens: {', '.join(tokens)}; give every rank of the group the same target"
+            f"the ranks have different numbers of tokens: {', '.join(tokens)}; give every rank of the group the same "
+            f"target"
         )
     if len(token_bytes) > 1:
         raise ValueError(
-            f"the ranks gather different numbers of bytes for a token: {', '.join(token_bytes)}; give every rank of the "
-            f"group the same label_smoothing, return_token_accuracy and compute_dtype, and input of the same dtype"
+            f"the ranks gather different numbers of bytes for a token: {', '.join(token_bytes)}; give every rank of "
+            f"the group the same label_smoothing, return_token_accuracy and compute_dtype, and input of the same dtype"
         )
     if len(chunks) > 1:
         raise ValueError(
-            f"the ranks take different numbers of tokens at a time: {', '.join(chunks)}; give every rank of the group the "
-            f"same chunk_tokens, and weights whose gradients have the same dtype"
+            f"the ranks take different numbers of tokens at a time: {', '.join(chunks)}; give every rank of the group "
+            f"the same chunk_tokens, and weights whose gradients have the same dtype"
         )
 
 
 def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
+    """Raise ValueError unless the input has the target's tokens, or with sequence_parallel this rank's part of them."""
     expected = list(target.shape)
     if sequence_parallel:
         if target.ndim == 0:
@@ -92,7 +91,7 @@ def checked_sizes(
     denominator: Tensor | None,
     *,
     options: Options,
-    held: Classes,
+    classes: Classes,
     wanted: Wanted,
     chunk_tokens: int | None,
     compute_dtype: torch.dtype | None,
@@ -100,10 +99,10 @@ def checked_sizes(
     ranks: int,
     sequence_parallel: bool,
 ) -> Sizes:
-    """The sizes that this rank gathers. Raises ValueError for arguments that do not fit."""
+    """The sizes of this rank. Raises ValueError for arguments which do not fit together."""
     check_part(input, target, rank, ranks, sequence_parallel)
     form = replace(computed(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
-    check(logits, target, weight, denominator, options, held.start, held.vocab_size)
-    return sizes_of(input, target, form.dtype, wanted, chunk_tokens, held.vocab_size, ranks, options)
+    check(logits, target, weight, denominator, options, classes.start, classes.vocab_size)
+    return sizes_of(input, target, form.dtype, wanted, chunk_tokens, classes.vocab_size, ranks, options)

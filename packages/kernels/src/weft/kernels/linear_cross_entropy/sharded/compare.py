@@ -1,4 +1,4 @@
-"""One all-gather of the ranks' sizes and failures, before they gather a chunk at a time."""
+"""Compares the ranks' sizes and failures, by one all-gather before the gathers of the parts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ Result = TypeVar("Result")
 
 
 def compared(
-    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, held: Classes, device: torch.device
+    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: Classes, device: torch.device
 ) -> tuple[Result, Tensor]:
-    """What `attempt` returns, and a scalar: 0 where the ranks' sizes agree, otherwise NaN.
+    """Call `attempt` and compare the ranks' sizes. Returns the result, and a scalar: 0, or NaN if the sizes differ.
 
-    Communication: one all-gather of 36 bytes a rank, also where a rank has failed.
-    Raises as `attempted` does, and ValueError where the sizes differ and `check_once` checks them.
+    attempt: returns a result and this rank's sizes, or raises.
+    Communication: one all-gather of 36 bytes per rank, also if a rank has failed.
+    Raises as `attempted` does, and ValueError if the sizes differ and `check_once` checks them.
     """
-    (result, sizes), gather = attempted(attempt, group, held, lambda: _row(Sizes(), device))
+    (result, sizes), gather = attempted(attempt, group, classes, lambda: _row(Sizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
     ranks = dist.get_process_group_ranks(group)
-    check_once((group, held, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
+    check_once((group, classes, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
     return result, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
 
 
 def _row(sizes: Sizes, device: torch.device) -> Tensor:
-    """[1, 3], without a copy from the host, which would wait."""
+    """The sizes as a tensor [1, 3], made without a copy from the host, for which the host would wait."""
     return torch.cat([torch.full((1,), size, dtype=torch.float32, device=device) for size in sizes]).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy as custom ops of torch: one node of torch.compile's graph, with a fake implementation for its shapes."""
+"""linear_cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def compiled(
     place: Place,
     disagreement: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of cross-entropy, for the tensors of TENSORS. inplace_backward is ignored: the compiler decides on memory.
+    """The outputs of cross-entropy. tensors: in the order of TENSORS.
 
-    Each gradient has the dtype of its tensor: torch 2.13's compiler knows of no other.
-    disagreement: what `compare` returned, where it was called.
+    Each gradient has the dtype of its tensor: torch 2.13's compiler knows no `grad_dtype`. inplace_backward is
+    ignored: the compiler decides on memory.
+    disagreement: the result of `compare`, if called.
     """
     flags = [each is not None for each in wanted]
     outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *place, *options.flat())
@@ -43,49 +44,51 @@ def compiled(
 @library.custom_op(
     "weft::linear_cross_entropy_compare",
     mutates_args=(),
-    schema=f"({TENSORS}, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, {PLACE}, {SCHEMA}) -> Tensor",
+    schema=f"({TENSORS}, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, {PLACE}, {SCHEMA})"
+    " -> Tensor",
 )
-def compare(*given: Any) -> Tensor:
-    """What `compared` gives, for the one group of the place."""
-    *tensors, chunk_tokens, compute_dtype, sequence_parallel = given[:9]
-    place, options = place_and_options(given[9:])
+def compare(*arguments: Any) -> Tensor:
+    """`compared`, for the single group of the place."""
+    *tensors, chunk_tokens, compute_dtype, sequence_parallel = arguments[:9]
+    place, options = place_and_options(arguments[9:])
     along, vocab_size = Along.named(place.groups), place.vocab_size
-    assert along is not None and vocab_size is not None, "only the form for groups asks for it"
-    (group,), held = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
-    wanted = (
-        None,
-    ) * 3  # compiled, gradients have the inputs' dtype: chunks are cut as they are where no gradient is wanted
+    assert along is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
+    (group,), classes = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
+    # In a compiled graph the gradients have the inputs' dtypes, for which chunks are cut as without gradients.
+    wanted = (None,) * 3
     _, disagreement = compared(
         lambda: (
             None,
             checked_sizes(
-                *tensors, options=options, held=held, wanted=wanted, chunk_tokens=chunk_tokens,
+                *tensors, options=options, classes=classes, wanted=wanted, chunk_tokens=chunk_tokens,
                 compute_dtype=compute_dtype, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
             ),
         ),
         group,
-        held,
+        classes,
         tensors[0].device,
     )  # fmt: skip
     return disagreement
 
 
 @compare.register_fake
-def _(input: Tensor, *given: Any) -> Tensor:
+def _(input: Tensor, *arguments: Any) -> Tensor:
     return input.new_empty((), dtype=torch.float32)
 
 
 @library.custom_op(
     "weft::linear_cross_entropy",
     mutates_args=(),
-    schema=f"({TENSORS}, Tensor? disagreement, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, {SCHEMA}) -> Tensor[]",
+    schema=f"({TENSORS}, Tensor? disagreement, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, "
+    f"{SCHEMA}) -> Tensor[]",
 )
-def forward(*given: Any) -> list[Tensor]:
-    """The outputs, and after them what backward needs besides the inputs: the gradients that forward computed, or denominator and
-    statistics.
+def forward(*arguments: Any) -> list[Tensor]:
+    """The outputs, followed by the further tensors backward needs.
+
+    These are the gradients computed in forward, or else the denominator and the statistics.
     """
-    *tensors, disagreement, flags, chunk_tokens, compute_dtype = given[:10]
-    place, options = place_and_options(given[10:])
+    *tensors, disagreement, flags, chunk_tokens, compute_dtype = arguments[:10]
+    place, options = place_and_options(arguments[10:])
     factors = (tensors[0], tensors[1], tensors[3])
     wanted = _wanted(factors, flags)
     (loss, *more), saved = function.forward(
@@ -99,20 +102,20 @@ def forward(*given: Any) -> list[Tensor]:
     if disagreement is not None:
         loss = loss + disagreement
     if in_forward(options, compute_dtype or tensors[0].dtype, wanted):
-        # Cast to the dtype that is wanted: that of the sums depends on the number of chunks, which a trace need not know.
-        kept = [None if part is None else part.to(dtype) for part, dtype in zip(saved[1:], wanted, strict=True)]
+        # Cast to the wanted dtype: the dtype of the sums depends on the number of chunks, unknown to a trace.
+        for_backward = [None if part is None else part.to(dtype) for part, dtype in zip(saved[1:], wanted, strict=True)]
     else:
-        kept = [saved[5] if tensors[5] is None else None, saved[6]]
-    return [loss, *more, *(loss.new_empty(0) if each is None else each for each in kept)]
+        for_backward = [saved[5] if tensors[5] is None else None, saved[6]]
+    return [loss, *more, *(loss.new_empty(0) if each is None else each for each in for_backward)]
 
 
 @forward.register_fake
-def _(*given: Any) -> list[Tensor]:
-    input, linear_weight, target, linear_bias, weight, denominator, _, flags, _, compute_dtype = given[:10]
-    place, options = place_and_options(given[10:])
+def _(*arguments: Any) -> list[Tensor]:
+    input, linear_weight, target, linear_bias, weight, denominator, _, flags, _, compute_dtype = arguments[:10]
+    place, options = place_and_options(arguments[10:])
     dtype = compute_dtype or input.dtype
     lse = torch.empty(target.shape, dtype=torch.promote_types(dtype, torch.float32), device=input.device)
-    nothing = lse.new_empty(0)
+    empty = lse.new_empty(0)
     loss = torch.empty_like(lse) if options.reduction == "none" else lse.new_empty(())
     outputs = [loss, *([lse] * options.return_lse), *(torch.empty_like(loss) for _ in range(options.constants))]
     factors = (input, linear_weight, linear_bias)
@@ -120,18 +123,19 @@ def _(*given: Any) -> list[Tensor]:
         gradients = zip(factors, flags, strict=True)
         return [
             *outputs,
-            *(x.new_empty(x.shape) if want and x is not None else nothing.clone() for x, want in gradients),
+            *(x.new_empty(x.shape) if want and x is not None else empty.clone() for x, want in gradients),
         ]
-    counted = nothing
+    own_denominator = empty
     if options.reduction == "mean" and denominator is None:
-        counted = lse.new_empty((2,) if options.weighs_apart(weight) else ())
-    return [*outputs, counted, lse.new_empty(place.shards, target.numel(), options.columns)]
+        own_denominator = lse.new_empty((2,) if options.weighs_apart(weight) else ())
+    return [*outputs, own_denominator, lse.new_empty(place.shards, target.numel(), options.columns)]
 
 
 @library.custom_op(
     "weft::linear_cross_entropy_backward",
     mutates_args=(),
-    schema=f"(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, {SCHEMA}) -> Tensor[]",
+    schema="(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, ScalarType? compute_dtype, "
+    f"{PLACE}, {SCHEMA}) -> Tensor[]",
 )
 def backward(
     grads: list[Tensor | None],
@@ -141,13 +145,13 @@ def backward(
     compute_dtype: torch.dtype | None,
     *asked: Any,
 ) -> list[Tensor]:
-    """The gradients of input, linear_weight and linear_bias, those that are needed."""
+    """The needed ones among the gradients of input, linear_weight and linear_bias."""
     place, options = place_and_options(asked)
     of_each = (needed[0], needed[1], False, needed[2], False, False)
     gradients = function.backward(
         tensors, grads, of_each,
-        options=options, wanted=_wanted(_factors(tensors), needed), compute_dtype=compute_dtype, chunk_tokens=chunk_tokens,
-        **_shard(place),
+        options=options, wanted=_wanted(_factors(tensors), needed), compute_dtype=compute_dtype,
+        chunk_tokens=chunk_tokens, **_shard(place),
     )  # fmt: skip
     return [each for each in gradients if each is not None]
 
@@ -158,29 +162,29 @@ def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[boo
 
 
 def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Of what was saved, the tensors with the shapes and dtypes of the gradients of input, linear_weight and linear_bias."""
+    """Saved tensors with the shapes and dtypes of the gradients of input, linear_weight and linear_bias."""
     return saved[1:] if len(saved) == 4 else (saved[0], saved[1], saved[3])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, _, flags, ctx.chunk_tokens, ctx.compute_dtype = inputs[:10]
     ctx.asked = inputs[10:]
     _, options = place_and_options(ctx.asked)
     dtype = ctx.compute_dtype or tensors[0].dtype
     ctx.outputs = options.outputs
-    kept = output[ctx.outputs :]
+    for_backward = output[ctx.outputs :]
     if in_forward(options, dtype, _wanted((tensors[0], tensors[1], tensors[3]), flags)):
-        ctx.save_for_backward(tensors[0].new_empty(0, dtype=dtype), *kept)
+        ctx.save_for_backward(tensors[0].new_empty(0, dtype=dtype), *for_backward)
     else:
-        counted, statistics = kept
-        tensors[5] = counted if tensors[5] is None and counted.numel() else tensors[5]
+        own_denominator, statistics = for_backward
+        tensors[5] = own_denominator if tensors[5] is None and own_denominator.numel() else tensors[5]
         ctx.save_for_backward(*tensors, statistics)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     arrived = grads[: ctx.outputs]
-    if all(grad is None for grad in arrived):  # autograd's zeros
+    if all(grad is None for grad in arrived):  # all upstream gradients are zero
         return (None,) * (10 + len(ctx.asked))
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     gradients = iter(
@@ -190,7 +194,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
     return dinput, dweight, None, dbias, *(None,) * (6 + len(ctx.asked))
 
 
-forward.register_autograd(_gradients, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _shard(place: Place) -> dict[str, Any]:
@@ -204,5 +208,5 @@ def _shard(place: Place) -> dict[str, Any]:
 
 
 def _wanted(factors: Sequence[Tensor | None], flags: Sequence[bool]) -> Wanted:
-    """Each gradient that is wanted has the dtype of its tensor."""
+    """The dtypes of the wanted gradients: the dtype of each factor whose flag is set."""
     return tuple(x.dtype if flag and x is not None else None for x, flag in zip(factors, flags, strict=True))

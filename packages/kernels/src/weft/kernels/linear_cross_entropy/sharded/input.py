@@ -1,4 +1,7 @@
-"""The input of a vocab-parallel product, as every rank needs it: one collective in forward or backward, its dual in the other."""
+"""The input of a vocab-parallel matrix product, for every rank of the group.
+
+Each autograd function has one collective in forward or backward, and its dual in the other direction.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ...sharded.derivatives import refusing
 
 
 class Shared(torch.autograd.Function):
-    """Replicate -> Replicate: nothing to do. Its dual adds up the gradients of all ranks: one all-reduce."""
+    """Replicate -> Replicate: forward does nothing. The dual sums the gradients of all ranks by an all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: str) -> Tensor:
@@ -29,16 +32,15 @@ class Shared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         run = _traced_all_reduce if is_compiling() else _all_reduce
-        run(
-            grad, ctx.group
-        )  # in place: the one op that used the output has just computed it, and nothing else reads it
+        # In place: the only op to use the output has just computed this gradient, and nothing else reads it.
+        run(grad, ctx.group)
         return grad, None
 
 
 class Gathered(torch.autograd.Function):
-    """Shard(0) -> Replicate: an all-gather. Its dual is the reduce-scatter. Dim 0 is padded to equal parts for both.
+    """Shard(0) -> Replicate: an all-gather. The dual is a reduce-scatter. Dim 0 is padded to equal parts for both.
 
-    tokens: of all ranks.  after: a tensor that must be computed before the gather, also in a compiled graph.
+    tokens: of all ranks. after: a tensor to compute before the gather, also in a compiled graph.
     """
 
     @staticmethod
@@ -53,8 +55,8 @@ class Gathered(torch.autograd.Function):
             return _traced_reduce_scatter(grad, ctx.rows, ctx.group), None, None, None
         with torch.no_grad():
             part = _reduce_scatter(grad, ctx.rows, ctx.group)
-        found = refusing((part,), grad) if torch.is_grad_enabled() else (part,)
-        return *found, None, None, None
+        gradients = refusing((part,), grad) if torch.is_grad_enabled() else (part,)
+        return *gradients, None, None, None
 
 
 def _all_reduce(whole: Tensor, group: str) -> None:
@@ -81,7 +83,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:]))) if len(x) < rows else x.contiguous()
 
 
-# Custom ops only where they are traced: in eager mode they would hide their collectives from whoever counts them.
+# Called only while tracing: in eager mode custom ops would hide their collectives from modes that count them.
 _traced_all_reduce = library.custom_op("weft::all_reduce_", _all_reduce, mutates_args=("whole",))
 _traced_all_gather = library.custom_op("weft::all_gather_tokens", _all_gather, mutates_args=())
 _traced_reduce_scatter = library.custom_op("weft::reduce_scatter_tokens", _reduce_scatter, mutates_args=())

@@ -1,4 +1,6 @@
-"""Linear cross-entropy as an op on layouts: those of the product, and of cross-entropy on its logits."""
+"""Linear cross-entropy as an `Op` on DTensors: the layout rules of the matrix product and of cross-entropy,
+combined.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,23 @@ from .. import function
 from ..gradients import is_last_use
 
 
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, arguments: dict[str, Any]) -> Sharding:
     input, linear_weight, target, linear_bias, weight, _ = layouts
     input_shape, weight_shape, target_shape, bias_shape, _, denominator = shapes
     assert input is not None and linear_weight is not None and input_shape and weight_shape, "both are given"
     product: Sharding = LINEAR.rule((input, linear_weight, linear_bias), (input_shape, weight_shape, bias_shape), {})
     if input.is_partial() or linear_weight.is_partial():
         raise LayoutError(
-            f"linear_cross_entropy is not linear in input ({input}) and linear_weight ({linear_weight}); reshard what is Partial first"
+            f"linear_cross_entropy is not linear in input ({input}) and linear_weight ({linear_weight}); reshard "
+            f"Partial operands first"
         )
     if product.output.is_partial():
         raise LayoutError(
-            f"linear_cross_entropy has input ({input}) and linear_weight ({linear_weight}), whose logits would be "
-            f"({product.output}); reshard both so that H is whole"
+            f"linear_cross_entropy has input ({input}) and linear_weight ({linear_weight}), whose logits would "
+            f"have layout ({product.output}); reshard both so that H is not sharded"
         )
     logits = (product.output, target, weight, None)
-    loss: Sharding = CROSS_ENTROPY.rule(logits, (product.shape, target_shape, None, denominator), given)
+    loss: Sharding = CROSS_ENTROPY.rule(logits, (product.shape, target_shape, None, denominator), arguments)
 
     def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
         dlogits, *_ = loss.gradients(*grads)
@@ -55,11 +58,11 @@ def _backward(
     needed: Sequence[bool],
     *,
     options: Options,
-    **given: Any,
+    **arguments: Any,
 ) -> Tensors:
-    assert saved[0] is not None, "forward saves the input, or an empty tensor where it lies"
+    assert saved[0] is not None, "forward saves the input, or an empty tensor on its device"
     reuse = options.inplace_backward or is_last_use(saved[0])
-    return function.backward(saved, grads, needed, options=options, reuse=reuse, **given)
+    return function.backward(saved, grads, needed, options=options, reuse=reuse, **arguments)
 
 
 LINEAR_CROSS_ENTROPY = Op(

@@ -1,4 +1,4 @@
-"""linear_cross_entropy on plain tensors, DTensors and process groups; vocab-parallel where the weight is sharded on its rows."""
+"""`linear_cross_entropy` on plain tensors and DTensors, and `vocab_parallel_linear_cross_entropy` on process groups."""
 
 from __future__ import annotations
 
@@ -131,30 +131,39 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """`cross_entropy` of the logits `input @ linear_weight.T + linear_bias`, which never exist all at once.
 
-    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...] of int64, int32 or uint8. The other arguments and what is
-    returned are those of `cross_entropy`. It means what `torch.nn.functional.linear_cross_entropy` means.
-    compute_dtype: the dtype of the GEMMs' factors. The logits are never narrower than float32. By default it is the input's, and the weight must have it too. Given, the
-    operands are cast to it, and get gradients in their own dtypes: that of a float32 weight is the float32 sum. Under autocast it is
-    autocast's.
-    chunk_tokens: the tokens of a chunk. Without it there are as few chunks as fit: the gradient of a chunk's logits, a part's logits, and the
-    lower bits of the weight gradient's sum, in 1 GiB (64 MiB on a CPU). The chunk gets half of that at least. The vocabulary is taken as sharded evenly.
-    chunk_tokens and the dtype of the weight's gradient must be the same on every rank.
-    inplace_backward: backward returns the very tensors that forward computed, also where it may run again: where the graph is kept
-    (retain_graph), and in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be replayed whole. Where
-    backward cannot run again it returns them in any case. Under torch.compile it always copies.
-    The gradients of weight and bias have the dtype of their `grad_dtype`, which torch has for leaves. In float32 the weight's
-    is the sum itself. Under torch.compile they are rounded to the weight's dtype first.
-    Memory above inputs and gradients, of factors in 16 bits: the gradient of a chunk's logits in 16 bits, and the float32 logits of a part of its
-    tokens, or of two parts where vocab-parallel. Of wider factors a part is the chunk. With more than one chunk also what
-    the weight gradient's sum needs beside the result: 8 bits an element in bfloat16; a whole float32 sum in float16, and for more than 64
-    chunks. Where backward copies, also the gradients that forward computed.
-    Work: three GEMMs, 6 N H V flop. It is four for "none", with return_lse and in float16: there backward computes the logits again.
-    Only the gradients that are required are computed.
-    Layouts: input and linear_weight as of the einsum "...h,vh->...v", and those logits as of `cross_entropy`: a weight
-    sharded on V makes it vocab-parallel, and the input's gradient Partial(sum) over those axes.
-    Communication: as of `cross_entropy`, one gather a part, while the next part's GEMM runs; none in backward.
-    torch.compile(fullgraph=True) takes it as one node of the graph; of DTensors on every rank of their mesh.
-    Raises ValueError for shapes, dtypes, options and targets that do not fit; LayoutError for layouts that do not.
+    Otherwise as `torch.nn.functional.linear_cross_entropy`.
+    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...], int64, int32 or uint8.
+    Further arguments and the returned outputs are as in `cross_entropy`.
+    compute_dtype: the dtype to cast the GEMMs' factors to. The logits are never narrower than float32. By default the
+        input's dtype, which the weight must then have. If given, the gradients have the operands' own dtypes: the
+        gradient of a float32 weight is the float32 sum. Under autocast, autocast's dtype.
+    chunk_tokens: the tokens of a chunk. By default as few chunks as fit in 1 GiB (64 MiB on a CPU), which holds the
+        gradient of a chunk's logits, a part's logits, and the lower bits of the weight gradient's sum. The first two
+        get at least half. The vocabulary counts as evenly sharded. chunk_tokens and the dtype of the weight's
+        gradient must be the same on every rank.
+    inplace_backward: backward returns the very tensors computed in forward even if it may run again, with
+        retain_graph or in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be
+        replayed as a whole. If backward cannot run again, it returns these tensors anyway. Under torch.compile it
+        always copies.
+
+    The gradients of weight and bias have the dtype of their `grad_dtype`, an attribute of leaves in torch. In float32
+    the weight's gradient is the sum itself. Under torch.compile the gradients are rounded to the weight's dtype
+    first.
+
+    Memory above inputs and gradients, for 16-bit factors: the 16-bit gradient of a chunk's logits, and the float32
+    logits of a part of its tokens, or of two parts if vocab-parallel. For wider factors a part is the whole chunk.
+    With several chunks also the weight gradient's sum: 8 extra bits an element in bfloat16; a float32 sum in float16,
+    and for more than 64 chunks. If backward copies, also the gradients computed in forward.
+    Work: three GEMMs, 6 N H V flop. Four GEMMs for "none", with return_lse, and in float16, because backward computes
+    the logits again. Only required gradients are computed.
+    Layouts: input and linear_weight as in the einsum "...h,vh->...v", and the resulting logits as in `cross_entropy`.
+    A weight sharded over V makes the loss vocab-parallel, and the input's gradient Partial(sum) over those axes.
+    Communication: as in `cross_entropy`, with one gather for each part while the next part's GEMM runs. None in
+    backward.
+
+    torch.compile(fullgraph=True) sees the loss as a single node of the graph. With DTensors, compile on every rank of
+    their mesh.
+    Raises ValueError for invalid shapes, dtypes, options and targets; LayoutError for layouts the loss cannot take.
     """
     form = computed(input, compute_dtype)
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
@@ -296,21 +305,28 @@ def vocab_parallel_linear_cross_entropy(
     denominator: float | Tensor | None = None,
     **options: Unpack[Asked],
 ) -> Tensor | tuple[Tensor, ...]:
-    """`linear_cross_entropy` of local tensors, for programs that hold process groups and no layouts.
+    """`linear_cross_entropy` of local tensors, for programs with process groups instead of layouts.
 
-    input: [..., H], the same on every rank; with sequence_parallel this rank's part of dim 0, cut as torch.chunk cuts.
-    linear_weight: [V, H], linear_bias: [V], of the classes vocab_start to vocab_start + V of vocab_size; V may differ between
-    ranks and be 0. target: of all tokens. weight: of all classes. They, chunk_tokens, compute_dtype and the options are the same on every
-    rank.
-    Every rank gets the loss, bitwise the same, the gradient of its own weight and bias, and the whole gradient of its input.
-    Communication: in forward one all-gather of 36 bytes a rank, by which the ranks compare their sizes. Then one a part, while the next
-    part's GEMM runs: 12 bytes per token and rank; 8 more with label smoothing, and 4 more with the accuracy. In backward one all-reduce
-    of the input's gradient. With sequence_parallel the input is all-gathered before, and a reduce-scatter takes the all-reduce's place.
-    torch.compile(fullgraph=True) takes it. A wrong option is then an error of the trace.
-    Raises ValueError as `linear_cross_entropy` does, on every rank of the group: where one rank cannot go on, where the ranks together
-    do not hold each class of the vocabulary once, and where their tokens, chunks or bytes a token differ. On a GPU that is checked when a
-    group and sizes are first met; afterwards the host waits for no device. A rank that fails later raises alone, at once. The other
-    ranks cannot learn of it: they wait in their next gather until the launcher or the group's timeout ends them.
+    input: [..., H], the same on every rank; with sequence_parallel this rank's part of dim 0, split as torch.chunk
+        splits.
+    linear_weight: [V, H], linear_bias: [V], of this rank's classes vocab_start to vocab_start + V of vocab_size. V
+        may differ between ranks and may be 0.
+    target: of all tokens. weight: of all classes. These, chunk_tokens, compute_dtype and the options are the same on
+        every rank.
+
+    Every rank gets the same loss, to the last bit, the gradient of its own weight and bias, and the full gradient of
+    its input.
+
+    Communication: in forward one all-gather of 36 bytes per rank, to compare the ranks' sizes. Then one all-gather
+    for each part while the next part's GEMM runs, of 12 bytes per token and rank; 8 more with label smoothing, and 4
+    more with the accuracy. In backward one all-reduce of the input's gradient. With sequence_parallel the input is
+    all-gathered first, and a reduce-scatter replaces the all-reduce.
+    torch.compile(fullgraph=True) works. Invalid options then raise while tracing.
+    Raises ValueError as `linear_cross_entropy` does, on every rank of the group if any rank fails. Also if the ranks
+    together do not hold each class of the vocabulary exactly once, or differ in tokens, chunks or bytes per token. On
+    a GPU this is checked the first time a group and sizes are used; later the host waits for no device. A rank which
+    fails later raises alone, at once. The other ranks cannot learn of the failure: they wait in their next gather
+    until the launcher or the group's timeout ends them.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
@@ -339,26 +355,27 @@ def vocab_parallel_linear_cross_entropy(
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
         asked, scalar = given()
         sizes = checked_sizes(
-            input, linear_weight, target, linear_bias, weight, scalar, options=asked, held=held, wanted=wanted,
-            chunk_tokens=chunk_tokens, compute_dtype=compute_dtype, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
+            input, linear_weight, target, linear_bias, weight, scalar, options=asked, classes=classes, wanted=wanted,
+            chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
+            rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
         )  # fmt: skip
         return (asked, scalar), sizes
 
-    held, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
-    (asked, scalar), disagreement = compared(attempt, group, held, input.device)
+    classes, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
+    (asked, scalar), disagreement = compared(attempt, group, classes, input.device)
     whole = _whole(input, target, name, sequence_parallel, disagreement)
     loss, *more = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
         options=asked, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
-    if agreement.on_gpu(input):  # elsewhere the host has checked
+    if agreement.on_gpu(input):  # on a CPU the host has checked the sizes
         loss = loss + disagreement
     return (loss, *more) if more else loss
 
 
 def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, disagreement: Tensor) -> Tensor:
-    """The input of all tokens. Its gradient is Partial(sum) over the group."""
+    """The input of all tokens. Its gradient arrives Partial(sum) over the group, and is summed in backward."""
     whole: Tensor
     if sequence_parallel:
         whole = Gathered.apply(input, target.shape[0], group, disagreement)  # type: ignore[no-untyped-call]
@@ -368,13 +385,13 @@ def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, d
 
 
 def _wanted(*tensors: Tensor | None) -> Wanted:
-    """The dtype of each gradient; None where none is required."""
+    """The dtypes of the gradients; None for tensors that require none."""
     if not torch.is_grad_enabled():
         return (None,) * len(tensors)
     return tuple(None if tensor is None or not tensor.requires_grad else _grad_dtype(tensor) for tensor in tensors)
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:
-    if is_compiling() or not tensor.is_leaf:  # torch has it of leaves alone
+    if is_compiling() or not tensor.is_leaf:  # only leaves have a grad_dtype
         return tensor.dtype
-    return tensor.grad_dtype or tensor.dtype  # None: any will do
+    return tensor.grad_dtype or tensor.dtype  # grad_dtype None allows any dtype

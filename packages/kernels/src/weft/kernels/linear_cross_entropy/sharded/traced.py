@@ -1,4 +1,4 @@
-"""linear_cross_entropy's custom ops on DTensors: the same ops on their local tensors."""
+"""linear_cross_entropy's custom ops on DTensors: unwrap the operands and run the same ops on local tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import custom_ops
 from .custom_ops import compiled
 from .layouts import LINEAR_CROSS_ENTROPY
 
-__all__ = ["compiled"]  # imported from here, so that its ops take DTensors
+__all__ = ["compiled"]  # imported from here, where its ops are registered for DTensors
 
 FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
 
@@ -28,32 +28,35 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
     _, options = place_and_options(args[10:])
     placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options, compute_dtype=compute_dtype)
     input, _, target, _, weight, _ = placed.locals
-    assert input is not None, "it is given"
+    assert input is not None, "the input is required"
     dtype = compute_dtype or input.dtype
     divisor = divided_by(denominator, target, weight, dtype, placed, options)
     rest = (disagreement, flags, chunk_tokens, compute_dtype, *place_of(placed), *options.flat())
     results = custom_ops.forward(*placed.locals[:5], divisor, *rest)
     count = options.outputs
-    outputs, kept = placed.wrapped(results[:count]), results[count:]
+    outputs, for_backward = placed.wrapped(results[:count]), results[count:]
     if in_forward(options, dtype, tuple(dtype if flag else None for flag in flags)):
-        layouts = placed.call.sharding.gradients(Layout(placed.call.sharding.output.mesh))  # what arrives for a number
-        kept = [
+        # the layout of a scalar's gradient: replicated
+        layouts = placed.call.sharding.gradients(Layout(placed.call.sharding.output.mesh))
+        for_backward = [
             placed.as_operand(i, part, layouts[i]) if want else part
-            for i, part, want in zip(FACTORS, kept, flags, strict=True)
+            for i, part, want in zip(FACTORS, for_backward, flags, strict=True)
         ]
     elif denominator is None and divisor is not None:
-        kept[0] = divisor
-    return [*outputs, *kept]
+        for_backward[0] = divisor
+    return [*outputs, *for_backward]
 
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
     grads, tensors, needed, chunk_tokens, compute_dtype, *asked = args
     _, options = place_and_options(asked)
     arrived = [to_local(grad) for grad in grads]
-    if len(tensors) == 4:  # made in forward
+    if len(tensors) == 4:  # the gradients computed in forward, and an empty tensor
         for layout in (layout_of(grad) for grad in grads if isinstance(grad, DTensor)):
-            if layout != (whole := Layout(layout.mesh)):
-                raise LayoutError(f"the gradient of the loss lies ({layout}); reshard it to ({whole})", (whole,))
+            if layout != (replicated := Layout(layout.mesh)):
+                raise LayoutError(
+                    f"the gradient of the loss has layout ({layout}); reshard it to ({replicated})", (replicated,)
+                )
         saved = [to_local(each) for each in tensors]
         gradients = custom_ops.backward(arrived, saved, needed, chunk_tokens, compute_dtype, *Place(), *options.flat())
         returned = [each for each, need in zip(tensors[1:], needed, strict=True) if need]

@@ -1,4 +1,4 @@
-"""on_local_tensors, and the declaration of layouts that it is given."""
+"""`on_local_tensors`, and the `Declaration` of layouts behind it."""
 
 from .decorator import on_local_tensors
 

@@ -1,4 +1,4 @@
-"""What is declared of a function on local tensors: placements by axis, of its inputs and outputs."""
+"""The layouts declared for a function on local tensors: placements by mesh axis, for inputs, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ from typing import Any
 from weft.mesh import Layout, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
 from weft.mesh.refinement import axes_of
 
-Placed = Mapping[str, Placement]  # by the name of an axis; the others replicate
+Placed = Mapping[str, Placement]  # mesh axis name -> placement; replicated over axes not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """Checked when it is made, on any mesh.
+    """The layouts declared for a function by `on_local_tensors`, valid for any mesh. Checked when made."""
 
-    name: of the function. parameters: its own, in order. inputs: by parameter. outputs: of each; None for what is no tensor.
-    many: whether it returns a tuple. gradients: by parameter, where they do not follow from inputs and outputs.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    inputs: Mapping[str, Placed]
-    outputs: tuple[Placed, ...]
-    many: bool
-    gradients: Mapping[str, Placed]
+    name: str  # of the function
+    parameters: tuple[str, ...]  # the function's parameters, in order
+    inputs: Mapping[str, Placed]  # by parameter
+    outputs: tuple[Placed, ...]  # in order
+    many: bool  # whether the function returns a tuple
+    gradients: Mapping[str, Placed]  # by parameter, only where declared
 
     @classmethod
     def of(cls, function: Callable[..., Any], inputs: Any, outputs: Any, gradients: Any) -> Declaration:
-        """Raises ValueError for what is no declaration of this function."""
+        """Make a declaration from the arguments of `on_local_tensors`. Raises ValueError if they do not fit."""
         name = getattr(function, "__name__", type(function).__name__)
         parameters = tuple(inspect.signature(function).parameters)
         many = not isinstance(outputs, Mapping)
@@ -53,31 +49,32 @@ class Declaration:
             inputs = [placed.get(axis, Replicate()) for placed in self.inputs.values()]
             outputs = [placed.get(axis, Replicate()) for placed in self.outputs]
             if all(isinstance(each, Replicate) for each in inputs):
-                cut = next((each for each in outputs if not isinstance(each, Replicate)), None)
-                if cut is not None:
+                first = next((each for each in outputs if not isinstance(each, Replicate)), None)
+                if first is not None:
                     raise ValueError(
-                        f"{self.name}: an output is {cut} on axis {axis!r}, where all inputs replicate: every rank computes the "
-                        f"same. Declare it R, and reshard what the function returns"
+                        f"{self.name}: an output is {first} on axis {axis!r}, where all inputs replicate: every rank "
+                        f"computes the same. Declare the output R, and reshard it after the call"
                     )
             elif len(set(map(type, outputs))) > 1 and Replicate() in outputs and Replicate() in inputs:
                 missing = [name for name, placed in self.inputs.items() if placed.get(axis, Replicate()) == Replicate()]
                 missing = [name for name in missing if name not in self.gradients]
                 if missing:
                     raise ValueError(
-                        f"{self.name}: on axis {axis!r} one output is cut and another is not, so the layout of the gradient of "
-                        f"{missing[0]!r}, which is R there, does not follow; give it in grad_layouts"
+                        f"{self.name}: on axis {axis!r} one output is sharded or partial and another replicated, so "
+                        f"the gradient of {missing[0]!r}, which is R there, has no evident layout; give one in "
+                        f"grad_layouts"
                     )
 
     def input(self, parameter: str, mesh: ProcessMesh, shape: Sequence[int]) -> Layout:
-        """How that input lies on a mesh."""
+        """The declared layout of an input, on `mesh`."""
         return _layout(mesh, self.inputs[parameter], shape)
 
     def output(self, number: int, mesh: ProcessMesh, shape: Sequence[int]) -> Layout:
-        """How that output lies on a mesh."""
+        """The declared layout of output `number`, on `mesh`."""
         return _layout(mesh, self.outputs[number], shape)
 
     def gradient(self, parameter: str, mesh: ProcessMesh, shape: Sequence[int]) -> Layout | None:
-        """How that input's gradient lies on a mesh, where it was declared."""
+        """The declared layout of an input's gradient, on `mesh`; None if not declared."""
         placed = self.gradients.get(parameter)
         return None if placed is None else _layout(mesh, placed, shape)
 

@@ -1,4 +1,4 @@
-"""`on_local_tensors`: functions of users, on plain tensors and on DTensors."""
+"""`on_local_tensors`: runs a user's function on plain tensors and on DTensors."""
 
 from __future__ import annotations
 
@@ -33,25 +33,30 @@ def on_local_tensors(
     out_shapes: Callable[..., Any] | None = None,
     reshard_inputs: bool = False,
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """A decorator of a function on local tensors, such as one that calls your own `torch.autograd.Function`: it takes DTensors then.
+    """Decorator to call a function on local tensors, such as your own `torch.autograd.Function`, also with DTensors.
 
-    On plain tensors it is the function itself. On DTensors it is called with this rank's parts, and what it returns is wrapped.
+    Called with plain tensors, the function runs unchanged. Called with DTensors, it receives this rank's local
+    tensors, and its outputs are wrapped as DTensors.
 
-    in_layouts: by the name of a parameter, or in order, the placement on each axis that is named; on the others the input
-        replicates, and axes that a mesh has not have size 1. Every DTensor that is given must be declared; a plain tensor
-        beside DTensors counts as replicated, and is refused where another placement is declared; what is no tensor is passed on.
-    out_layouts: of its output likewise; of several, which are a tuple, in order.
-    grad_layouts: of the gradients of inputs, by parameter, where they are others than follow: a sharded input's gradient lies as the
-        input does; that of an input which replicates on an axis on which another one does not is Partial there, as each
-        rank adds its own share.
-    out_shapes: called as the function is, with a torch.Size of the whole tensor for each tensor, it returns the whole shape of the output,
-        or a tuple of them. Without it the function is called once for each kind of inputs on tensors of the meta device.
-    reshard_inputs: bring inputs that lie otherwise to what is declared.
-    Communication: none, but for that of `reshard_inputs` and of the function itself; where it cannot be called on tensors of the meta
-    device, the sum of a number over the mesh each time.
-    Raises ValueError for a declaration that does not fit the function; when called LayoutError for an input that lies otherwise,
-    naming the reshard, and on every rank for outputs whose local shapes on one are not those declared. Each rank finds out for all
-    ranks, on tensors of the meta device, once for each kind of inputs.
+    in_layouts: placement by mesh axis for each input, by parameter name or in order. An input is replicated over axes
+        not named. A named axis missing from the mesh counts as an axis of size 1. Every DTensor argument must be
+        declared. A plain tensor next to DTensors counts as replicated, and raises LayoutError if declared otherwise.
+        Other arguments are passed on.
+    out_layouts: the same for the output. For a tuple of outputs, a sequence.
+    grad_layouts: the same for gradients of inputs, by parameter name, where the default is wrong. By default the
+        gradient of a sharded input has the input's layout. If an input is replicated over an axis and another input
+        is not, the first one's gradient is Partial there: each rank adds its share.
+    out_shapes: a function with the same parameters. It receives the global torch.Size in place of each tensor, and
+        returns the output's global shape, or a tuple of shapes. Without out_shapes, the decorated function is called
+        on meta tensors, once for each kind of inputs.
+    reshard_inputs: reshard inputs with another layout to the declared layout, instead of raising LayoutError.
+
+    Communication: only the reshards of `reshard_inputs`, and the function's own. If the function cannot be called on
+    meta tensors, also an all-reduce of one number over the mesh in each call.
+
+    Raises ValueError for a declaration that does not fit the function. Calls raise LayoutError for an input with
+    another layout, naming the reshard to insert; and, on every rank, if any rank's outputs do not have the declared
+    local shapes. Each rank checks this for all ranks, on meta tensors, once for each kind of inputs.
 
         @on_local_tensors(in_layouts={"x": {"dp": "S(0)", "tp": "S(-1)"}}, out_layouts={"dp": "S(0)", "tp": "S(-1)"})
         def softcap(x):
@@ -74,7 +79,7 @@ def on_local_tensors(
             bound.apply_defaults()
             tensors = _inputs(declared, bound.arguments, reshard_inputs)
             shapes, dtype, is_checked = _outputs(function, declared, bound, tensors, out_shapes)
-            call = _Calling(bound, is_checked)
+            call = _Invocation(bound, is_checked)
             options: dict[str, Any] = {"names": tuple(tensors), "shapes": shapes, "dtype": dtype, "call": call}
             run: Any = apply_many if declared.many else apply
             result: Result = run(op, *tensors.values(), **options)
@@ -85,10 +90,10 @@ def on_local_tensors(
     return decorator
 
 
-def _inputs(declared: Declaration, arguments: Mapping[str, Any], brings: bool) -> dict[str, Tensor]:
-    """The tensors among the arguments that are declared, by parameter, brought to their layouts where that is asked for.
+def _inputs(declared: Declaration, arguments: Mapping[str, Any], reshard_inputs: bool) -> dict[str, Tensor]:
+    """Collect the declared tensor arguments by parameter name, and reshard them if `reshard_inputs`.
 
-    Raises LayoutError for a DTensor that is not declared, and for a plain tensor that is declared otherwise than replicated.
+    Raises LayoutError for a DTensor that is not declared, and for a plain tensor declared other than replicated.
     """
     found: dict[str, Tensor] = {}
     mesh = next((process_mesh(each.device_mesh) for each in arguments.values() if isinstance(each, DTensor)), None)
@@ -96,34 +101,35 @@ def _inputs(declared: Declaration, arguments: Mapping[str, Any], brings: bool) -
         if name in declared.inputs and isinstance(each, Tensor):
             if mesh is not None and not isinstance(each, DTensor):
                 _check_replicated(declared, name, declared.input(name, mesh, each.shape))
-            if brings and isinstance(each, DTensor):
+            if reshard_inputs and isinstance(each, DTensor):
                 wanted = declared.input(name, process_mesh(each.device_mesh), each.shape)
-                lies_so = _in_effect(layout_of(each)) == _in_effect(wanted)
-                each = each if lies_so else reshard(each, placements=wanted)
+                is_as_declared = _in_effect(layout_of(each)) == _in_effect(wanted)
+                each = each if is_as_declared else reshard(each, placements=wanted)
             found[name] = each
         elif any(isinstance(inner, DTensor) for inner in (each if isinstance(each, tuple | list) else (each,))):
             raise LayoutError(
-                f"{declared.name} was given a DTensor as {name!r}, of which in_layouts says nothing; declare how it lies"
+                f"{declared.name} got a DTensor as {name!r}, which in_layouts does not declare; declare its layout"
             )
     return found
 
 
 def _check_replicated(declared: Declaration, name: str, wanted: Layout) -> None:
-    """Raises LayoutError where a plain tensor, which counts as replicated, is declared otherwise."""
+    """Raise LayoutError for a plain tensor declared other than replicated."""
     if _in_effect(wanted) != wanted.replace(**dict.fromkeys(wanted.mesh.axis_names, "R")):
         raise LayoutError(
-            f"{declared.name}: {name!r} is a plain tensor, which counts as replicated, and in_layouts declares ({wanted}); give a "
-            f"DTensor: of a whole tensor distribute({name}, Layout(mesh, {str(wanted)!r})), of this rank's part DTensor.from_local",
+            f"{declared.name}: {name!r} is a plain tensor, which counts as replicated, but in_layouts declares "
+            f"({wanted}); give a DTensor: distribute({name}, Layout(mesh, {str(wanted)!r})) of a global tensor, or "
+            f"DTensor.from_local of this rank's part",
             (wanted,),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Calling:
-    """How the function was called, and whether the shapes of its outputs are known to be as declared on all ranks."""
+class _Invocation:
+    """One call of the function. Passed to `_forward` as an option."""
 
     bound: inspect.BoundArguments
-    is_checked: bool
+    is_checked: bool  # whether the outputs' local shapes were checked for all ranks, on meta tensors
 
 
 def _outputs(
@@ -133,37 +139,41 @@ def _outputs(
     tensors: Mapping[str, Tensor],
     out_shapes: Callable[..., Any] | None,
 ) -> tuple[Sizes, torch.dtype, bool]:
-    """The whole shapes of the outputs, their dtype, and whether all ranks' parts were checked; found once for inputs of one kind."""
+    """The outputs' global shapes, their dtype, and whether every rank's local shapes were checked.
+
+    Cached for inputs of the same kinds.
+    """
     mesh = next(process_mesh(each.device_mesh) for each in bound.arguments.values() if isinstance(each, DTensor))
     key: Any = (function, mesh, *((name, _kind(each)) for name, each in bound.arguments.items()))
-    kept = of_this_world()
+    cache = of_this_world()
     try:
-        if key in kept:
-            found: tuple[Sizes, torch.dtype, bool] = kept[key]
+        if key in cache:
+            found: tuple[Sizes, torch.dtype, bool] = cache[key]
             return found
-    except TypeError:  # an argument that cannot be hashed
+    except TypeError:  # an argument is not hashable
         key = None
-    shapes, dtype = _asked(function, declared, bound, tensors, out_shapes)
+    shapes, dtype = _global_outputs(function, declared, bound, tensors, out_shapes)
     answer = shapes, dtype, _check_parts(function, declared, bound, tensors, shapes, mesh)
     if key is not None:
-        kept[key] = answer
+        cache[key] = answer
     return answer
 
 
 def _kind(argument: Any) -> Any:
-    """What of an argument the shapes of the outputs can depend on."""
+    """The cache key of an argument: whatever may decide the outputs' shapes."""
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else (type(argument), argument)
 
 
-def _asked(
+def _global_outputs(
     function: Callable[..., Any],
     declared: Declaration,
     bound: inspect.BoundArguments,
     tensors: Mapping[str, Tensor],
     out_shapes: Callable[..., Any] | None,
 ) -> tuple[Sizes, torch.dtype]:
+    """The outputs' global shapes and dtype, from `out_shapes` or from a call on meta tensors."""
     if out_shapes is not None:
-        answer = _called(out_shapes, bound, {name: each.shape for name, each in tensors.items()})
+        answer = _call_with(out_shapes, bound, {name: each.shape for name, each in tensors.items()})
         shapes = tuple(tuple(shape) for shape in (answer if declared.many else [answer]))
         floating = (each.dtype for each in tensors.values() if each.is_floating_point())
         return shapes, next(floating, torch.get_default_dtype())
@@ -173,7 +183,7 @@ def _asked(
         raise
     except Exception as error:
         raise ValueError(
-            f"{declared.name} cannot be called on tensors of the meta device, which would tell the shapes of its outputs "
+            f"{declared.name} cannot be called on meta tensors to find the shapes of its outputs "
             f"({type(error).__name__}: {error}); give on_local_tensors out_shapes="
         ) from error
     return tuple(tuple(each.shape) for each in outputs), outputs[0].dtype
@@ -185,11 +195,11 @@ def _on_meta(
     bound: inspect.BoundArguments,
     sizes: Mapping[str, Sequence[int]],
 ) -> tuple[Tensor, ...]:
-    """The outputs on tensors without data. sizes: by parameter, where they are others than the whole tensor's."""
+    """The outputs for meta tensors. sizes: an input's shape by parameter, instead of its global shape."""
     given = (item for item in bound.arguments.items() if isinstance(item[1], Tensor))
     empty = {name: torch.empty(sizes.get(name, x.shape), dtype=x.dtype, device="meta") for name, x in given}
     with torch.no_grad():
-        return _as_tuple(declared, _called(function, bound, empty))
+        return _as_tuple(declared, _call_with(function, bound, empty))
 
 
 def _check_parts(
@@ -200,22 +210,23 @@ def _check_parts(
     shapes: Sizes,
     mesh: ProcessMesh,
 ) -> bool:
-    """Whether the function's outputs could be looked at on every rank. No rank learns of another's by communication.
+    """Check the outputs' local shapes on every rank, by calls on meta tensors without communication.
 
-    Raises LayoutError, on all ranks, where those of one are not as declared.
+    Returns False if the function cannot be called on meta tensors. Raises LayoutError, on every rank, if any rank's
+    shapes are not as declared.
     """
     inputs = {name: (declared.input(name, mesh, each.shape), tuple(each.shape)) for name, each in tensors.items()}
     outputs = [(declared.output(number, mesh, shape), shape) for number, shape in enumerate(shapes)]
-    alike: dict[Any, int] = {}
+    ranks_by_shapes: dict[Any, int] = {}
     for rank in (*([this_rank()] if this_rank() in mesh else []), *mesh.ranks):
         sizes = tuple((name, layout.local_shape(shape, rank)) for name, (layout, shape) in inputs.items())
-        alike.setdefault((sizes, tuple(layout.local_shape(shape, rank) for layout, shape in outputs)), rank)
-    for (sizes, parts), rank in alike.items():
+        ranks_by_shapes.setdefault((sizes, tuple(layout.local_shape(shape, rank) for layout, shape in outputs)), rank)
+    for (sizes, parts), rank in ranks_by_shapes.items():
         try:
             found = _on_meta(function, declared, bound, dict(sizes))
         except LayoutError:
             raise
-        except Exception:  # out_shapes was given
+        except Exception:  # the function does not run on meta tensors, and out_shapes was given
             return False
         where = "this rank" if rank == this_rank() else f"rank {rank}"
         wrong = _wrong_part(declared, found, parts, shapes, where)
@@ -227,29 +238,29 @@ def _check_parts(
 def _wrong_part(
     declared: Declaration, outputs: tuple[Tensor, ...], parts: Sizes, shapes: Sizes, where: str
 ) -> str | None:
-    """What is wrong with the shapes of a rank's outputs; None where they are as declared."""
+    """The error message for a rank's outputs with shapes other than declared; None if all are as declared."""
     for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
         if tuple(output.shape) != part:
             return (
                 f"{declared.name} returned {tuple(output.shape)} as output {number} on {where}; declared as "
-                f"{_told(declared.outputs[number])}, of {shapes[number]} in all, it has {part}"
+                f"{_shown(declared.outputs[number])}, of global shape {shapes[number]}, it must have {part}"
             )
     return None
 
 
-def _called(function: Callable[..., Any], bound: inspect.BoundArguments, instead: Mapping[str, Any]) -> Any:
-    """The function, called as it was, but for some arguments."""
-    call = inspect.BoundArguments(bound.signature, {**bound.arguments, **instead})
+def _call_with(function: Callable[..., Any], bound: inspect.BoundArguments, replacements: Mapping[str, Any]) -> Any:
+    """Call the function with the arguments of `bound`, some of them replaced."""
+    call = inspect.BoundArguments(bound.signature, {**bound.arguments, **replacements})
     return function(*call.args, **call.kwargs)
 
 
 def _as_tuple(declared: Declaration, returned: Any) -> tuple[Tensor, ...]:
-    """What the function returned. Raises LayoutError for anything else than the tensors that were declared."""
+    """The function's outputs as a tuple. Raises LayoutError if they are not the declared number of tensors."""
     outputs = tuple(returned) if declared.many and isinstance(returned, tuple | list) else (returned,)
     if len(outputs) != len(declared.outputs) or not all(isinstance(each, Tensor) for each in outputs):
-        told = ", ".join(type(each).__name__ for each in outputs)
+        types = ", ".join(type(each).__name__ for each in outputs)
         raise LayoutError(
-            f"{declared.name} returned {told}; out_layouts declares {len(declared.outputs)} tensor"
+            f"{declared.name} returned {types}; out_layouts declares {len(declared.outputs)} tensor"
             f"{'s, as a tuple' if declared.many else ''}"
         )
     return outputs
@@ -262,18 +273,20 @@ def _forward(
     names: tuple[str, ...],
     shapes: Sizes,
     dtype: torch.dtype,
-    call: _Calling,
+    call: _Invocation,
     parts: Sizes,
     mesh: ProcessMesh,
 ) -> Any:
-    """parts: the shapes of this rank's outputs."""
-    outputs = _as_tuple(declared, _called(function, call.bound, dict(zip(names, locals_, strict=True))))
+    """`Op.forward` of the decorated function. parts: the declared shapes of this rank's outputs."""
+    outputs = _as_tuple(declared, _call_with(function, call.bound, dict(zip(names, locals_, strict=True))))
     wrong = _wrong_part(declared, outputs, parts, shapes, "this rank")
     if not call.is_checked:
         failed = torch.tensor(float(wrong is not None), device=outputs[0].device)
         layout = Layout(mesh, dict.fromkeys(mesh.axis_names, Partial()))
         if reshard(wrap(failed, layout, ())).to_local() and wrong is None:
-            raise LayoutError(f"{declared.name} returned another shape than is declared; see the error of another rank")
+            raise LayoutError(
+                f"{declared.name} returned another shape than declared on another rank; see the error of that rank"
+            )
     if wrong is not None:
         raise LayoutError(wrong)
     return outputs if declared.many else outputs[0]
@@ -289,12 +302,12 @@ def _rule(
         wanted = declared.input(name, mesh, shape)
         if _in_effect(layout) != _in_effect(wanted):
             raise LayoutError(
-                f"{declared.name}: {name!r} lies as ({layout}), and in_layouts declares ({wanted}); reshard it before, by "
-                f"reshard({name}, placements={str(wanted)!r}), or give on_local_tensors reshard_inputs=True",
+                f"{declared.name}: {name!r} has layout ({layout}), but in_layouts declares ({wanted}); call "
+                f"reshard({name}, placements={str(wanted)!r}) first, or give on_local_tensors reshard_inputs=True",
                 (wanted,),
             )
     outputs = [declared.output(number, mesh, shape) for number, shape in enumerate(options["shapes"])]
-    lying = tuple(zip(outputs, options["shapes"], strict=True))
+    placed = tuple(zip(outputs, options["shapes"], strict=True))
     operands = tuple(layout for layout in layouts if layout is not None)
 
     def gradients(*arrived: Layout | None) -> tuple[Layout | None, ...]:
@@ -309,23 +322,24 @@ def _rule(
             stated = declared.gradient(name, mesh, shape)
             if stated is None and len(each) > 1:
                 raise LayoutError(
-                    f"{declared.name}: by the gradients of its outputs, that of {name!r} would be "
-                    f"{' and '.join(f'({layout})' for layout in each)}; reshard the outputs before they are used, or give grad_layouts"
+                    f"{declared.name}: the gradients of its outputs imply different layouts for the gradient of "
+                    f"{name!r}: {' and '.join(f'({layout})' for layout in each)}; reshard the outputs after the "
+                    f"call, or give grad_layouts"
                 )
             found.append(stated or each.pop())
         return tuple(found)
 
     def local(rank: int, _: Any) -> dict[str, Any]:
-        return {"parts": tuple(layout.local_shape(shape, rank) for layout, shape in lying), "mesh": mesh}
+        return {"parts": tuple(layout.local_shape(shape, rank) for layout, shape in placed), "mesh": mesh}
 
-    return Sharding(*lying[0], gradients, local, lying[1:] if declared.many else None)
+    return Sharding(*placed[0], gradients, local, placed[1:] if declared.many else None)
 
 
 def _in_effect(layout: Layout) -> Layout:
-    """The layout without what it says of axes of size 1, which do nothing."""
+    """The layout with Replicate() on axes of size 1, where all placements are the same."""
     mesh = layout.mesh
     return layout.replace(**{axis: "R" for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size == 1})
 
 
-def _told(placed: Mapping[str, Any]) -> str:
+def _shown(placed: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in placed.items()) + "}"
