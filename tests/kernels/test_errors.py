@@ -261,7 +261,7 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     "swiglu": (lambda: kernels.swiglu(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); expand one"),
     "geglu": (lambda: kernels.geglu(X, WEIGHT), r"geglu .* got \(4, 8\) and \(8, 8\); expand one"),
     "rms_norm": (lambda: kernels.rms_norm(X, VECTOR[:3]), "give a number for each element of a row"),
-    "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, that divides its last size"),
+    "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, which divides the last size of x"),
     "add_rms_norm": (lambda: kernels.add_rms_norm(X, X, VECTOR[:3]), "give a number for each element of a row"),
     "layer_norm": (lambda: kernels.layer_norm(X, VECTOR, VECTOR[:3]), r"bias \[H\], .* give a number for each element"),
     "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row for each token, as rope_tables makes them"),

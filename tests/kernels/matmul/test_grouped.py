@@ -253,4 +253,4 @@ def cut_rows() -> str:
 
 def test_rows_that_are_cut_are_refused(pool: Pool) -> None:
     for message in pool.run(cut_rows, ranks=2):
-        assert "the rows of a are cut over 'tp', and the offsets count all rows; reshard a to (tp: R)" in message
+        assert "the rows of a are sharded over 'tp', but the offsets count all rows; reshard a to (tp: R)" in message

@@ -1,4 +1,4 @@
-"""What the launches specialize, to be compiled without a GPU."""
+"""The kernel variants the launches use, for compilation without a GPU by weft.kernels.aot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS = {
 def _variant(
     name: str, of: Any, chosen: Configuration, out: str, activation: str | None = None, factors: str = "bf16", **given: str
 ) -> Variant:  # fmt: skip
-    """given: the kinds of arguments that are others than usual. 8-bit matrices lie by columns, as tensor cores take them."""
+    """given: argument types that differ from `_KINDS`. 8-bit matrices are contiguous along K, as tensor cores need them."""
     by_rows = factors != EIGHT
 
     def launched(chosen: Configuration, target: str = "") -> Variant:
@@ -94,7 +94,7 @@ WIDE = dict.fromkeys(FOLLOWED, "*fp32:16")
 NOT_AT_16_BYTES = dict.fromkeys(
     ("K", "M", "stride_an", "stride_bg", "stride_bk", "stride_on", "stride_gn", "stride_og"), "i32"
 )
-# What else the rules choose, by the epilogues that need the most registers.
+# Further configurations the rules choose, each with the epilogue that needs the most registers.
 OTHERS = (
     _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **FOLLOWED),
     _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **FOLLOWED),
