@@ -248,7 +248,7 @@ X, WEIGHT, VECTOR = (tensors()[each] for each in ("x", "weight", "vector"))
 TABLE = torch.ones(4, 0)
 SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     "add": (lambda: kernels.add(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); exchange or expand them"),
-    "linear": (lambda: kernels.linear(X, WEIGHT[:, :5]), "transpose the weight with .mT where that is meant"),
+    "linear": (lambda: kernels.linear(X, WEIGHT[:, :5]), "transpose the weight with .mT where this is meant"),
     "linear-bias": (lambda: kernels.linear(X, WEIGHT, VECTOR[:3]), r"shape \(8,\), got \(3,\); expand or flatten it"),
     "matmul-residual": (
         lambda: kernels.matmul(X, WEIGHT, residual=X[:3]),
@@ -256,7 +256,7 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "grouped_matmul": (lambda: kernels.grouped_matmul(X, WEIGHT, tensors()["offsets"]), "flatten the rows of a, stack"),
     "swiglu_linear": (
-        lambda: kernels.swiglu_linear(X, WEIGHT, WEIGHT[:3]), "transpose a weight with .mT where that is meant"
+        lambda: kernels.swiglu_linear(X, WEIGHT, WEIGHT[:3]), "transpose a weight with .mT where this is meant"
     ),
     "swiglu": (lambda: kernels.swiglu(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); expand one"),
     "geglu": (lambda: kernels.geglu(X, WEIGHT), r"geglu .* got \(4, 8\) and \(8, 8\); expand one"),

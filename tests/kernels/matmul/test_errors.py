@@ -98,8 +98,8 @@ def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("lying", "told"),
     [
-        pytest.param("expanded", r"strides \(0, 1\): elements of it are one in memory", id="expanded"),
-        pytest.param("rows", "no one stride reaches its rows; give it contiguous", id="rows"),
+        pytest.param("expanded", r"strides \(0, 1\): several elements share their memory", id="expanded"),
+        pytest.param("rows", "no single stride reaches all rows; give it contiguous", id="rows"),
     ],
 )
 def test_a_sum_in_place_needs_room_of_its_own(lying: str, told: str, device: str) -> None:

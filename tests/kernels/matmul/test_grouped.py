@@ -116,7 +116,7 @@ def test_gradients_of_experts_are_not_added_where_they_are_one_in_memory(device:
     total = torch.zeros(1, 8, 24, device=device).expand(3, 8, 24)
     a, grad = torch.ones(8, 16, device=device), torch.ones(16, 24, device=device)
     with pytest.raises(
-        ValueError, match=r"grouped_matmul: accumulate_into of shape .* are one in memory; give it contiguous"
+        ValueError, match=r"grouped_matmul: accumulate_into of shape .* share their memory; give it contiguous"
     ):
         grouped_matmul(a, grad, ends([5, 0, 10], device), accumulate_into=total)
     assert not total.any()

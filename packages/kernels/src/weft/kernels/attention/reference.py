@@ -181,7 +181,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, triangle: bool
         return attended
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
-        # CUDA's fused attention for float32 supports no grouped queries; with enable_gqa torch would run an unfused one.
+        # CUDA's fused attention for float32 supports no grouped queries; with enable_gqa torch would run an unfused
+        # one.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=triangle, scale=scale, enable_gqa=grouped)

@@ -21,8 +21,8 @@ DROPS_ALL = 2**16  # a threshold above every number of 16 bits
 def quantized(p: float) -> tuple[int, float]:
     """(threshold, scale) for the drop probability p, rounded to a multiple of 2**-16.
 
-    An element is dropped where its 16 random bits are below the threshold. Kept elements are multiplied by the scale, the
-    inverse of their share; the scale is 0 where all elements are dropped.
+    An element is dropped where its 16 random bits are below the threshold. Kept elements are multiplied by the scale,
+    the inverse of their share; the scale is 0 where all elements are dropped.
     """
     threshold = round(p * DROPS_ALL)
     return threshold, 0.0 if threshold == DROPS_ALL else DROPS_ALL / (DROPS_ALL - threshold)
@@ -48,10 +48,10 @@ def forward(
     part: which box of the global tensor x is; None means all of it.
     order: the stored order of the tokens (dim -2), where it is not the sequence's.
     parts: with an order, for each of x's runs of tokens, which box of the global tensor it is, in the sequence's order.
-    held: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and float64 on a
-        CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of the graph: under
-        activation recomputation, reading one would recompute the layer up to here, with its communication, for a mask
-        that exists already.
+    held: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
+        float64 on a CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of
+        the graph: under activation recomputation, reading one would recompute the layer up to here, with its
+        communication, for a mask that exists already.
     """
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
@@ -77,7 +77,7 @@ def backward(
     parts: tuple[Part, ...] | None = None,
     held: list[Tensor] | None = None,
 ) -> Tensors:
-    """Gradients of x, key and residual: the upstream gradient with x's dropout, None, and the upstream gradient itself."""
+    """Gradients of x, key and residual: dropout of the upstream gradient, None, and the upstream gradient."""
     of_x: Tensor | None = None
     if needed[0] and held:
         of_x = reference.masked(grad, held.pop(), None, scale=quantized(p)[1])
@@ -87,7 +87,7 @@ def backward(
 
 
 def _parts(x: Tensor, part: Part | None, order: Runs | None, parts: tuple[Part, ...] | None) -> tuple[Part, ...]:
-    """For each of x's runs of tokens, which box of the global tensor it is; one run where the order is the sequence's."""
+    """For each of x's runs of tokens, which box of the global tensor it is. Without an order, x is a single run."""
     if order is None:
         return (Part.of(x.shape) if part is None else part,)
     return parts_of(x.shape, tuple(slice(0, size) for size in x.shape), order) if parts is None else parts

@@ -23,8 +23,8 @@ from ..random.launch import (
 from ..random.part import Part, merge
 from . import kernel
 
-# 16 elements a thread: two 16-byte loads of bf16, and two stores. The kernel compiles without spills for sm_80 to sm_100
-# and gfx942; its speed is not measured yet.
+# 16 elements a thread: two 16-byte loads of bf16, and two stores. The kernel compiles without spills for sm_80 to
+# sm_100 and gfx942; its speed is not measured yet.
 LONG_RUN = Launch(rows=1, groups=256, warps=4, lanes=8)
 
 
@@ -67,7 +67,8 @@ def _variant(
     launch = fitted(LONG_RUN, 1, shifted) if narrow else LONG_RUN
     x_strides = {"stride_x0": "i32:16", "stride_x1": "i32:16", "stride_x2": "i32:16", "stride_xn": stride_xn}
     return Variant(
-        f"dropout.masked/{dtype}-{'column' if narrow else 'shifted' if shifted else memory}{'-residual' if residual else ''}",
+        f"dropout.masked/{dtype}-{'column' if narrow else 'shifted' if shifted else memory}"
+        f"{'-residual' if residual else ''}",
         kernel.masked,
         {
             "x_ptr": f"*{dtype}:16",

@@ -32,10 +32,10 @@ def dropout(
 ) -> Tensor:
     """x with each element set to zero with probability p, and divided by 1 - p otherwise (Srivastava et al. 2014).
 
-    x: any shape and strides, in bfloat16, float16, float32 or float64. The product is computed in float32 at least, then
-    rounded to x's dtype. A dropped element is 0 even where x is infinite or NaN.
-    p: 0 to 1. 0 returns x itself, 1 gives zeros. Any p between is rounded to a multiple of 2**-16, in the divisor too, so
-    the mean of the output is x.
+    x: any shape and strides, in bfloat16, float16, float32 or float64. The product is computed in float32 at least,
+    then rounded to x's dtype. A dropped element is 0 even where x is infinite or NaN.
+    p: 0 to 1. 0 returns x itself, 1 gives zeros. Any p between is rounded to a multiple of 2**-16, in the divisor
+    too, so the mean of the output is x.
     key: 64 bits, from weft.mesh.derive_key. In compiled code give a tensor of one uint64 on the CPU: an int is compiled
     into the graph, and each new int compiles again.
     name: with a name, the key is derive_key(key, name).
@@ -43,15 +43,16 @@ def dropout(
     follows the sequence.
     residual: a tensor of the shape of x, added to the output; in the same pass where its dtype is x's.
 
-    Element i of the global tensor, row-major, is dropped where half i % 8 of block i // 8 of Philox 4x32-10 (Salmon et al.
-    2011) is below p * 2**16. The mask is bitwise the same in every layout, on a CPU and on a GPU. No rank draws more than
-    its own part. Backward draws the mask again instead of saving it, except for float32 and float64 on a CPU, where a mask
-    of one byte an element is saved.
+    Element i of the global tensor, row-major, is dropped where half i % 8 of block i // 8 of Philox 4x32-10 (Salmon
+    et al. 2011) is below p * 2**16. The mask is bitwise the same in every layout, on a CPU and on a GPU. No rank
+    draws more than its own part. Backward draws the mask again instead of saving it, except for float32 and float64
+    on a CPU, where a mask of one byte an element is saved.
 
-    Layouts: any, the same for x and the residual. Partial(sum) and Partial(avg) are allowed, as every rank's addend gets
-    the same mask. The output has x's layout, and its gradient may be Partial(sum).
+    Layouts: any, the same for x and the residual. Partial(sum) and Partial(avg) are allowed, as every rank's addend
+    gets the same mask. The output has x's layout, and its gradient may be Partial(sum).
     Communication: none.
-    Raises ValueError for p, a key or a dtype outside these, and for tensors on two devices; LayoutError for another Partial.
+    Raises ValueError for p, a key or a dtype outside these, and for tensors on two devices; LayoutError for another
+    Partial.
     """
     operand, number = check_dropout("dropout", "p", p, key)
     if x.dtype not in DTYPES:
@@ -73,7 +74,9 @@ def dropout(
         options["held"] = []
     if order is not None:
         if x.ndim < 2:
-            raise ValueError(f"dropout: order needs x of shape [..., T, H], with tokens in dim -2; got {tuple(x.shape)}")
+            raise ValueError(
+                f"dropout: order needs x of shape [..., T, H], with tokens in dim -2; got {tuple(x.shape)}"
+            )
         options["order"] = checked_order("dropout", order, x.shape[-2])
     return apply(DROPOUT, x, operand, *(() if residual is None else (residual,)), **options)
 

@@ -22,10 +22,11 @@ def forward(
     vocab_size: int | None = None,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Looks up tokens in this rank's rows of the table, as in `reference.forward`. padding_idx matters in backward only.
+    """Looks up tokens in this rank's rows of the table, as in `reference.forward`. padding_idx matters in backward
+    only.
 
-    On a CPU, raises ValueError for a token outside 0 <= token < vocab_size. On a GPU this check would wait for the device;
-    there the kernel writes NaN for such a token.
+    On a CPU, raises ValueError for a token outside 0 <= token < vocab_size. On a GPU this check would wait for the
+    device; there the kernel writes NaN for such a token.
     """
     size = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
     launches = use_triton(weight)

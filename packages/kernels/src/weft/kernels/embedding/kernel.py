@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def forward(tokens_ptr, weight_ptr, y_ptr, rows, H, stride_wv, vocab_start, vocab_size, BLOCK_H: tl.constexpr):
-    """y[n] = weight[tokens[n] - vocab_start]; zeros for a row on another rank, NaN for a token outside the vocabulary."""
+    """y[n] = weight[tokens[n] - vocab_start]; zeros for rows of another rank, NaN for tokens outside the vocabulary."""
     across = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0).to(tl.int64) // across
     cols = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -30,7 +30,7 @@ def backward(
     H, stride_gn, padding_row,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """dweight[v] = the sum of grad over the tokens of row v: tokens order[ends[v]] to order[ends[v + 1] - 1], in this order."""
+    """dweight[v] = the sum of grad over row v's tokens, which are order[ends[v] : ends[v + 1]], in this order."""
     across = tl.cdiv(H, BLOCK_H)
     v = tl.program_id(0).to(tl.int64) // across
     cols = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)

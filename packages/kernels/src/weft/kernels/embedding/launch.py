@@ -21,7 +21,7 @@ def block_of(H: int) -> int:
 
 
 def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_size: int) -> None:
-    """Writes the tokens' rows into y, which is contiguous. weight: rows vocab_start onward of a table of vocab_size rows."""
+    """Writes the tokens' rows into y, which is contiguous. weight: rows vocab_start onward of vocab_size rows."""
     if not y.numel():
         return
     H = weight.shape[1]
@@ -34,7 +34,7 @@ def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_s
 
 
 def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, padding_row: int) -> None:
-    """Writes the weight's gradient into dweight, which is contiguous. padding_row: the row whose gradient is 0, or -1."""
+    """Writes the weight's gradient into a contiguous dweight. padding_row: the row whose gradient is 0, or -1."""
     if not dweight.numel():
         return
     rows, H = dweight.shape

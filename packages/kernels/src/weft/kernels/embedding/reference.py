@@ -1,4 +1,4 @@
-"""Embedding in plain torch, over the look_up table or over one rank's rows."""
+"""Embedding in plain torch, over the whole table or over one rank's rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def forward(
 ) -> Tensor:
     """tokens [...] of ints, weight [V_local, H] -> [..., H].
 
-    weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows. vocab_size None: these are the last.
-        A token whose row is on another rank gives zeros, so the sum over the ranks is the lookup in the look_up table.
+    weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows. vocab_size None: these are the
+        last. A token whose row is on another rank gives zeros, so the sum over the ranks is the lookup in the whole
+        table.
     """
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
@@ -32,7 +33,7 @@ def forward(
 
 
 def look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Looks up tokens in a table with all rows. Raises as `check_tokens`, which runs only once torch has found a bad token."""
+    """Looks up tokens in a table with all rows. Raises as `check_tokens`, called only after torch found a bad token."""
     try:
         return torch.embedding(weight, tokens, -1 if padding_idx is None else padding_idx)
     except IndexError:
@@ -64,7 +65,9 @@ def backward(
         index = tokens - vocab_start
         if padding_idx is not None:
             index = index.masked_fill(tokens == padding_idx, rows)
-        index = index.masked_fill((index < 0) | (index >= rows), rows)  # tokens of other ranks' rows go to an extra row, skipped
+        index = index.masked_fill(
+            (index < 0) | (index >= rows), rows
+        )  # tokens of other ranks' rows go to an extra row, skipped
         dweight = torch.ops.aten.embedding_dense_backward(wide, index, rows + 1, rows, False)[:rows]
     found: Tensor = dweight.to(weight.dtype)
     return found

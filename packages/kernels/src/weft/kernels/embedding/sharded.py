@@ -25,11 +25,12 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
     Returns [..., H].
     padding_idx: a row whose gradient is 0, as in torch.nn.functional.embedding; negative numbers count from the end.
 
-    Layouts: those of a one-hot matrix times the table. A table sharded on V gives a Partial(sum) output; a table sharded
-    on H shards the output's last dim. Sharded tokens shard the output, and need the table replicated on the same axis.
+    Layouts: those of a one-hot matrix times the table. A table sharded on V gives a Partial(sum) output; a table
+    sharded on H shards the output's last dim. Sharded tokens shard the output, and need the table replicated on the
+    same axis.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for other dtypes and for tensors on two devices. A token outside
-    0 to V - 1 raises ValueError on a CPU and gives NaN on a GPU.
+    Raises LayoutError for any other layouts; ValueError for other dtypes and for tensors on two devices. A token
+    outside 0 to V - 1 raises ValueError on a CPU and gives NaN on a GPU.
     """
     if padding_idx is not None:
         padding_idx = _row(padding_idx, weight)
@@ -69,7 +70,8 @@ def _row(padding_idx: int, weight: Tensor) -> int:
 def _check_table(weight: Tensor) -> None:
     if weight.ndim != 2:
         raise ValueError(
-            f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}; give a row for each token of the vocabulary"
+            f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}; give a row for each token of the "
+            f"vocabulary"
         )
 
 

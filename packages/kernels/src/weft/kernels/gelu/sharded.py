@@ -23,7 +23,8 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
     Layouts: any without Partial; the output has x's layout.
     Communication: none.
-    Raises LayoutError where x is Partial; ValueError for another approximation, and for x without floating-point values.
+    Raises LayoutError where x is Partial; ValueError for another approximation, and for x without floating-point
+    values.
     """
     check_form("gelu", approximate)
     found = function.native(x, approximate)

@@ -40,9 +40,10 @@ def forward(
     """The rows of each group times its matrix, as in `reference.forward`; rows in no group of b are zero.
 
     first: the global number of b's first group.
-    adds: whether this rank adds bias and residual; False where the ranks' outputs are summed and another rank adds them.
-    keep: whether to save z for backward. Saved for backward: a, b, offsets and, with an activation, the pre-activation z;
-        for relu without a residual, the output instead of z.
+    adds: whether this rank adds bias and residual; False where the ranks' outputs are summed and another rank adds
+    them.
+    keep: whether to save z for backward. Saved for backward: a, b, offsets and, with an activation, the
+        pre-activation z; for relu without a residual, the output instead of z.
     """
     added = (bias, residual) if adds else (None, None)
     out = torch.zeros((a.shape[0], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
@@ -86,7 +87,8 @@ def backward(
     first: int = 0,
     adds: bool = True,
 ) -> Tensors:
-    """For each group g: da[rows] = alpha * dz[rows] @ b[g].T, db[g] = alpha * a[rows].T @ dz[rows], dbias[g] = dz[rows].sum(0).
+    """For each group g: da[rows] = alpha * dz[rows] @ b[g].T, db[g] = alpha * a[rows].T @ dz[rows], dbias[g] =
+    dz[rows].sum(0).
 
     grads: (dz, dresidual), from `of_products`. Offsets and scales have no gradient.
     """
@@ -108,15 +110,15 @@ def backward(
 
 
 def accumulate(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
-    """Adds a[:, rows] @ b[rows] of each group g to into[g]. a: [K, N]. b: [N, M]. into: [G, K, M]. Raises as `check_apart`."""
+    """into[g] += a[:, rows] @ b[rows] for each group g; a [K, N], b [N, M], into [G, K, M]. Raises as `check_apart`."""
     check_apart("grouped_matmul", into)
     _weights_by_group(a.mT, b, offsets, into, 1.0, first, True)
     return into, ()
 
 
 @launched(
-    "grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, "
-    "Tensor(a!) out, Tensor(b!)? z, str? activation, float alpha, float beta, int first)"
+    "grouped_matmul(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? "
+    "b_scale, Tensor(a!) out, Tensor(b!)? z, str? activation, float alpha, float beta, int first)"
 )
 def _rows_by_group(a: Tensor, b: Tensor, *operands: Any) -> None:
     if use_triton(a) and (a.dtype.itemsize > 1 or compiles(a, b)):
@@ -128,7 +130,8 @@ def _rows_by_group(a: Tensor, b: Tensor, *operands: Any) -> None:
 
 
 @launched(
-    "grouped_matmul_weights(Tensor a, Tensor grad, Tensor offsets, Tensor(a!) out, float alpha, int first, bool accumulate)"
+    "grouped_matmul_weights(Tensor a, Tensor grad, Tensor offsets, Tensor(a!) out, float alpha, int first, bool "
+    "accumulate)"
 )
 def _weights_by_group(a: Tensor, *operands: Any) -> None:
     if use_triton(a):

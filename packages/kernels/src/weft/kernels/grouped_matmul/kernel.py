@@ -1,4 +1,4 @@
-"""Kernels for products of groups of rows. The offsets are on the device, so each program computes which tiles a group has."""
+"""Kernels for products of groups of rows. Offsets are on the device: each program computes which tiles a group has."""
 
 import triton
 import triton.language as tl
@@ -17,12 +17,14 @@ def rows_by_group(
     DESCRIPTORS: tl.constexpr, B_BY_ROWS: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of groups FIRST to FIRST + COUNT - 1; other rows stay as they are.
+    """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of groups FIRST to FIRST + COUNT - 1; other rows
+    stay as they are.
 
     The epilogue is `finish`; z has the strides of out. stride_sn: between a's row scales; stride_sg, stride_sm: between
     b's group and column scales.
-    DESCRIPTORS: load tiles by TMA. a is contiguous along K, b along M where B_BY_ROWS and along K elsewhere, and every
-    other stride is a multiple of 16 bytes. A tile of a may include rows of the next group; their products are not stored.
+    DESCRIPTORS: load tiles by TMA. a is contiguous along K, b along M where B_BY_ROWS and along K elsewhere, and
+    every other stride is a multiple of 16 bytes. A tile of a may include rows of the next group; their products are
+    not stored.
     """
     if DESCRIPTORS:
         a = tl.make_tensor_descriptor(a_ptr, [N, K], [stride_an, 1], [TILE_N, TILE_K])
@@ -91,8 +93,8 @@ def weights_by_group(
     """out[g] [K, M] = alpha * a[rows].T @ grad[rows] for the rows of group FIRST + g. Grid: tiles of [K, M], groups.
 
     ACCUMULATE: add to out instead of overwriting it.
-    DESCRIPTORS: load tiles by TMA; rows of a and grad are contiguous, at strides of a multiple of 16 bytes. Each group has
-    a descriptor of its own rows, so TMA reads zeros behind the group's end.
+    DESCRIPTORS: load tiles by TMA; rows of a and grad are contiguous, at strides of a multiple of 16 bytes. Each
+    group has a descriptor of its own rows, so TMA reads zeros behind the group's end.
     """
     g = tl.program_id(1)
     start = tl.load(offsets_ptr + FIRST + g - 1, mask=FIRST + g > 0, other=0)

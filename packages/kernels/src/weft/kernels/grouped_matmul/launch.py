@@ -51,7 +51,8 @@ def forward(
             *_strides(a_scale, 1), *_strides(b_scale, 2), *out.stride(),
             None if alpha == 1 else alpha, None if beta == 1 else beta,
             DESCRIPTORS=by_descriptors, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a), ACTIVATION=activation,
-            TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m, PARTS=chosen.parts,
+            TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m,
+            PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 
@@ -87,7 +88,8 @@ def weights(
             K, M, first, *a.stride(), *grad.stride(), *out.stride(),
             None if alpha == 1 else alpha,
             DESCRIPTORS=by_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,
-            TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m, PARTS=chosen.parts,
+            TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m,
+            PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Products of groups of rows in plain torch: the CPU path, and the definition for the kernels. The host reads the offsets."""
+"""Products of groups of rows in plain torch: the CPU path, and the kernels' definition. The host reads the offsets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def forward(
     beta: float = 1.0,
     first: int = 0,
 ) -> None:
-    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with the epilogue of `matmul.reference`.
+    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with the epilogue of
+    `matmul.reference`.
 
-    offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; the rows of other
-        groups stay as they are in out.
+    offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; the rows of
+        other groups stay as they are in out.
     residual: broadcast to out. a_scale: one number or [N]. b_scale: one number, [G] or [G, M].
     z: receives the pre-activation; None where it is not wanted.
     """

@@ -11,13 +11,13 @@ from weft.mesh import Layout, LayoutError, Shard, infer
 
 from ..matmul.sharded.layouts import (
     GRADIENT,
-    adds,
+    adds_bias,
     check_activation,
     check_operand,
     check_residual_layout,
-    kept,
+    layout_of_dims,
     summed_axes,
-    whole,
+    without_partial,
 )
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
@@ -52,26 +52,27 @@ def grouped_matmul(
     b: [G, K, M], a matrix for each group.
     offsets: [G] int32 on the device of a, the end of each group, as in torch.nn.functional.grouped_mm. A group may be
     empty. On a GPU the host does not wait for the offsets.
-    Returns [N, M] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Rows behind the last group are zero;
-    no bias or residual is added there.
+    Returns [N, M] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Rows behind the last group are
+    zero; no bias or residual is added there.
     bias: [G, M].
     activation: as in `linear`.
-    residual: any shape which broadcasts to the output. On a GPU the whole epilogue is computed before the output is stored.
-    a_scale, b_scale: float32 factors of 8-bit a and b. For a, one number or one a row; for b, one number, [G] or [G, M].
-    8-bit factors have no gradient.
-    accumulate_into: [G, K, M], float32 for 16-bit factors. For a [K, N] and b [N, M], adds `a[:, start:stop] @ b[start:stop]`
-    of each group in place and returns accumulate_into: the experts' weight gradients over microbatches. No epilogue is
-    allowed, and no gradient is recorded.
-    Saved for backward: a, b, offsets and, with an activation, the pre-activation; for relu without a residual the output
-    instead.
+    residual: any shape which broadcasts to the output. On a GPU the whole epilogue is computed before the output is
+    stored.
+    a_scale, b_scale: float32 factors of 8-bit a and b. For a, one number or one a row; for b, one number, [G] or [G,
+    M]. 8-bit factors have no gradient.
+    accumulate_into: [G, K, M], float32 for 16-bit factors. For a [K, N] and b [N, M], adds
+    `a[:, start:stop] @ b[start:stop]` of each group in place and returns accumulate_into: the experts' weight
+    gradients over microbatches. No epilogue is allowed, and no gradient is recorded.
+    Saved for backward: a, b, offsets and, with an activation, the pre-activation; for relu without a residual the
+    output instead.
 
     Layouts: the rows and the offsets are replicated. b sharded on M shards the output. a and b sharded on K give a
     Partial(sum) output, and so does b sharded on G, where each rank has groups of its own (expert parallel). bias and
-    b_scale are sharded as b is. The residual has the output's layout, with Replicate for Partial(sum), and is added once.
-    An activation is refused where the output is a sum over K. accumulate_into has the layout of the product.
+    b_scale are sharded as b is. The residual has the output's layout, with Replicate for Partial(sum), and is added
+    once. An activation is refused where the output is a sum over K. accumulate_into has the layout of the product.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes, devices and options that do not fit together,
-    and on a CPU for offsets that decrease or exceed N.
+    Raises LayoutError for any other layouts; ValueError for shapes, dtypes, devices and options that do not fit
+    together, and on a CPU for offsets that decrease or exceed N.
     """
     check_devices("grouped_matmul", a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
@@ -95,16 +96,18 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     assert a is not None and b is not None and offsets is not None and a_shape and b_shape, "apply passes all"
     _check_whole("the rows of a are", a, 0, offsets)
     output = infer.einsum("nk,gkm->nm", a, b, name="grouped_matmul", operands=("a", "b"))
-    groups = kept(b, "gkm", "g")
-    check_operand("grouped_matmul", "bias", bias, kept(b, "gkm", "gm"), output)
-    check_operand("grouped_matmul", "a_scale", a_scale, kept(a, "nk", "n" if a_scale_shape else ""), output)
-    check_operand("grouped_matmul", "b_scale", b_scale, kept(b, "gkm", "gm"[: len(b_scale_shape or ())]), output)
-    complete, shape = whole(output), (a_shape[0], b_shape[2])
+    groups = layout_of_dims(b, "gkm", "g")
+    check_operand("grouped_matmul", "bias", bias, layout_of_dims(b, "gkm", "gm"), output)
+    check_operand("grouped_matmul", "a_scale", a_scale, layout_of_dims(a, "nk", "n" if a_scale_shape else ""), output)
+    check_operand(
+        "grouped_matmul", "b_scale", b_scale, layout_of_dims(b, "gkm", "gm"[: len(b_scale_shape or ())]), output
+    )
+    complete, shape = without_partial(output), (a_shape[0], b_shape[2])
     if residual is not None:
         assert residual_shape is not None, "it has a layout"
         check_residual_layout("grouped_matmul", residual, residual_shape, complete, shape, output)
-    # On axes that shard the groups, a row is complete on the rank with its group and zero elsewhere, so this rank can apply
-    # the epilogue.
+    # On axes that shard the groups, a row is complete on the rank with its group and zero elsewhere, so this rank can
+    # apply the epilogue.
     epilogue_layout = output.replace(**{axis: "R" for axis in summed_axes(output) if b[axis] == Shard(0)})
     activation = options["activation"]
     check_activation("grouped_matmul", activation, epilogue_layout)
@@ -125,7 +128,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         )
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds(epilogue_layout, rank)}
+        return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds_bias(epilogue_layout, rank)}
 
     return Sharding(output, shape, gradients, local)
 
@@ -150,7 +153,7 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
     assert a is not None and b is not None and offsets is not None and into is not None and shape, "apply passes all"
     _check_whole("the rows of b are", b, 0, offsets)
     _check_whole("the columns of a are", a, 1, offsets)
-    groups = kept(into, "gkm", "g")
+    groups = layout_of_dims(into, "gkm", "g")
     check_operand(
         "grouped_matmul",
         "sum to accumulate into",

@@ -1,4 +1,4 @@
-"""Layer norm of local tensors, with or without an added residual: forward and backward, by the kernels or in plain torch."""
+"""Layer norm of local tensors, with or without a residual: forward and backward, by the kernels or in plain torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD
 from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
-# itemsize -> the most elements a thread for which dweight's and dbias' sums fit in registers beside the computation of dx.
+# itemsize -> the most elements a thread for which dweight's and dbias' sums fit in registers beside the computation
+# of dx.
 MOST_ELEMENTS = {2: 16, 4: 8}
 
 

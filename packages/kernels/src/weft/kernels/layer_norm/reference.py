@@ -12,16 +12,16 @@ from ..backend import is_compiling
 from ..op import Tensors
 
 Wanted = tuple[bool, ...]
-# Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are computed in
-# pieces: of at most ROWS_AT_ONCE rows, for sums nearly as exact as torch.sum's pairwise ones, and of at most ELEMENTS_AT_ONCE
-# elements, to stay in a core's cache.
+# Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are
+# computed in pieces: of at most ROWS_AT_ONCE rows, for sums nearly as exact as torch.sum's pairwise ones, and of at
+# most ELEMENTS_AT_ONCE elements, to stay in a core's cache.
 ROWS_OF_TORCH, ROWS_AT_ONCE, ELEMENTS_AT_ONCE = 2048, 512, 2**18
 
 
 def forward(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
 ) -> tuple[Tensor, Tensors]:
-    """x [..., H], weight [H], bias [H] -> [..., H], computed in float32 at least, then rounded to x's dtype, as torch does."""
+    """x [..., H], weight [H], bias [H] -> [..., H]; in float32 at least, then rounded to x's dtype, as torch does."""
     wide = _wide(x)
     scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     output, mean, rstd = torch.native_layer_norm(wide, x.shape[-1:], scale, shift, eps)  # mean, rstd [..., 1]
@@ -60,7 +60,7 @@ def _gradients(
 def _in_pieces(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
-    """`_gradients` for many rows: computed piece by piece, then summed, as one running sum would lose the last digits."""
+    """`_gradients` for many rows: by pieces, then summed, as a single running sum would lose the last digits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     rows = max(1, min(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // x.shape[-1]))
     parts: list[list[Tensor | None]] = []

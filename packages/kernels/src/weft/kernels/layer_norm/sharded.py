@@ -21,10 +21,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     weight, bias: [H], or None for a norm without them.
     Returns [..., H] in the dtype of x.
 
-    Layouts: any without Partial and with the last dim not sharded; weight and bias replicated. The output has x's layout.
+    Layouts: any without Partial and with the last dim not sharded; weight and bias replicated. The output has x's
+    layout.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for other shapes, for tensors without floating-point values, and for
-    tensors on two devices.
+    Raises LayoutError for any other layouts; ValueError for other shapes, for tensors without floating-point values,
+    and for tensors on two devices.
     """
     if function.is_native(x, weight, bias):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -42,20 +43,22 @@ def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and the `layer_norm` of this sum, in one pass: for the places where a layer joins the residual stream.
+    """`x + residual`, and the `layer_norm` of this sum, in one pass: for the places where a layer joins the residual
+    stream.
 
     x, residual: [..., H], of the same shape.
     weight, bias: [H], or None.
     Returns (sum, norm), each [..., H].
 
-    Layouts: the same for x and residual, with the last dim not sharded; both outputs have it, too. The gradients of both
-    outputs must arrive in the same layout.
+    Layouts: the same for x and residual, with the last dim not sharded; both outputs have it, too. The gradients of
+    both outputs must arrive in the same layout.
     Communication: none.
     Raises ValueError for a residual of another shape, and as `layer_norm`; LayoutError for other layouts.
     """
     if x.shape != residual.shape:
         raise ValueError(
-            f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
+            f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; "
+            f"expand one"
         )
     if function.is_native(x, weight, bias, residual):
         total = x + residual
@@ -70,7 +73,8 @@ def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
         if x.ndim < 1 or (each is not None and each.shape != x.shape[-1:]):
             shape = None if each is None else tuple(each.shape)
             raise ValueError(
-                f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}; give a number for each element of a row"
+                f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}; give a number for each "
+                f"element of a row"
             )
     check_floats(op, ("x", "the residual", "the weight", "the bias"), x, residual, weight, bias)
     check_devices(op, x, residual, weight, bias)

@@ -20,8 +20,8 @@ def pack(*tensors: Tensor, parts: int) -> Tensor:
     Returns [..., parts, sum of W / parts]. Part p of the output holds part p of every tensor, side by side: a rank with
     part p of the output has part p of every tensor.
 
-    Layouts: the same for all tensors, Partial(sum) included. The number of shards of the last dim must divide `parts`. The
-    output has the same layout, with `parts` sharded in place of the last dim.
+    Layouts: the same for all tensors, Partial(sum) included. The number of shards of the last dim must divide
+    `parts`. The output has the same layout, with `parts` sharded in place of the last dim.
     Communication: none.
     Raises ValueError for shapes that do not fit together, LayoutError for other layouts.
     """
@@ -38,8 +38,8 @@ def unpack(packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     packed: [..., parts, sum of widths], from `pack`.
     widths: for each tensor, the width of one part.
 
-    Layouts: any with the last dim replicated and `parts` sharded evenly, Partial(sum) included; each tensor has the layout
-    of `packed`, with its last dim sharded in place of `parts`.
+    Layouts: any with the last dim replicated and `parts` sharded evenly, Partial(sum) included; each tensor has the
+    layout of `packed`, with its last dim sharded in place of `parts`.
     Communication: none.
     Raises ValueError for widths of another sum, LayoutError for other layouts.
     """

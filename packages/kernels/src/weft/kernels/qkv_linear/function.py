@@ -46,7 +46,11 @@ def of_products(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_b
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
-    """dinput = the sum of grad @ weight over the three, accumulated by the GEMMs; dweight = grad.T @ input, dbias = grad.sum(0)."""
+    """The gradients of all operands but the tables.
+
+    dinput = the sum of grad @ weight over queries, keys and values, accumulated by the GEMMs. For each of the three,
+    dweight = grad.T @ input and dbias = grad.sum(0).
+    """
     input, *weights = saved[:4]
     assert input is not None, "forward saves the input"
     given = [None if grad is None else rows_of(grad) for grad in grads]  # [N, M]

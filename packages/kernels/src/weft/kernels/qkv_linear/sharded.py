@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
 from ..matmul.checks import check_bias_dtype, check_wide
-from ..matmul.sharded.layouts import adds, check_operand, kept, of_rows_and_weight, rows_by_weight
+from ..matmul.sharded.layouts import adds_bias, check_operand, layout_of_dims, linear_gradients, linear_output
 from ..matmul.sharded.linear import check_sizes
 from ..op import Op
 from ..rope.sharded import check_tables, turned_layout
@@ -43,11 +43,11 @@ def qkv_linear(
     cos, sin: the tables of `rope`, or None for no rope.
     Returns three tensors [..., T, M].
 
-    The input's three gradients are accumulated by the GEMMs; three separate `linear` calls would write three tensors and
-    add them. Saved for backward: the operands.
+    The input's three gradients are accumulated by the GEMMs; three separate `linear` calls would write three tensors
+    and add them. Saved for backward: the operands.
 
-    Layouts: as in `linear`, for each weight. With tables, also as in `rope`: no Partial(sum), and no shard with a part of a
-    head. In backward, the three gradients of the input must have the same layout.
+    Layouts: as in `linear`, for each weight. With tables, also as in `rope`: no Partial(sum), and no shard with a
+    part of a head. In backward, the three gradients of the input must have the same layout.
     Communication: none.
     Raises ValueError for shapes, dtypes and devices that do not fit together, LayoutError for other layouts.
     """
@@ -77,8 +77,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     outputs: list[tuple[Layout, tuple[int, ...]]] = []
     for i, (weight, of_weight, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
         assert weight is not None and of_weight is not None, "apply_many passes all weights"
-        product = output = rows_by_weight("qkv_linear", input, weight, dims, WEIGHTS[i])
-        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, kept(product, f"{lead}y", "y"), product)
+        product = output = linear_output("qkv_linear", input, weight, dims, WEIGHTS[i])
+        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{lead}y", "y"), product)
         shape = (*input_shape[:-1], of_weight[0])
         if i in TURNED and cos is not None and sin is not None and table is not None:
             output = turned_layout("qkv_linear", product, cos, sin, shape, table)
@@ -95,19 +95,20 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             assert weight is not None, "apply_many passes all weights"
             if i in TURNED and cos is not None and sin is not None:
                 grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
-            through, of_weights[i] = of_rows_and_weight("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
+            through, of_weights[i] = linear_gradients("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
             of_input.setdefault(through, f"{NAMES[i]} ({grad})")
             of_biases[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
         one, *more = of_input
         if more:
             raise LayoutError(
-                f"qkv_linear adds up the three gradients of its input, but the one from {of_input[one]} is ({one}), and the one "
-                f"from {of_input[more[0]]} is ({more[0]}); reshard one of the outputs' gradients, or call linear for each"
+                f"qkv_linear adds up the three gradients of its input, but the one from {of_input[one]} is ({one}), "
+                f"and the one from {of_input[more[0]]} is ({more[0]}); reshard one of the outputs' gradients, or call "
+                f"linear for each"
             )
         return one, *of_weights, *of_biases, None, None
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"add_bias": adds(products[0], rank)}  # all three are Partial on the axes that shard K
+        return {"add_bias": adds_bias(products[0], rank)}  # all three are Partial on the axes that shard K
 
     return Sharding(*outputs[0], gradients, local, more=tuple(outputs[1:]))
 

@@ -1,9 +1,9 @@
 """Philox 4x32-10 in Triton, as defined in plain torch by `philox`. `uniform` and `normal` only write, and read nothing.
 
-A part is a set of runs of N consecutive elements; run r has index (r // R2 // R1, r // R2 % R1, r % R2) in the outer dims.
-A program computes a tile of ROWS runs by LANES * GROUPS lanes: GROUPS Philox blocks of each run, where a block gives LANES
-elements, its 4 words or their 8 halves. SHIFTED: runs may start inside a block; the tile then begins up to LANES - 1 lanes
-before the run. Indices and offsets are 64-bit.
+A part is a set of runs of N consecutive elements; run r has index (r // R2 // R1, r // R2 % R1, r % R2) in the outer
+dims. A program computes a tile of ROWS runs by LANES * GROUPS lanes: GROUPS Philox blocks of each run, where a block
+gives LANES elements, its 4 words or their 8 halves. SHIFTED: runs may start inside a block; the tile then begins up
+to LANES - 1 lanes before the run. Indices and offsets are 64-bit.
 """
 
 import triton
@@ -46,14 +46,14 @@ def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LAN
 
 @triton.jit
 def columns(start, first, SHIFTED: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The position of each lane of the tile within its run: int64 [ROWS, LANES * GROUPS], or [1, LANES * GROUPS] unless SHIFTED."""
+    """The position of each lane within its run: int64 [ROWS, LANES * GROUPS], or [1, LANES * GROUPS] unless SHIFTED."""
     cols = first + tl.arange(0, LANES * GROUPS)[None, :]
     return cols - (start & (LANES - 1))[:, None] if SHIFTED else cols
 
 
 @triton.jit
 def blocks(start, first, key, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The four words of each block of the tile, each uint32 [ROWS, GROUPS]. start: the global index of each run's first element."""
+    """The four words of the tile's blocks, each uint32 [ROWS, GROUPS]. start: global index of a run's first element."""
     shift: tl.constexpr = 2 if LANES == 4 else 3
     counter = ((start + first) >> shift)[:, None] + tl.arange(0, GROUPS)[None, :]
     b0, b1, b2, b3 = tl.randint4x(key, counter)  # Philox 4x32-10 of (counter, key), 64 bits each
@@ -81,10 +81,10 @@ def halves(b0, b1, b2, b3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 def box_muller(b0, b1):
     """Two standard normal float32 numbers from two 32-bit words; see `philox.as_normal`.
 
-    Computed in float64: the float32 functions of two devices differ by more than 2 ulp, most of all for results near 0.
-    Sine and cosine are written out: the library's functions reduce angles of any size with arrays in local memory, and
-    this angle is below 2 pi. The angle is first rounded as torch rounds, and an explicit fma keeps compilers from fusing
-    this rounding away.
+    Computed in float64: the float32 functions of two devices differ by more than 2 ulp, most of all for results near
+    0. Sine and cosine are written out: the library's functions reduce angles of any size with arrays in local memory,
+    and this angle is below 2 pi. The angle is first rounded as torch rounds, and an explicit fma keeps compilers from
+    fusing this rounding away.
     """
     radius = tl.sqrt(-2.0 * tl.log((b0.to(tl.float64) + 1.0) * 2.0**-32))
     angle = b1.to(tl.float64) * TURN
@@ -114,7 +114,7 @@ def uniform(
     key,
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """out = the upper 24 bits of each word as a float32 in 0 <= u < 1, rounded to the dtype of out. Runs of out are contiguous."""
+    """out = the upper 24 bits of each word as a float32 0 <= u < 1, rounded to out's dtype. out has contiguous runs."""
     row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
     b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)
@@ -132,7 +132,7 @@ def normal(
     key, std,
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """out = std times standard normal float32 numbers, rounded to the dtype of out. Runs of out are contiguous."""
+    """out = std times standard normal float32 numbers, rounded to out's dtype. out has contiguous runs."""
     row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
     b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)

@@ -59,7 +59,7 @@ def padded(outer: Ints, fill: int) -> Ints:
 
 
 def uniform(out: Tensor, part: Part, key: int) -> None:
-    """Writes `philox.as_uniform` of the elements of `part` into `out`: contiguous, of the part's shape, bf16, fp16 or fp32."""
+    """Writes `philox.as_uniform` of the part's elements into `out`: contiguous, of its shape, bf16, fp16 or fp32."""
     _fill(kernel.uniform, UNIFORM, out, part, signed(key))
 
 
@@ -69,7 +69,7 @@ def normal(out: Tensor, part: Part, key: int, std: float) -> None:
 
 
 def signed(key: int) -> int:
-    """The bits of a key as an int64. As an unsigned int, half of all keys would be uint64, with a compilation of their own."""
+    """The bits of a key as an int64. Unsigned, half of all keys would be uint64, with a compilation of their own."""
     return key - 2**64 if key >= 2**63 else key
 
 
@@ -99,7 +99,7 @@ STRIDE_ARGUMENTS = {"offset": "i64", "stride_0": "i32", "stride_1": "i32", "stri
 
 
 def _variants(dtype: str, *, shifted: bool, narrow: bool = False) -> tuple[Variant, Variant]:
-    """Both kernels for 16-byte aligned tensors with long runs, or (narrow) with runs of one element, as a column has."""
+    """Both kernels for 16-byte aligned tensors with long runs, or (narrow) with runs of one element, as in a column."""
     name = f"{dtype}-{'column' if narrow else 'shifted' if shifted else 'aligned'}"
     arguments = {"out_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **STRIDE_ARGUMENTS} | ({"N": "1"} if narrow else {})
 

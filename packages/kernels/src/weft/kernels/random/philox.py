@@ -1,8 +1,8 @@
 """Random numbers as a function of (key, global element index): Philox 4x32-10 (Salmon et al. 2011, section 4).
 
-There is no state and no order of drawing: a rank computes the numbers of its own elements, and the numbers are the same on
-every mesh. A block has n lanes, its four words or their eight halves; element i reads lane i % n of the block with counter
-i // n. This module is plain torch; `kernel` is the same in Triton.
+There is no state and no order of drawing: a rank computes the numbers of its own elements, and the numbers are the
+same on every mesh. A block has n lanes, its four words or their eight halves; element i reads lane i % n of the block
+with counter i // n. This module is plain torch; `kernel` is the same in Triton.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW32 = 0xFFFFFFFF
-# Blocks computed at a time, for each of torch's threads: the smallest work torch gives a thread. The few tensors of this size,
-# 0.25 MB each, fit in a CPU's second-level cache. This bounds the scratch memory.
+# Blocks computed at a time, for each of torch's threads: the smallest work torch gives a thread. The few tensors of
+# this size, 0.25 MB each, fit in a CPU's second-level cache. This bounds the scratch memory.
 _BLOCKS_A_THREAD = 2**15
 
 WORDS, HALVES = 4, 8  # the lanes of a block: 4 of 32 bits, or 8 of 16 bits
@@ -51,7 +51,9 @@ def as_normal(words: Words) -> Tensor:
     differ in the last place, and then round to the same float32 in all but rare cases.
     """
     uniforms, angles = (torch.stack(of_pairs, -1).to(torch.float64) for of_pairs in (words[0::2], words[1::2]))
-    radius = ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()  # sqrt(-2 log u) with u uniform in 0 < u <= 1; [..., 2]
+    radius = (
+        ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
+    )  # sqrt(-2 log u) with u uniform in 0 < u <= 1; [..., 2]
     angle = angles * (2 * math.pi * 2.0**-32)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).to(torch.float32).flatten(-2)  # [..., 4]
 
@@ -68,12 +70,13 @@ def as_halves(words: Words) -> Tensor:
 
 
 def fill(out: Tensor, part: Part, key: int, transform: Transform, lanes: int = WORDS) -> None:
-    """Writes the random numbers of the elements of `part` into `out`, a contiguous tensor of any dtype with as many elements.
+    """Writes the random numbers of the elements of `part` into `out`, a contiguous tensor of any dtype with as many
+    elements.
 
     transform: from words to numbers. lanes: the numbers it makes of a block, WORDS or HALVES.
 
-    Computed in pieces, so the scratch memory does not grow with `out`. Long runs need one block for `lanes` elements; runs
-    of one element need a block each.
+    Computed in pieces, so the scratch memory does not grow with `out`. Long runs need one block for `lanes` elements;
+    runs of one element need a block each.
     """
     # With no data to write, skip the hundreds of operations below, which would slow the recording of a step.
     if part.numel == 0 or out.is_meta:
@@ -123,8 +126,9 @@ def _draw(
 def _blocks(counter: tuple[Tensor, Word, Word, Word], key: int) -> Words:
     """The Philox words of the counters. Computed in place, counters included, in five tensors which fit a CPU's caches.
 
-    A product of two 32-bit words is held as the 64 bits of an int64. Shifting its upper half down fills the upper bits
-    with copies of the sign, and the exclusive-or with a full product adds further upper bits; `_mixed` clears all of them.
+    A product of two 32-bit words is held as the 64 bits of an int64. Shifting its upper half down fills the upper
+    bits with copies of the sign, and the exclusive-or with a full product adds further upper bits; `_mixed` clears
+    all of them.
     """
     c0: Word
     c0, c1, c2, c3 = counter

@@ -33,14 +33,14 @@ def uniform(
     shape: the global shape.
     key: 64 bits, from weft.mesh.derive_key.
     layout: returns a DTensor with this layout, and each rank draws its own part; None returns a plain tensor.
-    dtype: bfloat16, float16, float32 or float64. Numbers are drawn in float32, then rounded to the dtype; in bfloat16 and
-    float16 the highest numbers round to 1.
+    dtype: bfloat16, float16, float32 or float64. Numbers are drawn in float32, then rounded to the dtype; in bfloat16
+    and float16 the highest numbers round to 1.
 
     The numbers are bitwise the same in every layout, on a CPU and on a GPU: Philox 4x32-10 (Salmon et al. 2011).
 
     Communication: none, except to create the mesh's process groups where they are new.
-    Raises ValueError for a shape, key or dtype outside these; LayoutError for a layout which does not fit the shape or is
-    Partial.
+    Raises ValueError for a shape, key or dtype outside these; LayoutError for a layout which does not fit the shape
+    or is Partial.
     """
     return _made("uniform", shape, key, layout, dtype, device, _fill_uniform)
 
@@ -53,7 +53,8 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Standard normal numbers: a function of (key, row-major index in `shape`) only. The arguments are those of `uniform`.
+    """Standard normal numbers: a function of (key, row-major index in `shape`) only. The arguments are those of
+    `uniform`.
 
     The numbers are bitwise the same in every layout; a CPU and a GPU agree within 2 ulp of float32. By Philox 4x32-10
     (Salmon et al. 2011) and the Box-Muller transform.
@@ -127,8 +128,8 @@ def _check(name: str, shape: Sequence[int], key: int, layout: Layout | None, dty
         layout.check_shape(tuple(shape))
         if layout.is_partial():
             raise LayoutError(
-                f"{name}: the layout is ({layout}), but random numbers are no sum of parts: draw them with Replicate() in "
-                f"place of Partial, then reshard() the tensor"
+                f"{name}: the layout is ({layout}), but random numbers are no sum of parts: draw them with Replicate() "
+                f"in place of Partial, then reshard() the tensor"
             )
 
 

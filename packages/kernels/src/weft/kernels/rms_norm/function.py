@@ -1,4 +1,4 @@
-"""RMS norm of local tensors, with or without an added residual: forward and backward, by the kernels or in plain torch."""
+"""RMS norm of local tensors, with or without a residual: forward and backward, by the kernels or in plain torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def again(saved: Tensors, *, eps: float, head_dim: int | None = None) -> Tensor:
     assert x is not None and rrms is not None, "forward saves x and rrms"
     if not _launches(x, head_dim):
         return reference.again(x, weight, rrms, head_dim=head_dim)
-    return _normalized(x, None, weight, eps, head_dim)[0]  # the kernel recomputes rrms: reading it would not save reading x
+    return _normalized(x, None, weight, eps, head_dim)[
+        0
+    ]  # the kernel recomputes rrms: reading it would not save reading x
 
 
 def backward(
@@ -120,7 +122,8 @@ def _gradients(
 
 
 @launched(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!)? total, Tensor(c!) rrms, SymInt H, float eps)"
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!)? total, Tensor(c!) rrms, SymInt H, "
+    "float eps)"
 )
 def _forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have

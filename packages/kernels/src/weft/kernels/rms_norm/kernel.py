@@ -1,8 +1,8 @@
 """RMS norm in one pass forward and one backward: a row stays in registers from its load to its store.
 
 A tile is ROWS rows by BLOCK_H columns, the first H of which exist. A program computes tiles program_id, program_id +
-num_programs, and so on. KEEP_WEIGHT: each program loads the weight once and keeps it in registers; without it, the weight
-is loaded from a cache for each tile. Rows are contiguous, with any stride between rows.
+num_programs, and so on. KEEP_WEIGHT: each program loads the weight once and keeps it in registers; without it, the
+weight is loaded from a cache for each tile. Rows are contiguous, with any stride between rows.
 """
 
 import triton

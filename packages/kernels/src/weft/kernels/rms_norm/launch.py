@@ -10,9 +10,9 @@ from ..backend import device_of
 from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
-# Elements of a row a thread. Forward: 32 bytes of bf16, two 16-byte loads; a row too long for 16 warps has more a thread, and a
-# program with short rows takes several. Backward also keeps the gradient, the weight and float32 sums, so half as many.
-# Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
+# Elements of a row a thread. Forward: 32 bytes of bf16, two 16-byte loads; a row too long for 16 warps has more a
+# thread, and a program with short rows takes several. Backward also keeps the gradient, the weight and float32 sums,
+# so half as many. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 16, 8
 # Warps resident on a multiprocessor: at 32 registers a thread, and at 64.
 WARPS_AT_WORK, BACKWARD_WARPS_AT_WORK = 64, 32
@@ -77,7 +77,7 @@ def backward(
 
 
 def keeps_weight(tile: Tile, elements: int) -> bool:
-    """Whether a program keeps the weight in registers between tiles: a thread has at most `elements` elements of a row."""
+    """Whether a program keeps the weight in registers: where a thread has at most `elements` elements of a row."""
     return tile.block <= 32 * tile.warps * elements
 
 

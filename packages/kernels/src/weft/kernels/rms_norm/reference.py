@@ -15,8 +15,8 @@ from ..op import Tensors
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:
     """x [..., H], weight [H] or None -> [..., H]. With head_dim D: x [..., heads * D], weight [D], a norm of each head.
 
-    Normalized in float32 at least, rounded to x's dtype, then multiplied by the weight: as in Hugging Face's Llama and, for
-    heads, its Qwen 3.
+    Normalized in float32 at least, rounded to x's dtype, then multiplied by the weight: as in Hugging Face's Llama
+    and, for heads, its Qwen 3.
     """
     rrms = _rrms(_heads(x, head_dim), eps)
     return again(x, weight, rrms, head_dim=head_dim), (x, weight, rrms)

@@ -1,4 +1,4 @@
-"""Rope of local tensors, alone or after an RMS norm of each head: forward and backward, by the kernels or in plain torch."""
+"""Rope of local tensors, alone or after an RMS norm of heads, forward and backward: by the kernels or in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import reference
 def forward(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
 ) -> tuple[Tensor, Tensors]:
-    """Rope of x, as in `reference.forward`; saves the tables. inplace: where x is contiguous, the kernel overwrites and returns x."""
+    """Rope of x, as in `reference.forward`; saves cos and sin. inplace: a kernel overwrites a contiguous x."""
     over = inplace and use_triton(x) and x.is_contiguous() and not is_compiling()
     return _turned(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
 
@@ -45,7 +45,7 @@ def backward(
 def norm_forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float, interleaved: bool = False
 ) -> tuple[Tensor, Tensors]:
-    """x [..., T, heads * D], weight [D] -> rope of the RMS norm of each head. Saves the operands and one number a head."""
+    """x [..., T, heads * D], weight [D] -> rope of the RMS norm of each head. Saves the operands and rrms."""
     D = weight.shape[0]
     if not use_triton(x):
         y, (_, _, rrms) = norm.forward(x, weight, eps=eps, head_dim=D)
@@ -62,7 +62,9 @@ def norm_backward(
 ) -> Tensors:
     """The gradients of x and weight: rope's backward, then the norm's. cos and sin get no gradient."""
     x, weight, cos, sin, rrms = saved
-    assert x is not None and weight is not None and cos is not None and sin is not None, "norm_forward saves the operands"
+    assert x is not None and weight is not None and cos is not None and sin is not None, (
+        "norm_forward saves the operands"
+    )
     if not use_triton(x):
         back = reference.turned_back(grad, cos, sin, interleaved=interleaved)
         dx, dweight = norm.backward((x, weight, rrms), back, needed[:2], eps=eps, head_dim=weight.shape[0])
@@ -93,7 +95,8 @@ def _turn(*arguments: Any) -> None:
 
 
 @launched(
-    "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) y, Tensor(b!) rrms, float eps, bool interleaved)"
+    "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) y, Tensor(b!) rrms, float eps, bool "
+    "interleaved)"
 )
 def _norm_forward(*arguments: Any) -> None:
     from . import launch

@@ -1,8 +1,8 @@
 """Kernels for rope, and for rope after an RMS norm of each head, each in one pass.
 
-A program computes TOKENS tokens by HEADS heads, in two tiles [TOKENS, HEADS, HALF]: the first and the second elements of
-each head's pairs. The first D // 2 of HALF exist. Token n uses row n % R of the tables [R, D // 2], which is read once for
-all HEADS. The heads of a token are contiguous, with any stride between tokens.
+A program computes TOKENS tokens by HEADS heads, in two tiles [TOKENS, HEADS, HALF]: the first and the second elements
+of each head's pairs. The first D // 2 of HALF exist. Token n uses row n % R of the tables [R, D // 2], which is read
+once for all HEADS. The heads of a token are contiguous, with any stride between tokens.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def tile(part, N, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Tile number `part`: its tokens, int64 [TOKENS, 1, 1], its heads [1, HEADS, 1], and the mask of those that exist."""
+    """Tokens, int64 [TOKENS, 1, 1], and heads [1, HEADS, 1] of tile number `part`, and the mask of which exist."""
     across = tl.cdiv(heads, HEADS)
     token = (tl.cast(part, tl.int64) // across * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     head = (part % across * HEADS + tl.arange(0, HEADS))[None, :, None]
@@ -83,7 +83,7 @@ def normalize_and_turn(
     eps,
     INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y = `turn` of x * rrms * weight, rounded once; also stores rrms [N, heads], 1 / the root mean square of each head."""
+    """y = `turn` of x * rrms * weight, rounded once; rrms [N, heads] = 1 / the root mean square of each head."""
     token, head, is_there = tile(tl.program_id(0), N, heads, TOKENS, HEADS)
     cos, sin = angles(cos_ptr, sin_ptr, token, N, R, D, HALF)
     first, second = load_pairs(x_ptr, token * stride_xn + head * D, is_there, D, INTERLEAVED, HALF)

@@ -33,7 +33,7 @@ class Tile:
 
     @classmethod
     def of(cls, heads: int, D: int, pairs: int) -> Tile:
-        """The tile with `pairs` pairs a thread. It takes all heads of a token where they fit, to read the token's angles once."""
+        """The tile with `pairs` pairs a thread: all heads of a token where they fit, to read its angles once."""
         half = 1 << (D // 2 - 1).bit_length()
         rows = max(1, 32 * WARPS * pairs // half)  # (token, head) pairs of a program
         fitting = min(rows, 1 << (heads - 1).bit_length())

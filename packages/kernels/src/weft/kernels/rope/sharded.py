@@ -19,10 +19,12 @@ from . import function, reference
 
 @autocasts("rope")
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
-    """Rotary position embedding (Su et al., 2021): rotates the pair (i, i + D/2) of each head by the angle of (token, i).
+    """Rotary position embedding (Su et al., 2021): rotates the pair (i, i + D/2) of each head by the angle of (token,
+    i).
 
     x: [..., T, heads * D].
-    cos, sin: float32 tables from `rope_tables`, [T, D / 2]; or [..., T, D / 2] where sequences differ in their positions.
+    cos, sin: float32 tables from `rope_tables`, [T, D / 2]; or [..., T, D / 2] where sequences differ in their
+    positions.
     Returns a tensor of the shape of x.
     interleaved: the pairs are (2 * i, 2 * i + 1), as in the paper and in GPT-J.
     inplace: allows x to be overwritten. A kernel overwrites and returns a contiguous plain tensor; in all other cases x
@@ -56,7 +58,8 @@ def rms_norm_rope(
     eps: as in `rms_norm`.
     Returns a tensor of the shape of x.
 
-    Layouts: those of `rope`, with the weight replicated. The weight's gradient is Partial(sum) on each axis that shards x.
+    Layouts: those of `rope`, with the weight replicated. The weight's gradient is Partial(sum) on each axis that
+    shards x.
     Communication: none.
     Raises as `rope` does.
     """
@@ -65,8 +68,8 @@ def rms_norm_rope(
     check_devices("rms_norm_rope", x, weight, cos, sin)
     if weight.shape != (2 * cos.shape[-1],):
         raise ValueError(
-            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and {tuple(cos.shape)}; give "
-            f"a weight of shape {(2 * cos.shape[-1],)}, for all heads"
+            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and "
+            f"{tuple(cos.shape)}; give a weight of shape {(2 * cos.shape[-1],)}, for all heads"
         )
     return apply(RMS_NORM_ROPE, x, weight, cos, sin, eps=eps, interleaved=interleaved)
 
@@ -93,14 +96,15 @@ def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -
     scale: `rope` also multiplies each pair by it: YaRN's attention factor, whose square then scales every product of a
     query and a key (Peng et al., 2023, section 3.4).
 
-    Layouts: any of the positions, without Partial; the frequencies are replicated. The tables are sharded as the positions.
+    Layouts: any of the positions, without Partial; the frequencies are replicated. The tables are sharded as the
+    positions.
     Communication: none.
     """
     if positions.is_floating_point() or positions.is_complex() or frequencies.ndim != 1:
         raise ValueError(
             f"rope_tables takes positions [..., T] of ints and frequencies [D / 2], got {tuple(positions.shape)} of "
-            f"{positions.dtype} and {tuple(frequencies.shape)}; cast the positions with .to(torch.int64), and flatten the "
-            f"frequencies"
+            f"{positions.dtype} and {tuple(frequencies.shape)}; cast the positions with .to(torch.int64), and flatten "
+            f"the frequencies"
         )
     check_floats("rope_tables", ("frequencies",), frequencies)
     check_devices("rope_tables", positions, frequencies)
@@ -130,7 +134,8 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
 def turned_layout(
     name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> Layout:
-    """The output's layout: x's. Raises LayoutError for tables with another layout, and for shards with a part of a head.
+    """The output's layout: x's. Raises LayoutError for tables with another layout, and for shards with a part of a
+    head.
 
     shape: of x. table: the shape of a table. name: the op, for the message.
     """

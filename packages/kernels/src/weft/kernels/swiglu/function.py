@@ -1,4 +1,4 @@
-"""activation(gate) * up, or an activation alone, of local tensors: forward and backward, by the kernels or in plain torch."""
+"""activation(gate) * up, or an activation alone, of local tensors, forward and backward: by the kernels or torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 
 
 def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
-    """activation(gate) * up by torch's functions with torch's own gradients, where `is_torchs` allows; None elsewhere."""
+    """activation(gate) * up by torch's functions and with torch's gradients, where `is_torchs` allows; else None."""
     if not backend.is_torchs(gate, up) or gate.shape != up.shape:
         return None
     return reference.forward(gate, up, activation=activation, keep=True)[0]

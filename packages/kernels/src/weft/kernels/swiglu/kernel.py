@@ -1,4 +1,5 @@
-"""Kernels for activation(gate) * up, and for an activation alone: one pass forward, one backward, over the operands only.
+"""Kernels for activation(gate) * up, and for an activation alone: one pass forward, one backward, over the operands
+only.
 
 A program computes BLOCK_I neighbouring elements of one row. Rows are contiguous, with any stride between rows; tensors
 which are contiguous throughout are taken as a single row.

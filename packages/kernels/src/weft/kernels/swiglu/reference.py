@@ -17,7 +17,8 @@ ELEMENTS_AT_ONCE = 2**18  # 1 MB of float32, the size of a core's second-level c
 
 
 def forward(gate: Tensor, up: Tensor, *, activation: str = "silu", keep: bool = False) -> tuple[Tensor, Tensors]:
-    """activation(gate) * up, for tensors of one shape, and the saved tensors: gate, up and, with `keep`, activation(gate).
+    """activation(gate) * up, for tensors of one shape, and the saved tensors: gate, up and, with `keep`,
+    activation(gate).
 
     activation: "silu", or the `approximate` option of gelu.
     Without `keep`, backward recomputes the activation, which takes a quarter longer.
@@ -32,7 +33,9 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation
     assert gate is not None and up is not None, "forward saves both"
     if saved_activation:
         assert saved_activation[0] is not None, "forward saves the activation"
-        return _through_activation(grad * up, gate, activation) if needed[0] else None, grad * saved_activation[0] if needed[1] else None
+        return _through_activation(grad * up, gate, activation) if needed[0] else None, grad * saved_activation[
+            0
+        ] if needed[1] else None
     if activation != "none" and any(needed):
         both = _by_one_sigmoid(gate, up, grad, activation)
         return tuple(each if need else None for each, need in zip(both, needed, strict=True))

@@ -44,28 +44,29 @@ def attention(
     causal: a query sees the keys up to its own token's.
     window: with causal, a query sees at most the last `window` of these keys (Child et al., 2019).
     documents: [..., S] of ints, the document of each key's token. A query sees the keys of its own document only.
-    order: for tokens stored in another order than the sequence's, as context parallelism stores them: runs [start, stop)
-    of the sequence, in the order of storage. Causal, window and dropout then follow the sequence. Each run of queries
-    computes with the keys up to its own last token only.
+    order: for tokens stored in another order than the sequence's, as context parallelism stores them: runs [start,
+    stop) of the sequence, in the order of storage. Causal, window and dropout then follow the sequence. Each run of
+    queries computes with the keys up to its own last token only.
     dropout: the share of attention weights set to zero, 0 to 1; the rest are divided by 1 - dropout. The attention
     weights, T * S numbers for each head, are then in memory.
-    dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]. The mask is the
-    same in every layout, and in every repetition of the call.
-    cache: holds the keys and values of earlier tokens; this call adds those of its own. query, key and value are then of
-    the new tokens only, documents is [..., capacity], and no gradient is recorded.
+    dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]. The mask is
+    the same in every layout, and in every repetition of the call.
+    cache: holds the keys and values of earlier tokens; this call adds those of its own. query, key and value are then
+    of the new tokens only, documents is [..., capacity], and no gradient is recorded.
 
-    Layouts: query, key and value share one layout, sharded on the leading dims or by complete heads; the query may also be
-    sharded on the tokens. documents are sharded on the leading dims as the query is. The output has the query's layout.
+    Layouts: query, key and value share one layout, sharded on the leading dims or by complete heads; the query may
+    also be sharded on the tokens. documents are sharded on the leading dims as the query is. The output has the
+    query's layout.
     Communication: none.
-    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit together,
-    RuntimeError for a cache where gradients are recorded.
+    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit
+    together, RuntimeError for a cache where gradients are recorded.
     """
     _check(query, key, value, head_dim, causal and cache is None)
     check_devices("attention", query, key, value, documents)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
-            f"attention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them with .to(), to one of "
-            f"{', '.join(map(str, WIDE))}"
+            f"attention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them with .to(), "
+            f"to one of {', '.join(map(str, WIDE))}"
         )
     S = key.shape[-2] if cache is None else cache.capacity
     _check_seen(query, S, causal, window, documents)
@@ -87,7 +88,9 @@ def attention(
         options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
     if order is not None:
         if query.shape[-2] != S:
-            raise ValueError(f"attention: order describes all tokens, but there are {query.shape[-2]} queries and {S} keys")
+            raise ValueError(
+                f"attention: order describes all tokens, but there are {query.shape[-2]} queries and {S} keys"
+            )
         options["order"] = checked_order("attention", order, S)
     return apply(ATTENTION if order is None else IN_ORDER, query, key, value, documents, operand, **options)
 
@@ -98,12 +101,14 @@ def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: boo
     fits = len(of_query) > 1 and of_key == value.shape and of_key[:-2] == of_query[:-2] and of_key[-1] > 0
     if not fits or of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]:
         raise ValueError(
-            f"attention takes query [..., T, heads * {head_dim}] and key and value [..., S, kv_heads * {head_dim}], where kv_heads "
-            f"divides heads; got {tuple(of_query)}, {tuple(of_key)} and {tuple(value.shape)}; reshape them, or give another head_dim"
+            f"attention takes query [..., T, heads * {head_dim}] and key and value [..., S, kv_heads * {head_dim}], "
+            f"where kv_heads divides heads; got {tuple(of_query)}, {tuple(of_key)} and {tuple(value.shape)}; reshape "
+            f"them, or give another head_dim"
         )
     if causal and of_query[-2] > of_key[-2]:
         raise ValueError(
-            f"attention: causal needs at least as many keys as queries, got {of_key[-2]} and {of_query[-2]}; give the missing keys"
+            f"attention: causal needs at least as many keys as queries, got {of_key[-2]} and {of_query[-2]}; give the "
+            f"missing keys"
         )
 
 
