@@ -264,7 +264,7 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, which divides the last size of x"),
     "add_rms_norm": (lambda: kernels.add_rms_norm(X, X, VECTOR[:3]), "give a number for each element of a row"),
     "layer_norm": (lambda: kernels.layer_norm(X, VECTOR, VECTOR[:3]), r"bias \[H\], .* give a number for each element"),
-    "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row for each token, as rope_tables makes them"),
+    "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row of D / 2 numbers for each token, as rope_tables makes them"),
     "rope-no-angles": (lambda: kernels.rope(X, TABLE, TABLE), r"got \(4, 8\), \(4, 0\) and \(4, 0\); give both tables"),
     "rms_norm_rope": (
         lambda: kernels.rms_norm_rope(X, VECTOR[:3], X[:, :2], X[:, :2]), r"give a weight of shape \(4,\), for all heads"

@@ -87,8 +87,11 @@ RIGHT = "linear: on axis 'tp' operands are R, S(1): it shards dim 1 of weight, b
 
 def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:
     for gelu, silu, residual, left, right, total in pool.run(of_addends, ranks=2):
-        assert "matmul: gelu of an output that is (tp: P(sum))" in gelu and "reshard the output to (tp: R)" in gelu
-        assert "linear: silu of an output that is (tp: P(sum))" in silu
+        assert (
+            "matmul: the output is (tp: P(sum)), and gelu needs the sum" in gelu
+            and "reshard the output to (tp: R)" in gelu
+        )
+        assert "linear: the output is (tp: P(sum)), and silu needs the sum" in silu
         assert "reshard the residual to (tp: R)" in residual
         assert left == LEFT
         assert right == RIGHT

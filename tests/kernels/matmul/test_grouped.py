@@ -228,7 +228,7 @@ def test_what_does_not_go_together_is_named(
         ),
         pytest.param({"activation": "elu"}, "activation is 'elu'; give one of 'gelu'", id="activation"),
         pytest.param({"out_dtype": torch.int32}, "out_dtype is torch.int32; give one of", id="dtype"),
-        pytest.param({"accumulate_into": normal(2, 4, 6)}, r"there are a \[K, N\], b \[N, M\] and offsets", id="sum"),
+        pytest.param({"accumulate_into": normal(2, 4, 6)}, r"give a \[K, N\], b \[N, M\] and offsets", id="sum"),
     ],
 )
 def test_what_cannot_follow_is_named(more: dict[str, Any], told: str) -> None:
