@@ -25,8 +25,7 @@ def drawn(part: Part, key: int, threshold: int, device: torch.device) -> Tensor:
 
 
 def masked(x: Tensor, kept: Tensor, residual: Tensor | None, *, scale: float) -> Tensor:
-    """scale * x for kept elements and 0 for dropped ones, infinite and NaN included; plus the residual, where there
-    is one.
+    """scale * x for kept elements and 0 for dropped ones, even infinite or NaN; plus the residual, unless None.
 
     x: any strides. kept: a mask from `drawn`. Returns a contiguous tensor of x's shape and dtype; the product is
     computed in float32, or in float64 for a float64 x.

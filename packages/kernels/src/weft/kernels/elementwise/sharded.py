@@ -14,14 +14,13 @@ from . import reference
 
 @autocasts("add")
 def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
-    """`x + alpha * y`, for residual streams. Unlike DTensor's own addition, `add` never communicates to make layouts
-    agree.
+    """`x + alpha * y`, for residual streams. Unlike the addition of DTensors, `add` never reshards an operand.
 
     x: any shape. Returns a tensor of this shape.
     y: the shape of x, or x's last dims: learned positions [T, H] are added to x [B, T, H].
 
     Layouts: the same for x and y, Partial(sum) included. A y with fewer dims is sharded as x is on the dims of y, and
-    no Partial is allowed; its gradient is Partial(sum) on the axes that shard the missing dims. The output has x's
+    no Partial is allowed; y's gradient is Partial(sum) on the axes which shard the missing dims. The output has x's
     layout.
     Communication: none.
     Raises LayoutError for other layouts; ValueError for other shapes, and for tensors on two devices.

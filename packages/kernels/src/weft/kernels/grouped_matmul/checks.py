@@ -31,7 +31,7 @@ def check_grouped(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
 ) -> None:
-    """Raises ValueError for arguments of `grouped_matmul` without accumulate_into that do not fit together."""
+    """Raises ValueError for mismatched arguments of `grouped_matmul` without accumulate_into."""
     a_shape, b_shape, offsets_shape = (tuple(each.shape) for each in (a, b, offsets))
     if len(a_shape) != 2 or len(b_shape) != 3 or a_shape[1] != b_shape[1] or offsets_shape != b_shape[:1]:
         raise ValueError(

@@ -87,10 +87,12 @@ def backward(
     first: int = 0,
     adds: bool = True,
 ) -> Tensors:
-    """For each group g: da[rows] = alpha * dz[rows] @ b[g].T, db[g] = alpha * a[rows].T @ dz[rows], dbias[g] =
-    dz[rows].sum(0).
+    """The gradients of a, b, bias and residual; offsets and scales have none.
 
-    grads: (dz, dresidual), from `of_products`. Offsets and scales have no gradient.
+    For each group g: da[rows] = alpha * dz[rows] @ b[g].T, db[g] = alpha * a[rows].T @ dz[rows],
+    dbias[g] = dz[rows].sum(0).
+
+    grads: (dz, dresidual), from `of_products`.
     """
     a, b, offsets = saved[:3]
     dz, dresidual = grads

@@ -17,9 +17,9 @@ def rows_by_group(
     DESCRIPTORS: tl.constexpr, B_BY_ROWS: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of groups FIRST to FIRST + COUNT - 1; other rows
-    stay as they are.
+    """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of group FIRST + g, g < COUNT.
 
+    Rows of other groups stay as they are in out.
     The epilogue is `finish`; z has the strides of out. stride_sn: between a's row scales; stride_sg, stride_sm: between
     b's group and column scales.
     DESCRIPTORS: load tiles by TMA. a is contiguous along K, b along M where B_BY_ROWS and along K elsewhere, and

@@ -25,9 +25,9 @@ def forward(
     beta: float = 1.0,
     first: int = 0,
 ) -> None:
-    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with the epilogue of
-    `matmul.reference`.
+    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with epilogue.
 
+    The epilogue is that of `matmul.reference`.
     offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; the rows of
         other groups stay as they are in out.
     residual: broadcast to out. a_scale: one number or [N]. b_scale: one number, [G] or [G, M].

@@ -71,8 +71,8 @@ def grouped_matmul(
     b_scale are sharded as b is. The residual has the output's layout, with Replicate for Partial(sum), and is added
     once. An activation is refused where the output is a sum over K. accumulate_into has the layout of the product.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes, devices and options that do not fit
-    together, and on a CPU for offsets that decrease or exceed N.
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a
+    CPU for offsets that decrease or exceed N.
     """
     check_devices("grouped_matmul", a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:

@@ -43,15 +43,14 @@ def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and the `layer_norm` of this sum, in one pass: for the places where a layer joins the residual
-    stream.
+    """`x + residual`, and the `layer_norm` of this sum, in one pass, for a layer's output that joins the stream.
 
     x, residual: [..., H], of the same shape.
     weight, bias: [H], or None.
     Returns (sum, norm), each [..., H].
 
-    Layouts: the same for x and residual, with the last dim not sharded; both outputs have it, too. The gradients of
-    both outputs must arrive in the same layout.
+    Layouts: the same for x and residual, without Partial and with the last dim not sharded; both outputs have it, too.
+    The gradients of both outputs must arrive in the same layout.
     Communication: none.
     Raises ValueError for a residual of another shape, and as `layer_norm`; LayoutError for other layouts.
     """

@@ -31,7 +31,7 @@ def check_matmul(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
 ) -> None:
-    """Raises ValueError for arguments of `matmul` without accumulate_into that do not fit together."""
+    """Raises ValueError for mismatched arguments of `matmul` without accumulate_into."""
     a_shape, b_shape = tuple(a.shape), tuple(b.shape)
     if len(a_shape) < 2 or len(b_shape) < 2 or a_shape[-1] != b_shape[-2]:
         raise ValueError(

@@ -33,8 +33,7 @@ def product(
     accumulate: bool = False,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes out = act(alpha * a @ b * scales + bias) + beta * residual, and the pre-activation into z where z is
-    given.
+    """out = act(alpha * a @ b * scales + bias) + beta * residual; also writes the pre-activation to z, unless None.
 
     a: [M, K] or [B, M, K]; b with as many dims; any strides. bias: [N]. residual: expands to out.
     a_scale: one number or [M]; b_scale: one number or [N]; float32. out and z have the same strides.

@@ -23,7 +23,7 @@ def pack(*tensors: Tensor, parts: int) -> Tensor:
     Layouts: the same for all tensors, Partial(sum) included. The number of shards of the last dim must divide
     `parts`. The output has the same layout, with `parts` sharded in place of the last dim.
     Communication: none.
-    Raises ValueError for shapes that do not fit together, LayoutError for other layouts.
+    Raises ValueError for mismatched shapes, LayoutError for other layouts.
     """
     lead = tensors[0].shape[:-1]
     if any(x.shape[:-1] != lead or x.shape[-1] % parts for x in tensors):

@@ -49,7 +49,7 @@ def qkv_linear(
     Layouts: as in `linear`, for each weight. With tables, also as in `rope`: no Partial(sum), and no shard with a
     part of a head. In backward, the three gradients of the input must have the same layout.
     Communication: none.
-    Raises ValueError for shapes, dtypes and devices that do not fit together, LayoutError for other layouts.
+    Raises ValueError for mismatched shapes, dtypes or devices, LayoutError for other layouts.
     """
     for weight, bias in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
         check_sizes("qkv_linear", input, weight, bias)

@@ -23,8 +23,7 @@ class Part:
 
     @classmethod
     def of(cls, shape: Sequence[int], slices: Sequence[slice] | None = None) -> Part:
-        """The box `slices` of a tensor of `shape`: a slice with start and stop for each dim; None means the whole
-        tensor.
+        """The box `slices` of a tensor of `shape`, with start and stop for each dim; None means the whole tensor.
 
         Raises ValueError for a shape of more than 2**62 elements.
         """

@@ -70,10 +70,10 @@ def as_halves(words: Words) -> Tensor:
 
 
 def fill(out: Tensor, part: Part, key: int, transform: Transform, lanes: int = WORDS) -> None:
-    """Writes the random numbers of the elements of `part` into `out`, a contiguous tensor of any dtype with as many
-    elements.
+    """Writes the random numbers of the elements of `part` into `out`.
 
-    transform: from words to numbers. lanes: the numbers it makes of a block, WORDS or HALVES.
+    out: contiguous, of any dtype, with as many elements as the part. transform: from words to numbers.
+    lanes: how many numbers `transform` makes of a block, WORDS or HALVES.
 
     Computed in pieces, so the scratch memory does not grow with `out`. Long runs need one block for `lanes` elements;
     runs of one element need a block each.

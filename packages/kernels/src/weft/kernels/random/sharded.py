@@ -53,11 +53,10 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Standard normal numbers: a function of (key, row-major index in `shape`) only. The arguments are those of
-    `uniform`.
+    """Standard normal numbers: a function of (key, row-major index in `shape`) only.
 
-    The numbers are bitwise the same in every layout; a CPU and a GPU agree within 2 ulp of float32. By Philox 4x32-10
-    (Salmon et al. 2011) and the Box-Muller transform.
+    The arguments are those of `uniform`. The numbers are bitwise the same in every layout; a CPU and a GPU agree within
+    2 ulp of float32. By Philox 4x32-10 (Salmon et al. 2011) and the Box-Muller transform.
 
     Communication and errors: as in `uniform`.
     """

@@ -51,15 +51,14 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
 
 @autocasts("add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and the `rms_norm` of this sum, in one pass: for the places where a layer joins the residual
-    stream.
+    """`x + residual`, and the `rms_norm` of this sum, in one pass, for a layer's output that joins the stream.
 
     x, residual: [..., H], of the same shape.
     weight: [H], or None.
     Returns (sum, norm), each [..., H].
 
-    Layouts: the same for x and residual, with the last dim not sharded; both outputs have it, too. The gradients of
-    both outputs must arrive in the same layout.
+    Layouts: the same for x and residual, without Partial and with the last dim not sharded; both outputs have it, too.
+    The gradients of both outputs must arrive in the same layout.
     Communication: none.
     Raises ValueError for a residual of another shape, and as `rms_norm`; LayoutError for other layouts.
     """

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def tile(part, N, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Tile number `part`: its tokens, int64 [TOKENS, 1, 1], its heads [1, HEADS, 1], and a mask of existing ones."""
+    """Tile number `part`: tokens, int64 [TOKENS, 1, 1], heads [1, HEADS, 1], and the mask of those in range."""
     across = tl.cdiv(heads, HEADS)
     token = (tl.cast(part, tl.int64) // across * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     head = (part % across * HEADS + tl.arange(0, HEADS))[None, :, None]

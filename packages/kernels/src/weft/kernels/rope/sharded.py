@@ -19,8 +19,7 @@ from . import function, reference
 
 @autocasts("rope")
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
-    """Rotary position embedding (Su et al., 2021): rotates the pair (i, i + D/2) of each head by the angle of (token,
-    i).
+    """Rotary position embedding (Su et al., 2021): rotates pair (i, i + D/2) of each head by the angle of (token, i).
 
     x: [..., T, heads * D].
     cos, sin: float32 tables from `rope_tables`, [T, D / 2]; or [..., T, D / 2] where sequences differ in their
@@ -134,8 +133,7 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
 def turned_layout(
     name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> Layout:
-    """The output's layout: x's. Raises LayoutError for tables with another layout, and for shards with a part of a
-    head.
+    """The output's layout, which is x's. Raises LayoutError for other tables, and for shards with a part of a head.
 
     shape: of x. table: the shape of a table. name: the op, for the message.
     """

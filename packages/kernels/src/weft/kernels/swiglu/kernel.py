@@ -1,5 +1,4 @@
-"""Kernels for activation(gate) * up, and for an activation alone: one pass forward, one backward, over the operands
-only.
+"""Kernels for activation(gate) * up, and for an activation alone: one pass forward and one backward.
 
 A program computes BLOCK_I neighbouring elements of one row. Rows are contiguous, with any stride between rows; tensors
 which are contiguous throughout are taken as a single row.

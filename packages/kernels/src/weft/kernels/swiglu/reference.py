@@ -17,10 +17,9 @@ ELEMENTS_AT_ONCE = 2**18  # 1 MB of float32, the size of a core's second-level c
 
 
 def forward(gate: Tensor, up: Tensor, *, activation: str = "silu", keep: bool = False) -> tuple[Tensor, Tensors]:
-    """activation(gate) * up, for tensors of one shape, and the saved tensors: gate, up and, with `keep`,
-    activation(gate).
+    """activation(gate) * up, and the saved tensors: gate, up and, with `keep`, activation(gate).
 
-    activation: "silu", or the `approximate` option of gelu.
+    gate and up have one shape. activation: "silu", or the `approximate` option of gelu.
     Without `keep`, backward recomputes the activation, which takes a quarter longer.
     """
     activated = _activated(gate, activation)

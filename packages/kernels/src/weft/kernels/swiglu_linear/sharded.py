@@ -27,7 +27,7 @@ def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tens
     Layouts: those of `linear`, the same for both weights; column parallel weights shard the output. Weights sharded
     on K are refused: silu of a Partial(sum) product would be silu of addends.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not fit together, and
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, and
     for factors of 8 bits.
     """
     shape, of_weight = input.shape, gate_weight.shape

@@ -58,8 +58,8 @@ def attention(
     also be sharded on the tokens. documents are sharded on the leading dims as the query is. The output has the
     query's layout.
     Communication: none.
-    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit
-    together, RuntimeError for a cache where gradients are recorded.
+    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options,
+    RuntimeError for a cache where gradients are recorded.
     """
     _check(query, key, value, head_dim, causal and cache is None)
     check_devices("attention", query, key, value, documents)
@@ -96,7 +96,7 @@ def attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
-    """Raises ValueError for shapes of query, key and value that do not fit together."""
+    """Raises ValueError for mismatched shapes of query, key and value."""
     of_query, of_key = query.shape, key.shape
     fits = len(of_query) > 1 and of_key == value.shape and of_key[:-2] == of_query[:-2] and of_key[-1] > 0
     if not fits or of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]:

@@ -51,7 +51,7 @@ def linear(
     and a weight sharded on K give a Partial(sum) output (row parallel): one coordinate of the axis adds the bias, and
     an activation is refused.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not fit together, for
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, for
     another activation, and for factors of 8 bits, which need `matmul` with scales.
     """
     alone = activation is None and input_activation is None
@@ -67,7 +67,7 @@ def linear(
 
 
 def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for shapes, dtypes and devices that do not fit together. op: for the message."""
+    """Raises ValueError for mismatched shapes, dtypes or devices. op: for the message."""
     check_sizes(op, input, weight, bias)
     check_wide(op, input, weight)
     check_bias_dtype(op, bias, input)
@@ -75,7 +75,7 @@ def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def check_sizes(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for shapes that do not fit together. op: for the message."""
+    """Raises ValueError for mismatched shapes. op: for the message."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their "

@@ -45,8 +45,7 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @autocasts("matmul_reduce_scatter")
 def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
-    """`matmul` of a and b, where the output is reduce-scattered over one axis along `dim`, while later rows are
-    multiplied.
+    """`matmul` of a and b, with the output reduce-scattered over one axis: rows leave while later rows are multiplied.
 
     a: [..., K].
     b: [K, N].

@@ -65,8 +65,7 @@ def matmul(
     dim, the residual as the output. Where the output is Partial(sum), both are replicated, one coordinate of the axis
     adds them, and an activation is refused. accumulate_into has the output's layout.
     Communication: none.
-    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not fit
-    together.
+    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options.
     """
     if activation is None and out_dtype is None and alpha == 1:
         found = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)

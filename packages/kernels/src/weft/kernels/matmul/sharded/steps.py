@@ -1,8 +1,7 @@
-"""All-gather and reduce-scatter over a process group in steps, one member's part each, to overlap transfers with
-computation.
+"""All-gather and reduce-scatter over a process group in steps, which overlap transfers with computation.
 
-Every rank sends its parts directly to each other rank: the same bytes as an all-gather or a reduce-scatter, without
-waiting for a ring. All transfers run beside the work on the rank's own part.
+A step moves the part of one member. Every rank sends its parts directly to each other rank: the same bytes as an
+all-gather or a reduce-scatter, without waiting for a ring. All transfers run beside the work on the rank's own part.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class Steps:
             yield source, part
 
     def reduced(self, compute: Callable[[int], Tensor]) -> Tensor:
-        """The sum of the parts which all members compute for this rank, in float32 at least and in the order of
-        members.
+        """The sum of the addends of all members for this rank, in float32 at least and in the order of members.
 
         compute: this rank's addend for a member; called for this rank itself last, while the transfers run.
         """
