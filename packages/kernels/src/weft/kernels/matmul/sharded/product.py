@@ -49,8 +49,8 @@ def matmul(
     bias: [N], in the dtype of the factors or of the output.
     activation: as in `linear`.
     residual: any shape that broadcasts to the output. Without all leading dims, it is expanded in memory.
-    accumulate_into: a tensor of the output's shape, float32 for 16-bit factors. Adds a @ b to it in place and returns
-    it: a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
+    accumulate_into: a tensor of the output's shape, float32 for 16-bit factors. Adds a @ b to this tensor in place and
+    returns it, for a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
     a_scale, b_scale: float32 factors of 8-bit a and b: one number, or one for each row of a and each column of b. 8-bit
     factors have no gradient.
 
