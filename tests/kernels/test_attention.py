@@ -203,9 +203,9 @@ def test_what_does_not_go_with_a_cache_is_named() -> None:
     run(query, key, value)
     for message, tensors, options in (
         (r"KeyValueCache\(3 of 5 tokens\) has no room for 3 more; .* capacity 6", (query, key, value), {}),
-        ("was made of keys", operands(1, 1, 2), {}),
-        ("3 queries with 2 keys", (query, key[:, :2], value[:, :2]), {}),
-        ("causal=False; give query, key and value of the new", (query, key, value), {"causal": False}),
+        ("holds keys of shape", operands(1, 1, 2), {}),
+        ("3 queries and 2 keys", (query, key[:, :2], value[:, :2]), {}),
+        ("query, key and value of the new tokens only; got causal=False", (query, key, value), {"causal": False}),
         (r"dropout=0.5; call model.eval\(\)", (query, key, value), {"dropout": 0.5, "dropout_key": 1}),
         (r"documents \[\.\.\., 5\]", operands(1, 1, B), {"documents": PACKED}),
     ):
@@ -238,9 +238,9 @@ def test_shapes_that_do_not_fit_are_named(shapes: list[tuple[int, ...]], message
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"window": 0}, "window is 0; it is how many keys a query sees, 1 or more", id="no-window"),
+        pytest.param({"window": 0}, "window is 0; give how many keys a query sees, 1 or more", id="no-window"),
         pytest.param({"window": 3, "causal": False}, "a window of 3 needs causal=True", id="window-not-causal"),
-        pytest.param({"dropout": 1.5, "dropout_key": 1}, "dropout is 1.5; it is a probability", id="dropout"),
+        pytest.param({"dropout": 1.5, "dropout_key": 1}, "dropout is 1.5; give a probability", id="dropout"),
         pytest.param({"dropout": 0.5}, r"dropout=0.5 and no dropout_key; give derive_key\(seed, ", id="no-key"),
         pytest.param({"dropout": 0.5, "dropout_key": -1}, "a key is an int of 64 bits, got -1", id="key"),
         pytest.param(

@@ -270,7 +270,7 @@ def test_an_element_is_read_once_and_written_once(interpreted: None) -> None:
 @pytest.mark.parametrize(
     ("p", "key", "dtype", "message"),
     [
-        pytest.param(-0.1, KEY, torch.float32, "p is -0.1; it is a probability, 0 to 1", id="below"),
+        pytest.param(-0.1, KEY, torch.float32, "p is -0.1; give a probability, 0 to 1", id="below"),
         pytest.param(1.5, KEY, torch.float32, "p is 1.5", id="above"),
         pytest.param(float("nan"), KEY, torch.float32, "p is nan", id="nan"),
         pytest.param(0.1, -1, torch.float32, "64 bits, got -1; make it with weft.mesh.derive_key", id="key"),

@@ -248,7 +248,7 @@ X, WEIGHT, VECTOR = (tensors()[each] for each in ("x", "weight", "vector"))
 TABLE = torch.ones(4, 0)
 SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     "add": (lambda: kernels.add(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); exchange or expand them"),
-    "linear": (lambda: kernels.linear(X, WEIGHT[:, :5]), "transpose the weight with .mT where that is meant"),
+    "linear": (lambda: kernels.linear(X, WEIGHT[:, :5]), "transpose the weight with .mT where this is meant"),
     "linear-bias": (lambda: kernels.linear(X, WEIGHT, VECTOR[:3]), r"shape \(8,\), got \(3,\); expand or flatten it"),
     "matmul-residual": (
         lambda: kernels.matmul(X, WEIGHT, residual=X[:3]),
@@ -256,15 +256,15 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "grouped_matmul": (lambda: kernels.grouped_matmul(X, WEIGHT, tensors()["offsets"]), "flatten the rows of a, stack"),
     "swiglu_linear": (
-        lambda: kernels.swiglu_linear(X, WEIGHT, WEIGHT[:3]), "transpose a weight with .mT where that is meant"
+        lambda: kernels.swiglu_linear(X, WEIGHT, WEIGHT[:3]), "transpose a weight with .mT where this is meant"
     ),
     "swiglu": (lambda: kernels.swiglu(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); expand one"),
     "geglu": (lambda: kernels.geglu(X, WEIGHT), r"geglu .* got \(4, 8\) and \(8, 8\); expand one"),
     "rms_norm": (lambda: kernels.rms_norm(X, VECTOR[:3]), "give a number for each element of a row"),
-    "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, that divides its last size"),
+    "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, which divides the last size of x"),
     "add_rms_norm": (lambda: kernels.add_rms_norm(X, X, VECTOR[:3]), "give a number for each element of a row"),
     "layer_norm": (lambda: kernels.layer_norm(X, VECTOR, VECTOR[:3]), r"bias \[H\], .* give a number for each element"),
-    "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row for each token, as rope_tables makes them"),
+    "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row of D / 2 numbers for each token, as rope_tables makes them"),
     "rope-no-angles": (lambda: kernels.rope(X, TABLE, TABLE), r"got \(4, 8\), \(4, 0\) and \(4, 0\); give both tables"),
     "rms_norm_rope": (
         lambda: kernels.rms_norm_rope(X, VECTOR[:3], X[:, :2], X[:, :2]), r"give a weight of shape \(4,\), for all heads"

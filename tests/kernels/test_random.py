@@ -243,5 +243,5 @@ def refused() -> list[str]:
 def test_layouts_that_cannot_be_drawn(pool: Any) -> None:
     for partial, beyond, *_ in pool.run(refused):
         assert "uniform: the layout is (tp: P(sum))" in partial
-        assert "draw it with Replicate() in place of Partial, and reshard() it" in partial
+        assert "draw them with Replicate() in place of Partial, then reshard() the tensor" in partial
         assert "axis 'tp' shards dim 1 of a tensor of shape (7,)" in beyond

@@ -89,8 +89,11 @@ RIGHT = "linear: on axis 'tp' operands are R, S(1): the axis shards dim 1 of wei
 
 def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:
     for gelu, silu, residual, left, right, total in pool.run(of_addends, ranks=2):
-        assert "matmul: gelu of an output that is (tp: P(sum))" in gelu and "reshard the output to (tp: R)" in gelu
-        assert "linear: silu of an output that is (tp: P(sum))" in silu
+        assert (
+            "matmul: the output is (tp: P(sum)), and gelu needs the sum" in gelu
+            and "reshard the output to (tp: R)" in gelu
+        )
+        assert "linear: the output is (tp: P(sum)), and silu needs the sum" in silu
         assert "reshard the residual to (tp: R)" in residual
         assert left == LEFT
         assert right == RIGHT
@@ -100,8 +103,8 @@ def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("lying", "told"),
     [
-        pytest.param("expanded", r"strides \(0, 1\): elements of it are one in memory", id="expanded"),
-        pytest.param("rows", "no one stride reaches its rows; give it contiguous", id="rows"),
+        pytest.param("expanded", r"strides \(0, 1\): several elements share their memory", id="expanded"),
+        pytest.param("rows", "no single stride reaches all rows; give it contiguous", id="rows"),
     ],
 )
 def test_a_sum_in_place_needs_room_of_its_own(lying: str, told: str, device: str) -> None:

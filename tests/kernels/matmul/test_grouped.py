@@ -116,7 +116,7 @@ def test_gradients_of_experts_are_not_added_where_they_are_one_in_memory(device:
     total = torch.zeros(1, 8, 24, device=device).expand(3, 8, 24)
     a, grad = torch.ones(8, 16, device=device), torch.ones(16, 24, device=device)
     with pytest.raises(
-        ValueError, match=r"grouped_matmul: accumulate_into of shape .* are one in memory; give it contiguous"
+        ValueError, match=r"grouped_matmul: accumulate_into of shape .* share their memory; give it contiguous"
     ):
         grouped_matmul(a, grad, ends([5, 0, 10], device), accumulate_into=total)
     assert not total.any()
@@ -228,7 +228,7 @@ def test_what_does_not_go_together_is_named(
         ),
         pytest.param({"activation": "elu"}, "activation is 'elu'; give one of 'gelu'", id="activation"),
         pytest.param({"out_dtype": torch.int32}, "out_dtype is torch.int32; give one of", id="dtype"),
-        pytest.param({"accumulate_into": normal(2, 4, 6)}, r"there are a \[K, N\], b \[N, M\] and offsets", id="sum"),
+        pytest.param({"accumulate_into": normal(2, 4, 6)}, r"give a \[K, N\], b \[N, M\] and offsets", id="sum"),
     ],
 )
 def test_what_cannot_follow_is_named(more: dict[str, Any], told: str) -> None:
@@ -253,4 +253,4 @@ def cut_rows() -> str:
 
 def test_rows_that_are_cut_are_refused(pool: Pool) -> None:
     for message in pool.run(cut_rows, ranks=2):
-        assert "the rows of a are cut over 'tp', and the offsets count all rows; reshard a to (tp: R)" in message
+        assert "the rows of a are sharded over 'tp', but the offsets count all rows; reshard a to (tp: R)" in message

@@ -180,8 +180,8 @@ def refused() -> list[str]:
 
 def test_layouts_that_do_not_travel_in_steps_are_refused(pool: Pool) -> None:
     for order, several in pool.run(refused, ranks=4):
-        assert "is cut over 'tp' and within that over others; reshard it to" in order
-        assert "would travel over 'dp' and 'tp'; reshard one of them" in several
+        assert "where 'tp' is not the innermost axis of its dim; reshard a to (" in order
+        assert "would communicate over 'dp' and 'tp'; reshard one of them" in several
 
 
 def test_plain_tensors_are_matmuls() -> None:

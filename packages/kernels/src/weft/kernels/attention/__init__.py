@@ -1,4 +1,4 @@
-"""attention: the op, its cache, its local computation and its layout rules."""
+"""Attention: the op and its key-value cache."""
 
 from .sharded import KeyValueCache, attention
 

@@ -1,4 +1,4 @@
-"""attention: softmax(query @ key.T * scale) @ value, per head, in plain torch."""
+"""Attention of local tensors in plain torch: softmax(query @ key.T * scale) @ value, per head."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ def forward(
 ) -> Tensor:
     """query [..., T, heads * D], key and value [..., S, kv_heads * D], documents [..., S] -> [..., T, heads * D].
 
-    Grouped queries: heads is a multiple of kv_heads, and head h reads the keys of kv head h // (heads // kv_heads).
-    first: which key is that of the first query's own token; S - T where None: the last query's is the last one.
-    causal: a query sees the keys up to its own. window: of those the last `window` alone. documents: of those, or of all,
-        the ones of its own document. scale: 1 / sqrt(D) where None.
-    dropout: the share of weights that are zeroed, by `dropout_key`, or `number` without it, and `name`, as in
-        `dropout.function`. part: which of the weights [..., heads, T, S] of the whole tensors are here; all where None.
-    Torch differentiates it, and keeps for that what its own attention keeps: the inputs, the output and a logsumexp a row.
-    With dropout it keeps the weights.
+    Grouped queries: heads is a multiple of kv_heads, and query head h reads key head h // (heads // kv_heads).
+    first: index of the key with the same token as query 0; None means S - T, so the last query and the last key match.
+    causal: a query sees the keys up to its own token's. window: a query sees at most the last `window` of these.
+    documents: a query sees the keys of its own document only. scale: None means 1 / sqrt(D).
+    dropout: the share of attention weights set to zero. The key is `dropout_key`, or `number` where that is None,
+        combined with `name` as in `dropout.function`.
+    part: which box of the global attention weights [..., heads, T, S] this rank computes; None means all.
+
+    torch differentiates this function. It saves the inputs, the output and one logsumexp a row, as torch's attention
+    does; with dropout it saves the attention weights.
     """
     if query.numel() == 0 or key.numel() == 0:
-        return query * 0 + 0 * (key.sum() + value.sum())  # torch's attention takes no empty tensors; the graph stays
+        # torch's attention rejects empty tensors; this output still depends on all three inputs in the graph.
+        return query * 0 + 0 * (key.sum() + value.sum())
     T, S = query.shape[-2], key.shape[-2]
     first = S - T if first is None else first
     own = None if documents is None else documents[..., first : first + T]
     start = 0 if window is None else max(0, first - window + 1)
     stop = first + T if causal else S
-    if stop - start < S:  # no query sees the others
+    if stop - start < S:  # no query sees a key outside start to stop
         key, value = key[..., start:stop, :], value[..., start:stop, :]
         documents = None if documents is None else documents[..., start:stop]
     q, k, v = (_heads(x, head_dim) for x in (query, key, value))  # [B, heads, T, D], twice [B, kv_heads, S, D]
-    last_alone = (
-        causal and documents is None and (window is None or window >= stop - start)
-    )  # nothing but causal to see
-    triangle = last_alone and stop - start == T
+    # The causal mask alone decides which keys are seen.
+    causal_only = causal and documents is None and (window is None or window >= stop - start)
+    triangle = causal_only and stop - start == T
     mask: Tensor | None = None
-    if last_alone and T > 1 and q.is_cuda and not triangle and not dropout:
-        from torch.nn.attention.bias import causal_lower_right  # here, as it imports Dynamo and Triton
+    if causal_only and T > 1 and q.is_cuda and not triangle and not dropout:
+        from torch.nn.attention.bias import causal_lower_right  # imported late: it imports Dynamo and Triton
 
-        mask = causal_lower_right(T, stop - start)  # which fused attention computes without a mask in memory
+        mask = causal_lower_right(T, stop - start)  # fused attention computes this mask without storing it
     elif not triangle or dropout:
         mask = _visible(T, stop - start, first - start, causal, window, own, documents, q.device)
     if not dropout:
@@ -70,7 +72,7 @@ def forward(
         here = Part(here.offset + start, (*here.sizes[:-1], stop - start), here.strides)
         ones = torch.ones(here.sizes, dtype=q.dtype, device=q.device)
         kept, _ = dropping.forward(ones, dropout_key, p=dropout, number=number, name=name, part=here)
-        output = _attend_to_some(q, k, v, mask, kept != 0, scale, dropping.quantized(dropout)[1])
+        output = _attend_with_dropout(q, k, v, mask, kept != 0, scale, dropping.quantized(dropout)[1])
     return output.transpose(1, 2).reshape(query.shape)
 
 
@@ -86,10 +88,12 @@ def in_order(
     parts: tuple[Part, ...] | None = None,
     **options: Any,
 ) -> Tensor:
-    """`forward` where the tokens of all four lie in `order`; each run of queries computes with the keys that it sees alone.
+    """`forward` on tokens stored in another order than the sequence's: one `forward` for each run of queries.
 
-    queries: the runs of those that are here; all where None. parts: for each of them, which of the weights are here, their rows
-    and columns as they are read; all where None.
+    order: the stored order of the tokens of query, key, value and documents, as runs [start, stop) of the sequence.
+    queries: the runs of this rank's queries; None means all of `order`.
+    parts: for each run of queries, which box of the global attention weights [..., heads, T, S] it is, with rows and
+        columns in the sequence's order; None means the run's rows in full.
     """
     key, value = as_read(key, order, -2), as_read(value, order, -2)
     documents = None if documents is None else as_read(documents, order, -1)
@@ -107,7 +111,7 @@ def in_order(
 
 
 def rows_of(weights: tuple[int, ...], start: int, stop: int) -> Part:
-    """The rows `start` to `stop` of weights [..., heads, T, S]."""
+    """The box of rows `start` to `stop` within attention weights of shape `weights`, [..., heads, T, S]."""
     *lead, _, S = weights
     return Part.of(weights, (*(slice(0, size) for size in lead), slice(start, stop), slice(0, S)))
 
@@ -126,16 +130,17 @@ def read_on(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`forward` of tokens that come after those of which keys and values are kept; theirs are kept too, in place.
+    """Attention of new tokens to the cached tokens and to each other; the new keys and values are written to the cache.
 
-    query, key, value: of the new tokens. keys, values [..., capacity, kv_heads * D]: kept, the first `length` of them.
-    documents [..., capacity]: of the kept tokens and the new ones; those that would come later are not looked at.
+    query, key, value: of the new tokens.
+    keys, values: the cache, [..., capacity, kv_heads * D], of which the first `length` tokens are filled.
+    documents: [..., capacity]; only the entries of cached and new tokens are read.
     """
     new = key.shape[-2]
     keys.narrow(-2, length, new).copy_(key)
     values.narrow(-2, length, new).copy_(value)
     stop = length + new
-    if new == 1 and documents is None and keys.numel():  # the last token sees what is kept: nothing is to be asked
+    if new == 1 and documents is None and keys.numel():  # the last token sees the whole cache: no mask is needed
         start = 0 if window is None else max(0, stop - window)
         k, v = (_heads(x.narrow(-2, start, stop - start), head_dim) for x in (keys, values))
         return _attend(_heads(query, head_dim), k, v, None, False, scale).transpose(1, 2).reshape(query.shape)
@@ -154,33 +159,40 @@ def _visible(
     documents: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
-    """Whether query t, whose own key is first + t, sees key s: bool [T, S] or [B, 1, T, S]; None where all see all."""
+    """The mask of which keys each query sees, bool [T, S] or [B, 1, T, S]; None where every query sees every key.
+
+    first: query t and key first + t have the same token. own: the queries' documents.
+    """
     mask = None
     if causal and (first < S - 1 or (window is not None and window < first + T)):
         mask = torch.ones(T, S, dtype=torch.bool, device=device).tril_(first)
         if window is not None:
             mask = mask.triu_(first - window + 1)
     if documents is not None:
-        assert own is not None, "they are the queries' part of the documents"
-        alike = (own.unsqueeze(-1) == documents.unsqueeze(-2)).reshape(-1, 1, T, S)
-        mask = alike if mask is None else alike & mask
+        assert own is not None, "the caller slices the queries' documents"
+        same_document = (own.unsqueeze(-1) == documents.unsqueeze(-2)).reshape(-1, 1, T, S)
+        mask = same_document if mask is None else same_document & mask
     return mask
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, triangle: bool, scale: float | None) -> Tensor:
     if q.is_meta:
-        attended: Tensor = _Shapes.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+        attended: Tensor = _MetaAttention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
         return attended
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
-        # Of CUDA's fused attentions, the one for float32 takes no groups: with enable_gqa torch would run unfused.
+        # CUDA's fused attention for float32 supports no grouped queries; with enable_gqa torch would run an unfused
+        # one.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=triangle, scale=scale, enable_gqa=grouped)
 
 
-class _Shapes(torch.autograd.Function):
-    """Attention without data. On the meta device torch takes an unfused one, which keeps the weights for backward."""
+class _MetaAttention(torch.autograd.Function):
+    """Attention on the meta device, with the saved tensors of fused attention.
+
+    torch's own attention on the meta device is the unfused one, which saves the attention weights for backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -194,10 +206,10 @@ class _Shapes(torch.autograd.Function):
         return *(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None
 
 
-def _attend_to_some(
+def _attend_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor, scale: float | None, factor: float
 ) -> Tensor:
-    """Attention with weights of which those that are `kept` count, each times `factor`."""
+    """Attention with dropout: weights are multiplied by `factor` where `kept` is true, and set to zero elsewhere."""
     B, heads, T, D = q.shape
     q = q.view(B, k.shape[1], heads // k.shape[1], T, D)  # [B, kv_heads, groups, T, D]
     scores = q * (D**-0.5 if scale is None else scale) @ k.unsqueeze(2).mT  # [B, kv_heads, groups, T, S]

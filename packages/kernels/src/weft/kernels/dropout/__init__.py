@@ -1,4 +1,4 @@
-"""dropout: the op, its local computation and its layout rule."""
+"""Dropout: the op, its local computation and its layout rule."""
 
 from .sharded import dropout
 

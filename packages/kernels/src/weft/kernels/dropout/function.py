@@ -1,4 +1,4 @@
-"""dropout of local tensors, forward and backward: one function, for it is linear and its own transpose."""
+"""Dropout of local tensors. Forward and backward are the same function: dropout is linear, and its own transpose."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from ..order import Runs
 from ..random.part import Part
 from . import reference
 
-DROPS_ALL = 2**16  # the threshold that is above all that 16 bits say
+DROPS_ALL = 2**16  # a threshold above every number of 16 bits
 
 
 def quantized(p: float) -> tuple[int, float]:
-    """Below which 16 bits an element is dropped, and what the others are multiplied by: the inverse of their share, or 0 without any."""
+    """(threshold, scale) for the drop probability p, rounded to a multiple of 2**-16.
+
+    An element is dropped where its 16 random bits are below the threshold. Kept elements are multiplied by the scale,
+    the inverse of their share; the scale is 0 where all elements are dropped.
+    """
     threshold = round(p * DROPS_ALL)
     return threshold, 0.0 if threshold == DROPS_ALL else DROPS_ALL / (DROPS_ALL - threshold)
 
@@ -37,15 +41,17 @@ def forward(
     parts: tuple[Part, ...] | None = None,
     held: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """The output; but for the key nothing is saved, since backward draws the mask again, where that is not `held`.
+    """Dropout of x, plus the residual. Only the key is saved: backward draws the mask again, or takes it from `held`.
 
-    residual: what the output is added to, of the shape of x; or nothing. The key is `key` or, without it, `number`; with a name it is derive_key of the two.
-    part: which elements of the global tensor x is; all of them without.
-    order: of the tokens, dim -2, where they lie in another than they are read in; parts: then, for each of x's runs of them,
-    which elements it is as they are read.
-    held: of float32 and float64 on a CPU, where to draw a mask takes longer than all else, it is given which elements are kept, a byte
-    for each, and backward takes that from it. They are not saved as tensors of the graph are: a layer that is computed again would
-    go on as far as here, and communicate, for what it has already.
+    key, number, name: the random key is `key`, or `number` where that is None; with a name it is derive_key(key, name).
+    residual: added to the output; of the shape of x, or None.
+    part: which box of the global tensor x is; None means all of it.
+    order: the stored order of the tokens (dim -2), where it is not the sequence's.
+    parts: with an order, for each of x's runs of tokens, which box of the global tensor it is, in the sequence's order.
+    held: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
+        float64 on a CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of
+        the graph: under activation recomputation, reading one would recompute the layer up to here, with its
+        communication, for a mask that exists already.
     """
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
@@ -71,7 +77,7 @@ def backward(
     parts: tuple[Part, ...] | None = None,
     held: list[Tensor] | None = None,
 ) -> Tensors:
-    """The gradient, dropped and scaled as x was; that of the residual is the incoming one; the key has none."""
+    """Gradients of x, key and residual: dropout of the upstream gradient, None, and the upstream gradient."""
     of_x: Tensor | None = None
     if needed[0] and held:
         of_x = reference.masked(grad, held.pop(), None, scale=quantized(p)[1])
@@ -81,15 +87,18 @@ def backward(
 
 
 def _parts(x: Tensor, part: Part | None, order: Runs | None, parts: tuple[Part, ...] | None) -> tuple[Part, ...]:
-    """Which elements of the global tensor each of x's runs of tokens is; one run where they lie as they are read."""
+    """For each of x's runs of tokens, which box of the global tensor it is. Without an order, x is a single run."""
     if order is None:
         return (Part.of(x.shape) if part is None else part,)
     return parts_of(x.shape, tuple(slice(0, size) for size in x.shape), order) if parts is None else parts
 
 
-def parts_of(shape: Sequence[int], held: Sequence[slice], runs: Runs) -> tuple[Part, ...]:
-    """Which elements of a tensor [..., T, H] the `runs` of tokens are that lie in the box `held`."""
-    *lead, _, width = held
+def parts_of(shape: Sequence[int], box: Sequence[slice], runs: Runs) -> tuple[Part, ...]:
+    """For each run of tokens, which box of a global tensor of `shape`, [..., T, H], it is.
+
+    box: this rank's slices of the stored tensor; its token slice is replaced by the runs.
+    """
+    *lead, _, width = box
     return tuple([Part.of(shape, (*lead, slice(*run), width)) for run in runs])
 
 
@@ -105,7 +114,7 @@ def _masked(
     if len(parts) == 1:
         return _masked_part(x, residual, key, p, number, name, parts[0])
     if not parts:
-        return x.new_zeros(x.shape)  # no tokens are here
+        return x.new_zeros(x.shape)  # this rank holds no tokens
     lengths = [each.sizes[-2] for each in parts]
     others: Sequence[Tensor | None] = [None] * len(parts) if residual is None else torch.split(residual, lengths, -2)
     pieces = zip(torch.split(x, lengths, -2), others, parts, strict=True)
@@ -117,12 +126,12 @@ def _masked_part(
 ) -> Tensor:
     if key is None:
         return _drawn(x, residual, p, number, name, part)
-    masked: Tensor = _of_a_tensor(x, residual, p, key, name, part.offset, part.sizes, part.strides)
+    masked: Tensor = _masked_by_tensor_key(x, residual, p, key, name, part.offset, part.sizes, part.strides)
     return masked
 
 
 @library.custom_op("weft::dropout", mutates_args=())
-def _of_a_tensor(
+def _masked_by_tensor_key(
     x: Tensor,
     residual: Tensor | None,
     p: float,
@@ -132,12 +141,12 @@ def _of_a_tensor(
     sizes: Sequence[int],
     strides: Sequence[int],
 ) -> Tensor:
-    """A node of a graph that is traced once, and draws by another key in each step."""
+    """Dropout with the key in a tensor: one node of a compiled graph, which takes a new key in each step."""
     part = Part(offset, tuple(sizes), tuple(strides))
     return _drawn(x, residual, p, int(key.view(torch.int64)) % 2**64, name, part)
 
 
-@_of_a_tensor.register_fake
+@_masked_by_tensor_key.register_fake
 def _(x: Tensor, *more: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 

@@ -1,4 +1,4 @@
-"""dropout in one pass: an element is read once and written once, and its mask is nowhere in memory."""
+"""Dropout in one pass: each element is read once and written once, and the mask is never in memory."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,10 @@ def masked(
     key, threshold, scale,
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """See `reference`: an element is kept where its 16 bits are `threshold` or more; runs and tiles as in `random.kernel`. y and the residual are contiguous."""
+    """y = dropout of x, plus the residual: an element is kept where its 16 random bits are `threshold` or more.
+
+    Runs and tiles are those of `random.kernel`. y and the residual are contiguous.
+    """
     row, first = tile(N, SHIFTED, ROWS, GROUPS, 8)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
     b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 8)

@@ -1,4 +1,4 @@
-"""Launches the kernel on a tensor of any strides."""
+"""Launches the dropout kernel on a tensor of any strides."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..random.launch import (
 from ..random.part import Part, merge
 from . import kernel
 
-# 16 elements a thread: two 16-byte loads of bf16 and as many stores. It compiles without spills for sm_80 to sm_100 and
-# gfx942; its speed is not measured yet.
+# 16 elements a thread: two 16-byte loads of bf16, and two stores. The kernel compiles without spills for sm_80 to
+# sm_100 and gfx942; its speed is not measured yet.
 LONG_RUN = Launch(rows=1, groups=256, warps=4, lanes=8)
 
 
 def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
-    """See `reference`; x in bf16, fp16 or fp32, threshold below 2**16."""
+    """Dropout of x plus the residual, as in `reference`. x: bf16, fp16 or fp32. threshold: below 2**16."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         _launch(x, None if residual is None else residual.contiguous(), y, part, signed(key), threshold, scale)
@@ -38,7 +38,7 @@ def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshol
 
 def _launch(x: Tensor, residual: Tensor | None, y: Tensor, part: Part, key: int, threshold: int, scale: float) -> None:
     sizes, strides, x_strides = merge(part.sizes, part.strides, x.stride())
-    if len(sizes) > OUTER_DIMS + 1:  # rare: five dims of which no two can be merged
+    if len(sizes) > OUTER_DIMS + 1:  # rare: five dims, no two of which can be merged
         for i in range(len(x)):
             _launch(x[i], None if residual is None else residual[i], y[i], part.at(i), key, threshold, scale)
         return
@@ -59,15 +59,16 @@ def _launch(x: Tensor, residual: Tensor | None, y: Tensor, part: Part, key: int,
 def _variant(
     dtype: str, stride_xn: str, *, shifted: bool = False, narrow: bool = False, residual: bool = False
 ) -> Variant:
-    """The kernel for 16-byte aligned tensors of long runs, or of runs of one element: a column.
+    """The kernel for 16-byte aligned tensors with long runs, or (narrow) with runs of one element, as a column has.
 
-    stride_xn: "1" where the elements of a run are neighbours in memory.
+    stride_xn: "1" where the elements of a run are contiguous in memory.
     """
     memory = "contiguous" if stride_xn == "1" else "strided"
     launch = fitted(LONG_RUN, 1, shifted) if narrow else LONG_RUN
     x_strides = {"stride_x0": "i32:16", "stride_x1": "i32:16", "stride_x2": "i32:16", "stride_xn": stride_xn}
     return Variant(
-        f"dropout.masked/{dtype}-{'column' if narrow else 'shifted' if shifted else memory}{'-residual' if residual else ''}",
+        f"dropout.masked/{dtype}-{'column' if narrow else 'shifted' if shifted else memory}"
+        f"{'-residual' if residual else ''}",
         kernel.masked,
         {
             "x_ptr": f"*{dtype}:16",

@@ -1,4 +1,4 @@
-"""dropout on plain tensors and DTensors."""
+"""Dropout on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -30,22 +30,29 @@ def dropout(
     order: Sequence[tuple[int, int]] | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x with each element zeroed with probability p, and the others divided by 1 - p (Srivastava et al. 2014).
+    """x with each element set to zero with probability p, and divided by 1 - p otherwise (Srivastava et al. 2014).
 
-    x: any shape and strides, in bfloat16, float16, float32 or float64; the product is of float32 at least, and rounded
-    to x's dtype. p: 0 to 1; 0 gives x itself, 1 gives zeros; else it counts as the nearest multiple of 2**-16, in the divisor too,
-    so that the mean is x. What is zeroed is 0 even where x is infinite or NaN.
-    key: 64 bits, as weft.mesh.derive_key makes them; with a name, derive_key(key, name) takes its place. Compiled code takes
-    it as a tensor of one uint64 on the CPU: an int would be compiled in, and each new one would compile anew.
-    Element i of the global tensor, row-major, is zeroed where half i % 8 of block i // 8 of Philox 4x32-10 (Salmon et al.
-    2011) is below p * 2**16: bitwise the same mask in every layout, on a CPU and on a GPU, and again in backward, which
-    draws it anew: no mask is kept, but of float32 and float64 on a CPU, a byte an element. No rank draws more than its own part.
-    order: of x [..., T, H], where the tokens lie in another order than they are read in, which then counts for the mask: as of
-    `attention`.
-    residual: of the shape of x, which the output is added to; in the same pass where its dtype is that of x.
-    Layouts: any, one for x and the residual, Partial(sum) and Partial(avg) included, for every addend gets the one mask; the output lies the same,
-    and a Partial(sum) gradient may flow. Communication: none.
-    Raises ValueError for p, a key or a dtype that is none of these, and for two devices; LayoutError for another Partial.
+    x: any shape and strides, in bfloat16, float16, float32 or float64. The product is computed in float32 at least,
+    then rounded to x's dtype. A dropped element is 0 even where x is infinite or NaN.
+    p: 0 to 1. 0 returns x itself, 1 gives zeros. Any p between is rounded to a multiple of 2**-16, in the divisor
+    too, so the mean of the output is x.
+    key: 64 bits, from weft.mesh.derive_key. In compiled code give a tensor of one uint64 on the CPU: an int is compiled
+    into the graph, and each new int compiles again.
+    name: with a name, the key is derive_key(key, name).
+    order: for x [..., T, H] with tokens stored in another order than the sequence's, as in `attention`. The mask then
+    follows the sequence.
+    residual: a tensor of the shape of x, added to the output; in the same pass where its dtype is x's.
+
+    Element i of the global tensor, row-major, is dropped where half i % 8 of block i // 8 of Philox 4x32-10 (Salmon
+    et al. 2011) is below p * 2**16. The mask is bitwise the same in every layout, on a CPU and on a GPU. No rank
+    draws more than its own part. Backward draws the mask again instead of saving it, except for float32 and float64
+    on a CPU, where a mask of one byte an element is saved.
+
+    Layouts: any, the same for x and the residual. Partial(sum) and Partial(avg) are allowed, as every rank's addend
+    gets the same mask. The output has x's layout, and its gradient may be Partial(sum).
+    Communication: none.
+    Raises ValueError for p, a key or a dtype outside these, and for tensors on two devices; LayoutError for another
+    Partial.
     """
     operand, number = check_dropout("dropout", "p", p, key)
     if x.dtype not in DTYPES:
@@ -67,15 +74,20 @@ def dropout(
         options["held"] = []
     if order is not None:
         if x.ndim < 2:
-            raise ValueError(f"dropout: order is of the tokens of x [..., T, H], got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"dropout: order needs x of shape [..., T, H], with tokens in dim -2; got {tuple(x.shape)}"
+            )
         options["order"] = checked_order("dropout", order, x.shape[-2])
     return apply(DROPOUT, x, operand, *(() if residual is None else (residual,)), **options)
 
 
 def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) -> tuple[Tensor | None, int]:
-    """The key as an operand, or as a number; ValueError for a probability or a key that is none. name: of the op."""
+    """(key tensor, 0) or (None, key number), for an op `name` whose drop probability is named `option`.
+
+    Raises ValueError for a probability outside 0 to 1, and for a key which is neither 64 bits nor a tensor of them.
+    """
     if not 0 <= p <= 1:
-        raise ValueError(f"{name}: {option} is {p}; it is a probability, 0 to 1")
+        raise ValueError(f"{name}: {option} is {p}; give a probability, 0 to 1")
     if isinstance(key, Tensor):
         if key.shape != () or key.dtype != torch.uint64 or key.device.type != "cpu":
             raise ValueError(
@@ -85,7 +97,7 @@ def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) ->
         return key, 0
     if is_compiling():
         raise ValueError(
-            f"{name} is compiled with the key {key}; give torch.tensor(derive_key(...), dtype=torch.uint64)"
+            f"{name} is compiled with the key {key}, an int; give torch.tensor(derive_key(...), dtype=torch.uint64)"
         )
     number: Any = key
     check_key(number)

@@ -1,4 +1,4 @@
-"""add: the sum of two tensors, in plain torch."""
+"""add of local tensors: x + alpha * y, in plain torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from ..op import Tensors
 
 
 def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:
-    """x, and y of the shape of x without its first `repeated` dims -> x + alpha * y, of the shape of x.
+    """x + alpha * y, of the shape of x. y lacks the first `repeated` dims of x; no other dim is broadcast.
 
-    No other dim is broadcast.
-
-    Raises ValueError for shapes that do not fit so.
+    Raises ValueError for any other shapes.
     """
     if x.shape[repeated:] != y.shape:
         raise ValueError(
@@ -26,7 +24,7 @@ def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tup
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, repeated: int = 0, alpha: float = 1) -> Tensors:
-    """Both gradients are the incoming one, for y times alpha, summed over the dims that it lacks."""
+    """dx = grad; dy = alpha * grad, summed over the first `repeated` dims."""
     dy = None if not needed[1] else grad if alpha == 1 else grad * alpha
     if dy is not None and repeated:
         dy = dy.sum(tuple(range(repeated)))

@@ -14,18 +14,22 @@ from . import reference
 
 @autocasts("add")
 def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
-    """`x + alpha * y`, for residual streams: unlike DTensor's own addition it never communicates to make layouts agree.
+    """`x + alpha * y`, for residual streams. Unlike the addition of DTensors, `add` never reshards an operand.
 
-    x: any shape, which the output has too. y: that shape, or its last dims: [T, H] beside x [B, T, H], as learned positions are.
-    Layouts: one for both, Partial(sum) included; where y lacks dims, alike on those that it has, and without Partial. The
-    output lies as `x`. The gradient of a `y` that lacks dims is Partial(sum) on the axes that shard them. Communication: none.
-    Raises LayoutError for other layouts; ValueError for other shapes, and for two devices.
+    x: any shape. Returns a tensor of this shape.
+    y: the shape of x, or x's last dims: learned positions [T, H] are added to x [B, T, H].
+
+    Layouts: the same for x and y, Partial(sum) included. A y with fewer dims is sharded as x is on the dims of y, and
+    no Partial is allowed; y's gradient is Partial(sum) on the axes which shard the missing dims. The output has x's
+    layout.
+    Communication: none.
+    Raises LayoutError for other layouts; ValueError for other shapes, and for tensors on two devices.
     """
     repeated = x.ndim - y.ndim
     if repeated < 0 or x.shape[repeated:] != y.shape:
         raise ValueError(
-            f"add takes two tensors of one shape, or y of the last dims of x, got {tuple(x.shape)} and {tuple(y.shape)}; "
-            f"exchange or expand them"
+            f"add takes two tensors of one shape, or y with the last dims of x, got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}; exchange or expand them"
         )
     check_devices("add", x, y)
     return apply(ADD, x, y, repeated=repeated, alpha=alpha)

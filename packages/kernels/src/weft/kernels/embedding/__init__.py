@@ -1,4 +1,4 @@
-"""embedding: the op, its local computation and its layout rule."""
+"""Embedding: the op, its local computation and its layout rule."""
 
 from .sharded import embedding
 

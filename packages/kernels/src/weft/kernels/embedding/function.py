@@ -1,4 +1,4 @@
-"""embedding of local tensors, forward and backward, by the kernels or in plain torch."""
+"""Embedding of local tensors, forward and backward, by the kernels or in plain torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def forward(
     vocab_size: int | None = None,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`. padding_idx changes backward alone.
+    """Looks up tokens in this rank's rows of the table, as in `reference.forward`. padding_idx matters in backward
+    only.
 
-    Raises ValueError for a token outside 0 <= token < vocab_size, on the CPU alone: elsewhere it would wait for the device. A
-    kernel then gives NaN.
+    On a CPU, raises ValueError for a token outside 0 <= token < vocab_size. On a GPU this check would wait for the
+    device; there the kernel writes NaN for such a token.
     """
     size = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
     launches = use_triton(weight)
@@ -47,7 +48,7 @@ def backward(
     vocab_size: int | None = None,
     padding_idx: int | None = None,
 ) -> Tensors:
-    """See `reference.backward`."""
+    """The gradient of the weight, as in `reference.backward`."""
     if not needed[1]:
         return None, None
     tokens, weight = saved

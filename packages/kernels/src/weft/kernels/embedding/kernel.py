@@ -1,6 +1,6 @@
-"""embedding: rows of a table, or of the part of it that is here; backward is a sum in one order, without atomics.
+"""Embedding kernels over this rank's rows of the table. Backward sums in a fixed order, without atomics.
 
-A program takes BLOCK_H columns of one token, in backward of one row of the table.
+A program computes BLOCK_H columns of one token; in backward, BLOCK_H columns of one row of the table.
 """
 
 import triton
@@ -9,14 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def forward(tokens_ptr, weight_ptr, y_ptr, rows, H, stride_wv, vocab_start, vocab_size, BLOCK_H: tl.constexpr):
-    """A token of rows that are elsewhere gives zeros, and reads nothing; one that is in no table gives NaN."""
+    """y[n] = weight[tokens[n] - vocab_start]; zeros for rows of another rank, NaN for tokens outside the vocabulary."""
     across = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0).to(tl.int64) // across
     cols = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = cols < H
     v = tl.load(tokens_ptr + token).to(tl.int64)
     row = v - vocab_start
-    held = tl.where((row >= 0) & (row < rows), H, 0)  # of the columns: all, or none
+    held = tl.where((row >= 0) & (row < rows), H, 0)  # how many columns to read: all, or none for a row on another rank
     y = tl.load(weight_ptr + row * stride_wv + cols, mask=cols < held, other=0.0)
     is_known = (v >= 0) & (v < vocab_size)
     y = tl.where(is_known, y.to(tl.float32), float("nan"))
@@ -30,7 +30,7 @@ def backward(
     H, stride_gn, padding_row,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of row v are those numbered order[ends[v]] to order[ends[v + 1]]: their gradients are added up in that order."""
+    """dweight[v] = the sum of grad over row v's tokens, which are order[ends[v] : ends[v + 1]], in this order."""
     across = tl.cdiv(H, BLOCK_H)
     v = tl.program_id(0).to(tl.int64) // across
     cols = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -1,4 +1,4 @@
-"""Launches the kernels, on tokens of any shape."""
+"""Launches the embedding kernels, on tokens of any shape."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..backend import device_of
 from ..rows import rows_of
 from . import kernel
 
-# 16 bytes of bf16 a thread; in backward of four tokens at once, so that a token that is often there has four loads in flight.
-# Compiled without spills for sm_80 to sm_100 and gfx942; its speed is not measured yet.
+# 16 bytes of bf16 a thread. Backward reads four tokens at once, so a frequent token has four loads in flight.
+# Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
 WARPS, BLOCK_N, MOST_H = 4, 4, 1024
 
 
 def block_of(H: int) -> int:
-    """How many columns a program takes."""
+    """The number of columns a program computes, for rows of H."""
     return min(MOST_H, max(16, 1 << (H - 1).bit_length()))
 
 
 def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_size: int) -> None:
-    """Writes the rows into y: contiguous. weight: of contiguous rows, those from vocab_start of a table of vocab_size."""
+    """Writes the tokens' rows into y, which is contiguous. weight: rows vocab_start onward of vocab_size rows."""
     if not y.numel():
         return
     H = weight.shape[1]
@@ -34,7 +34,7 @@ def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_s
 
 
 def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, padding_row: int) -> None:
-    """Writes dweight: contiguous. padding_row: the row without a gradient, -1 for none."""
+    """Writes the weight's gradient into a contiguous dweight. padding_row: the row whose gradient is 0, or -1."""
     if not dweight.numel():
         return
     rows, H = dweight.shape

@@ -1,4 +1,4 @@
-"""embedding: rows of a table, or of the part of it that a rank holds, in plain torch."""
+"""Embedding in plain torch, over the whole table or over one rank's rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def forward(
 ) -> Tensor:
     """tokens [...] of ints, weight [V_local, H] -> [..., H].
 
-    weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows (all of them where None). A token
-        of another rank's rows gives a row of zeros, so the sum over the ranks is the whole table's.
+    weight: rows vocab_start to vocab_start + V_local of a table of vocab_size rows. vocab_size None: these are the
+        last. A token whose row is on another rank gives zeros, so the sum over the ranks is the lookup in the whole
+        table.
     """
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
     if rows == size:
-        return whole(tokens, weight)
+        return look_up(tokens, weight)
     if rows == 0:
         return weight.new_zeros(*tokens.shape, weight.shape[1])
     index = tokens - vocab_start
@@ -31,8 +32,8 @@ def forward(
     return output.masked_fill_(outside.unsqueeze(-1), 0)
 
 
-def whole(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """`forward` of all rows. Raises as `check_tokens`: a CPU finds such a token without a pass of its own."""
+def look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Looks up tokens in a table with all rows. Raises as `check_tokens`, called only after torch found a bad token."""
     try:
         return torch.embedding(weight, tokens, -1 if padding_idx is None else padding_idx)
     except IndexError:
@@ -49,14 +50,14 @@ def backward(
     vocab_size: int | None = None,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """dweight[v] = the sum of grad over the places of token v, summed in float32 at least and in one fixed order.
+    """dweight[v] = the sum of grad over the positions of token v, in float32 at least and in a fixed order.
 
-    That of row padding_idx is 0.
+    The gradient of row padding_idx is 0.
     """
     rows = weight.shape[0]
     size = vocab_start + rows if vocab_size is None else vocab_size
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    # torch's own backward of an embedding: sorted on CUDA, so it is deterministic where index_add_ is not.
+    # torch's embedding backward sorts the tokens on CUDA, so it is deterministic; index_add_ is not.
     if rows == size:
         skipped = -1 if padding_idx is None else padding_idx
         dweight = torch.ops.aten.embedding_dense_backward(wide, tokens, rows, skipped, False)
@@ -64,7 +65,9 @@ def backward(
         index = tokens - vocab_start
         if padding_idx is not None:
             index = index.masked_fill(tokens == padding_idx, rows)
-        index = index.masked_fill((index < 0) | (index >= rows), rows)  # other ranks' tokens: one more row, skipped
+        index = index.masked_fill(
+            (index < 0) | (index >= rows), rows
+        )  # tokens of other ranks' rows go to an extra row, skipped
         dweight = torch.ops.aten.embedding_dense_backward(wide, index, rows + 1, rows, False)[:rows]
     found: Tensor = dweight.to(weight.dtype)
     return found
@@ -80,5 +83,5 @@ def check_tokens(tokens: Tensor, size: int) -> None:
     position = ((tokens < 0) | (tokens >= size)).nonzero()[0].tolist()
     raise ValueError(
         f"tokens{position} is {int(tokens[tuple(position)])}, outside the table of {size} rows; "
-        f"tokens lie in 0 to {size - 1}: check the tokenizer against vocab_size"
+        f"tokens must be 0 to {size - 1}: check the tokenizer against vocab_size"
     )

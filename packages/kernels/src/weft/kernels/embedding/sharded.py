@@ -1,4 +1,4 @@
-"""embedding on plain tensors and DTensors."""
+"""Embedding on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from ..checks import TOKEN_DTYPES, check_floats
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
-from .reference import whole
+from .reference import look_up
 
 
 def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    """The rows of `weight` that `tokens` name.
+    """The rows of `weight` at the indices `tokens`.
 
-    tokens: [...] of int32 or int64. weight: [V, H]. Returns [..., H].
-    padding_idx: a row without a gradient, negative counted from the end, as of torch.nn.functional.embedding.
-    Layouts: as of a one-hot matrix times the table: a table sharded on V gives Partial(sum), sharded on H it shards the
-    output's last dim; sharded tokens shard the output, and need a table that is replicated on that axis.
-    Communication: none. Raises LayoutError for any other layouts; ValueError for other dtypes, for two devices, and on the CPU for a
-    token outside 0..V-1, which elsewhere gives NaN.
+    tokens: [...] of int32 or int64.
+    weight: the table, [V, H].
+    Returns [..., H].
+    padding_idx: a row whose gradient is 0, as in torch.nn.functional.embedding; negative numbers count from the end.
+
+    Layouts: those of a one-hot matrix times the table. A table sharded on V gives a Partial(sum) output; a table
+    sharded on H shards the output's last dim. Sharded tokens shard the output, and need the table replicated on the
+    same axis.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for other dtypes and for tensors on two devices. A token
+    outside 0 to V - 1 raises ValueError on a CPU and gives NaN on a GPU.
     """
     if padding_idx is not None:
         padding_idx = _row(padding_idx, weight)
@@ -36,13 +41,13 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
         and weight.dim() == 2
         and tokens.dtype in TOKEN_DTYPES
     ):
-        return whole(tokens, weight, padding_idx)
+        return look_up(tokens, weight, padding_idx)
     return _looked_up(tokens, weight, padding_idx)
 
 
 @autocasts("embedding")
 def _looked_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-    """`embedding` by the op. padding_idx: counted from the first row."""
+    """`embedding` by the op `EMBEDDING`. padding_idx: not negative."""
     _check_table(weight)
     if tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")
@@ -52,7 +57,7 @@ def _looked_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tenso
 
 
 def _row(padding_idx: int, weight: Tensor) -> int:
-    """Which row that is, counted from the first."""
+    """padding_idx counted from the first row. Raises ValueError for a row outside the table."""
     _check_table(weight)
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
@@ -65,7 +70,8 @@ def _row(padding_idx: int, weight: Tensor) -> int:
 def _check_table(weight: Tensor) -> None:
     if weight.ndim != 2:
         raise ValueError(
-            f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}; give a row for each token of the vocabulary"
+            f"embedding takes a weight of shape [V, H], got {tuple(weight.shape)}; give a row for each token of the "
+            f"vocabulary"
         )
 
 

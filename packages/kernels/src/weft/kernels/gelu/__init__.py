@@ -1,4 +1,4 @@
-"""gelu: the op, its local computation and its layout rule."""
+"""GELU: the op, its local computation and its layout rule."""
 
 from .sharded import gelu
 

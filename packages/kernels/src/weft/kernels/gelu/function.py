@@ -1,4 +1,4 @@
-"""gelu of local tensors, forward and backward, by the kernels of gates or in plain torch."""
+"""GELU of local tensors, forward and backward, by the kernels of `swiglu` or in plain torch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from . import reference
 
 
 def forward(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors]:
-    """See `reference.forward`."""
+    """gelu(x), and the saved tensors: x."""
     y = activated(x, None, approximate) if use_triton(x) else reference.forward(x, approximate=approximate)
     return y, (x,)
 
 
 def native(x: Tensor, approximate: str) -> Tensor | None:
-    """The output by torch's own function, which differentiates it; None where that is not for it."""
+    """gelu(x) by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere."""
     return reference.forward(x, approximate=approximate) if is_torchs(x) else None
 
 
 def again(saved: Tensors, *, approximate: str = "none") -> Tensor:
-    """The output, from what `forward` saved."""
+    """Recomputes the output of `forward` from its saved tensors."""
     (x,) = saved
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     return forward(x, approximate=approximate)[0]
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, approximate: str = "none") -> Tensors:
-    """See `reference.backward`."""
+    """The gradient of x, as in `reference.backward`."""
     (x,) = saved
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     if use_triton(x):
         return gradients(grad, x, None, needed, approximate)
     return (reference.backward(grad, x, approximate=approximate) if needed[0] else None,)

@@ -1,4 +1,4 @@
-"""gelu: x * Phi(x), with the normal distribution function (Hendrycks and Gimpel 2016), in plain torch."""
+"""GELU in plain torch: x * Phi(x), where Phi is the normal distribution function (Hendrycks and Gimpel 2016)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 
 def forward(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """x of any shape -> that shape. approximate: "tanh" is the paper's section 2 form, which GPT-2 was trained with."""
+    """gelu(x), of x's shape. approximate: "none", or "tanh" for the form in section 2 of the paper, as GPT-2 uses."""
     return F.gelu(x, approximate=approximate)
 
 
 def backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    """dx = grad * (Phi(x) + x * phi(x)), or the derivative of the approximation; aten's gelu_backward in one pass."""
+    """dx = grad * (Phi(x) + x * phi(x)), or the tanh form's derivative; one pass, by aten's gelu_backward."""
     dx: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
     return dx

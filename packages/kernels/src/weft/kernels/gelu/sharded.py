@@ -1,4 +1,4 @@
-"""gelu on plain tensors and DTensors."""
+"""GELU on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from . import function
 
 @autocasts("gelu")
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """`x * Phi(x)`, with the normal distribution function (Hendrycks & Gimpel, 2016).
+    """`x * Phi(x)`, where Phi is the normal distribution function (Hendrycks & Gimpel, 2016).
 
-    x: any shape, which the output has too. approximate: "none", or "tanh" for the form that GPT-2 was trained with, as of
-    torch.nn.functional.gelu.
-    Layouts: any without Partial; the output lies the same. Communication: none.
-    Raises LayoutError where `x` is Partial, ValueError for another approximation, and for what is none of floats.
+    x: any shape. Returns a tensor of this shape.
+    approximate: "none", or "tanh" for the form GPT-2 was trained with, as in torch.nn.functional.gelu.
+
+    Layouts: any without Partial; the output has x's layout.
+    Communication: none.
+    Raises LayoutError where x is Partial; ValueError for another approximation, and for x without floating-point
+    values.
     """
     check_form("gelu", approximate)
     found = function.native(x, approximate)

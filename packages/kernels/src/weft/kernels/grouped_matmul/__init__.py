@@ -1,4 +1,4 @@
-"""grouped_matmul: products of groups of rows, each with a matrix of its own; its local computation and its layout rule."""
+"""grouped_matmul: each group of rows times its own matrix, as the experts of a mixture are computed."""
 
 from .sharded import grouped_matmul
 

@@ -1,4 +1,4 @@
-"""What products of groups are given that does not go together."""
+"""Checks of the arguments of grouped_matmul: shapes, dtypes, scales and offsets."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def check_grouped(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
 ) -> None:
-    """Raises ValueError, with the values and the remedy."""
-    of_a, of_b, of_offsets = (tuple(each.shape) for each in (a, b, offsets))
-    if len(of_a) != 2 or len(of_b) != 3 or of_a[1] != of_b[1] or of_offsets != of_b[:1]:
+    """Raises ValueError for mismatched arguments of `grouped_matmul` without accumulate_into."""
+    a_shape, b_shape, offsets_shape = (tuple(each.shape) for each in (a, b, offsets))
+    if len(a_shape) != 2 or len(b_shape) != 3 or a_shape[1] != b_shape[1] or offsets_shape != b_shape[:1]:
         raise ValueError(
-            f"{OP} takes a [N, K], b [G, K, M] and offsets [G], got {of_a}, {of_b} and {of_offsets}; flatten the rows of a, "
-            f"stack the matrices of b with their inner dim first, and give where each group ends"
+            f"{OP} takes a [N, K], b [G, K, M] and offsets [G], got {a_shape}, {b_shape} and {offsets_shape}; flatten "
+            f"the rows of a, stack the matrices of b with their inner dim first, and give where each group ends"
         )
-    rows, (groups, _, columns) = of_a[0], of_b
+    rows, (groups, _, columns) = a_shape[0], b_shape
     if bias is not None and tuple(bias.shape) != (groups, columns):
         raise ValueError(
             f"{OP} takes a bias of shape {(groups, columns)}, a row for each group, got {tuple(bias.shape)}; expand or "
@@ -55,8 +55,11 @@ def check_grouped(
     check_offsets(offsets, rows)
 
 
-def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *others: object) -> None:
-    """Raises ValueError for what cannot be added in place. others: what may not be given beside it, or as it is by default."""
+def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *options: object) -> None:
+    """Raises ValueError for arguments that do not fit accumulation into `into`.
+
+    options: the arguments of `grouped_matmul` that accumulation does not take; each must be None or 1.0.
+    """
     shapes = tuple(tuple(each.shape) for each in (a, b, into, offsets))
     wanted = torch.promote_types(a.dtype, torch.float32) if a.dtype in WIDE else torch.float32
     if (
@@ -66,13 +69,14 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *oth
         or into.dtype not in (wanted, a.dtype)
     ):
         raise ValueError(
-            f"{OP}: beside accumulate_into [G, K, M], of {wanted} for factors of {a.dtype}, there are a [K, N], b [N, M] and "
-            f"offsets [G]; got {into.dtype} of shape {shapes[2]}, {shapes[0]}, {shapes[1]} and {shapes[3]}"
+            f"{OP}: with accumulate_into [G, K, M], in {wanted} for factors of {a.dtype}, give a [K, N], b [N, M] and "
+            f"offsets [G]; got accumulate_into {shapes[2]} in {into.dtype}, a {shapes[0]}, b {shapes[1]} and offsets "
+            f"{shapes[3]}"
         )
-    if any(isinstance(each, Tensor) or each not in (None, 1.0) for each in others):
+    if any(isinstance(each, Tensor) or each not in (None, 1.0) for each in options):
         raise ValueError(
-            f"{OP}: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; apply them to "
-            f"the sum when it is complete"
+            f"{OP}: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; "
+            f"apply them to the sum when it is complete"
         )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
         raise ValueError(f"{OP}: accumulate_into records no gradient; call it under torch.no_grad()")
@@ -85,7 +89,7 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *oth
 
 
 def check_offsets(offsets: Tensor, rows: int) -> None:
-    """Raises ValueError for their dtype, and where they can be read for their values."""
+    """Raises ValueError unless the offsets are int32 and, where the host can read them, rise to at most `rows`."""
     if offsets.dtype != torch.int32:
         raise ValueError(f"{OP} takes offsets in torch.int32, got {offsets.dtype}; cast them with .to()")
     if type(offsets) is Tensor and can_read(offsets):

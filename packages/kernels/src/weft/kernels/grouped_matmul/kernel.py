@@ -1,4 +1,4 @@
-"""Products of groups of rows: the groups' ends lie on the device, so each program finds the tiles of each group itself."""
+"""Kernels for products of groups of rows. Offsets are on the device: each program computes which tiles a group has."""
 
 import triton
 import triton.language as tl
@@ -17,11 +17,14 @@ def rows_by_group(
     DESCRIPTORS: tl.constexpr, B_BY_ROWS: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of group FIRST + g, of COUNT; other rows are not touched.
+    """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of group FIRST + g, g < COUNT.
 
-    DESCRIPTORS: a and b lie in 16-byte rows: a along K, and b along M where B_BY_ROWS, else along K. A tile of a has rows of the next
-    group behind its own, which are not stored. z lies as out; see `finish`. Scales: stride_sn of a's rows, stride_sg and stride_sm
-    of b's groups and columns.
+    Rows of other groups stay as they are in out.
+    The epilogue is `finish`; z has the strides of out. stride_sn: between a's row scales; stride_sg, stride_sm: between
+    b's group and column scales.
+    DESCRIPTORS: load tiles by TMA. a is contiguous along K, b along M where B_BY_ROWS and along K elsewhere, and
+    every other stride is a multiple of 16 bytes. A tile of a may include rows of the next group; their products are
+    not stored.
     """
     if DESCRIPTORS:
         a = tl.make_tensor_descriptor(a_ptr, [N, K], [stride_an, 1], [TILE_N, TILE_K])
@@ -87,9 +90,11 @@ def weights_by_group(
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr, ACCUMULATE: tl.constexpr,
     TILE_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out[g] [K, M] = alpha * a[rows].T @ grad[rows] for the rows of group FIRST + g, or is added to. Grid: tiles of [K, M], groups.
+    """out[g] [K, M] = alpha * a[rows].T @ grad[rows] for the rows of group FIRST + g. Grid: tiles of [K, M], groups.
 
-    DESCRIPTORS: rows of a and of grad lie in 16-byte rows. Those of a group are a tensor of their own, behind which zeros are read.
+    ACCUMULATE: add to out instead of overwriting it.
+    DESCRIPTORS: load tiles by TMA; rows of a and grad are contiguous, at strides of a multiple of 16 bytes. Each
+    group has a descriptor of its own rows, so TMA reads zeros behind the group's end.
     """
     g = tl.program_id(1)
     start = tl.load(offsets_ptr + FIRST + g - 1, mask=FIRST + g > 0, other=0)
@@ -98,7 +103,7 @@ def weights_by_group(
     down, across = tile_k.to(tl.int64) * TILE_K, tile_m.to(tl.int64) * TILE_M
     total = tl.zeros([TILE_K, TILE_M], tl.float32)
     if DESCRIPTORS:
-        count = tl.maximum(stop - start, 1)  # of no rows none is read
+        count = tl.maximum(stop - start, 1)  # a descriptor needs a row; for an empty group the loop below reads none
         from_a, from_grad = a_ptr + start.to(tl.int64) * stride_an, grad_ptr + start.to(tl.int64) * stride_gn
         a = tl.make_tensor_descriptor(from_a, [count, K], [stride_an, 1], [TILE_N, TILE_K])
         grad = tl.make_tensor_descriptor(from_grad, [count, M], [stride_gn, 1], [TILE_N, TILE_M])

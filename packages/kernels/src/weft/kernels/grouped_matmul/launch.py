@@ -1,4 +1,4 @@
-"""Launches the kernels: as many programs as there are multiprocessors, or a program for each tile."""
+"""Launches the kernels: for forward one program a multiprocessor, for the weights' gradient one program a tile."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def forward(
     first: int = 0,
     configuration: Configuration | None = None,
 ) -> None:
-    """See `reference.forward`. z lies as out."""
+    """Writes the products of `reference.forward` into out, and z where given. z has the strides of out."""
     (N, K), (count, _, M) = a.shape, b.shape
     if out.numel() == 0 or count == 0:
         return
     aligned = a.stride(-1) == 1 and has_descriptor(a) and has_descriptor(b)
     of = class_of(a, b[0], "grouped", count)
     chosen = configuration or chosen_for(of, a, aligned, (N // count, M, K))
-    tiles = (-(-N // chosen.tile_m) + count) * -(
-        -M // chosen.tile_n
-    )  # at the most: each group may end in a part of a tile
+    # An upper bound: each group may end in a partial tile.
+    tiles = (-(-N // chosen.tile_m) + count) * -(-M // chosen.tile_n)
     by_descriptors = chosen.descriptors and aligned
     if b_scale is not None:
         b_scale = (b_scale[:, None] if b_scale.ndim == 1 else b_scale).expand(count, M)
@@ -52,7 +51,8 @@ def forward(
             *_strides(a_scale, 1), *_strides(b_scale, 2), *out.stride(),
             None if alpha == 1 else alpha, None if beta == 1 else beta,
             DESCRIPTORS=by_descriptors, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a), ACTIVATION=activation,
-            TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m, PARTS=chosen.parts,
+            TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m,
+            PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 
@@ -67,11 +67,11 @@ def weights(
     accumulate: bool = False,
     configuration: Configuration | None = None,
 ) -> None:
-    """See `reference.weights`."""
+    """Writes the products of `reference.weights` into out, or adds them to out with `accumulate`."""
     count, K, M = out.shape
     if out.numel() == 0:
         return
-    if count > MOST_IN_GRID:  # in parts
+    if count > MOST_IN_GRID:  # more groups than a grid's second dim holds
         for part in parts_of(count):
             weights(a, grad, offsets, out[part], alpha, first + part.start, accumulate, configuration)
         return
@@ -88,7 +88,8 @@ def weights(
             K, M, first, *a.stride(), *grad.stride(), *out.stride(),
             None if alpha == 1 else alpha,
             DESCRIPTORS=by_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,
-            TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m, PARTS=chosen.parts,
+            TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m,
+            PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Products of groups of rows in plain torch: the CPU path and the meaning. The host reads where the groups end."""
+"""Products of groups of rows in plain torch: the CPU path, and the kernels' definition. The host reads the offsets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ def forward(
     beta: float = 1.0,
     first: int = 0,
 ) -> None:
-    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], and what follows as of `matmul`.
+    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with epilogue.
 
-    offsets: int32, where each of all groups ends; b has those from `first` on, bias [G, M] too. Rows of other groups are not touched.
-    residual: broadcast to out. a_scale: one number or [N]; b_scale: one, [G] or [G, M]. z: what the activation is applied to.
+    The epilogue is that of `matmul.reference`.
+    offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; the rows of
+        other groups stay as they are in out.
+    residual: broadcast to out. a_scale: one number or [N]. b_scale: one number, [G] or [G, M].
+    z: receives the pre-activation; None where it is not wanted.
     """
-    others = (bias, residual, a_scale, b_scale, activation)
-    plain = alpha == 1 and out.dtype == a.dtype and all(each is None for each in others)
+    epilogue = (bias, residual, a_scale, b_scale, activation)
+    plain = alpha == 1 and out.dtype == a.dtype and all(each is None for each in epilogue)
     residual = None if residual is None else residual.expand(out.shape)
     for g, rows in enumerate(_groups(offsets, first, len(b))):
         if plain:
@@ -39,14 +42,14 @@ def forward(
             continue
         out[rows], of_rows = matmul.product(
             a[rows], b[g], None if bias is None else bias[g], None if residual is None else residual[rows],
-            _of(a_scale, rows), _of(b_scale, g),
+            _scale_at(a_scale, rows), _scale_at(b_scale, g),
             activation=activation, alpha=alpha, beta=beta, out_dtype=out.dtype, keep_z=z is not None,
         )  # fmt: skip
         if z is not None and of_rows is not None:
             z[rows] = of_rows
 
 
-def _of(scale: Tensor | None, place: slice | int) -> Tensor | None:
+def _scale_at(scale: Tensor | None, place: slice | int) -> Tensor | None:
     return scale if scale is None or scale.ndim == 0 else scale[place]
 
 
@@ -59,9 +62,9 @@ def weights(
     first: int = 0,
     accumulate: bool = False,
 ) -> None:
-    """a [N, K], grad [N, M] -> out [G, K, M]: of each group from `first` on alpha times its rows of a, transposed, times those of grad.
+    """a [N, K], grad [N, M] -> out [G, K, M]: out[g] = alpha * a[rows].T @ grad[rows], for the rows of group first + g.
 
-    accumulate: they are added to what is in out, with an alpha of 1.
+    accumulate: add a[rows].T @ grad[rows] to out[g] instead; alpha must be 1.
     """
     for g, rows in enumerate(_groups(offsets, first, len(out))):
         if accumulate:

@@ -11,13 +11,13 @@ from weft.mesh import Layout, LayoutError, Shard, infer
 
 from ..matmul.sharded.layouts import (
     GRADIENT,
-    adds,
+    adds_bias,
     check_activation,
     check_operand,
     check_residual_layout,
-    kept,
+    layout_of_dims,
     summed_axes,
-    whole,
+    without_partial,
 )
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
@@ -43,29 +43,41 @@ def grouped_matmul(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rows sorted by group, each group times a matrix of its own, as experts are computed.
+    """Each group of rows times its own matrix, as the experts of a mixture are computed. The rows are sorted by group.
 
-    Of the rows of group g it is `act(alpha * a[start:stop] @ b[g] + bias[g]) + beta * residual[start:stop]`.
+    For the rows start to stop of group g, the output is
+    `act(alpha * a[start:stop] @ b[g] + bias[g]) + beta * residual[start:stop]`.
 
-    a: [N, K]. b: [G, K, M]. offsets: [G] int32, where each group ends, as of torch.nn.functional.grouped_mm; a group may be empty.
-    They lie where a lies, and no host waits for them. Returns [N, M], in out_dtype or a's dtype, bfloat16 for 8-bit factors; zeros in
-    rows behind the last group, where nothing is added either.
-    bias: [G, M]. activation: as of `linear`. residual: any shape that broadcasts to the output. On a GPU all is computed before the
-    product is stored. a_scale, b_scale: float32, what 8-bit factors are multiplied by: one number, or one a row of a, and one a group or
-    [G, M] of b. Such factors have no gradient.
-    accumulate_into: [G, K, M], float32 for 16-bit factors, to which `a[:, start:stop] @ b[start:stop]` of each group is added in place,
-    for a [K, N] and b [N, M], and which is returned: the gradients of experts over microbatches. Nothing follows, no gradient is recorded.
-    Saved for backward: a, b and, with an activation, what it is applied to; of relu without a residual the output instead.
-    Layouts: rows are whole, and so are the offsets. Matrices sharded on M shard the output; those and a sharded on K leave it
-    Partial(sum); and so do matrices sharded on G, each rank with groups of its own (expert parallel). The bias and b's scales lie as the
-    matrices do, the residual as the output; where that is Partial(sum) it is whole, and added once. There is no activation of sums over K. accumulate_into: all of a and b that it takes. Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes, devices and options that do not go together, and on a CPU for
-    offsets that fall, or end behind the rows.
+    a: [N, K].
+    b: [G, K, M], a matrix for each group.
+    offsets: [G] int32 on the device of a, the end of each group, as in torch.nn.functional.grouped_mm. A group may be
+    empty. On a GPU the host does not wait for the offsets.
+    Returns [N, M] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Rows behind the last group are
+    zero; no bias or residual is added there.
+    bias: [G, M].
+    activation: as in `linear`.
+    residual: any shape which broadcasts to the output. On a GPU the whole epilogue is computed before the output is
+    stored.
+    a_scale, b_scale: float32 factors of 8-bit a and b. For a, one number or one a row; for b, one number, [G] or [G,
+    M]. 8-bit factors have no gradient.
+    accumulate_into: [G, K, M], float32 for 16-bit factors. For a [K, N] and b [N, M], adds
+    `a[:, start:stop] @ b[start:stop]` of each group in place and returns accumulate_into: the experts' weight
+    gradients over microbatches. No epilogue is allowed, and no gradient is recorded.
+    Saved for backward: a, b, offsets and, with an activation, the pre-activation; for relu without a residual the
+    output instead.
+
+    Layouts: the rows and the offsets are replicated. b sharded on M shards the output. a and b sharded on K give a
+    Partial(sum) output, and so does b sharded on G, where each rank has groups of its own (expert parallel). bias and
+    b_scale are sharded as b is. The residual has the output's layout, with Replicate for Partial(sum), and is added
+    once. An activation is refused where the output is a sum over K. accumulate_into has the layout of the product.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a
+    CPU for offsets that decrease or exceed N.
     """
     check_devices("grouped_matmul", a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
-        others = (bias, activation, residual, out_dtype, alpha, beta, a_scale, b_scale)
-        check_accumulation(a, b, offsets, accumulate_into, *others)
+        options = (bias, activation, residual, out_dtype, alpha, beta, a_scale, b_scale)
+        check_accumulation(a, b, offsets, accumulate_into, *options)
         with torch.no_grad():
             apply(ACCUMULATE, a, b, offsets, accumulate_into)
         return accumulate_into
@@ -81,25 +93,28 @@ def grouped_matmul(
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     a, b, offsets, bias, residual, a_scale, b_scale = layouts
     a_shape, b_shape, _, _, residual_shape, a_scale_shape, b_scale_shape = shapes
-    assert a is not None and b is not None and offsets is not None and a_shape and b_shape, "all are given"
+    assert a is not None and b is not None and offsets is not None and a_shape and b_shape, "apply passes all"
     _check_whole("the rows of a are", a, 0, offsets)
     output = infer.einsum("nk,gkm->nm", a, b, name="grouped_matmul", operands=("a", "b"))
-    groups = kept(b, "gkm", "g")
-    check_operand("grouped_matmul", "bias", bias, kept(b, "gkm", "gm"), output)
-    check_operand("grouped_matmul", "a_scale", a_scale, kept(a, "nk", "n" if a_scale_shape else ""), output)
-    check_operand("grouped_matmul", "b_scale", b_scale, kept(b, "gkm", "gm"[: len(b_scale_shape or ())]), output)
-    complete, shape = whole(output), (a_shape[0], b_shape[2])
+    groups = layout_of_dims(b, "gkm", "g")
+    check_operand("grouped_matmul", "bias", bias, layout_of_dims(b, "gkm", "gm"), output)
+    check_operand("grouped_matmul", "a_scale", a_scale, layout_of_dims(a, "nk", "n" if a_scale_shape else ""), output)
+    check_operand(
+        "grouped_matmul", "b_scale", b_scale, layout_of_dims(b, "gkm", "gm"[: len(b_scale_shape or ())]), output
+    )
+    complete, shape = without_partial(output), (a_shape[0], b_shape[2])
     if residual is not None:
         assert residual_shape is not None, "it has a layout"
         check_residual_layout("grouped_matmul", residual, residual_shape, complete, shape, output)
-    # A row is complete on the rank that has its group, and zeros on others: what follows a product follows it there.
-    of_own = output.replace(**{axis: "R" for axis in summed_axes(output) if b[axis] == Shard(0)})
+    # On axes that shard the groups, a row is complete on the rank with its group and zero elsewhere, so this rank can
+    # apply the epilogue.
+    epilogue_layout = output.replace(**{axis: "R" for axis in summed_axes(output) if b[axis] == Shard(0)})
     activation = options["activation"]
-    check_activation("grouped_matmul", activation, of_own)
+    check_activation("grouped_matmul", activation, epilogue_layout)
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         if activation is not None:
-            grad = infer.gradient(of_own, grad, of_own, (of_own,))
+            grad = infer.gradient(epilogue_layout, grad, epilogue_layout, (epilogue_layout,))
         return (
             infer.einsum("nm,gkm->nk", grad, b, name=BACKWARD, operands=(GRADIENT, "b")),
             infer.einsum("nm,nk,g->gkm", grad, a, groups, name=BACKWARD, operands=(GRADIENT, "a", "the groups of b")),
@@ -113,20 +128,20 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         )
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds(of_own, rank)}
+        return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds_bias(epilogue_layout, rank)}
 
     return Sharding(output, shape, gradients, local)
 
 
 def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
-    """Raises LayoutError for offsets or rows that are cut. what: the rows of which operand, and a verb."""
+    """Raises LayoutError where the offsets or dim `dim` of `rows` are sharded. what: such as "the rows of a are"."""
     wanted = Layout(offsets.mesh)
     if offsets != wanted:
         raise LayoutError(f"grouped_matmul: the offsets are ({offsets}); reshard them to ({wanted})", (wanted,))
     if cut := rows.shard_order.get(dim):
         wanted = rows.replace(**dict.fromkeys(cut, "R"))
         raise LayoutError(
-            f"grouped_matmul: {what} cut over {', '.join(map(repr, cut))}, and the offsets count all rows; reshard "
+            f"grouped_matmul: {what} sharded over {', '.join(map(repr, cut))}, but the offsets count all rows; reshard "
             f"{what.split()[-2]} to ({wanted})",
             (wanted,),
         )
@@ -135,10 +150,10 @@ def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
 def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     a, b, offsets, into = layouts
     shape = shapes[3]
-    assert a is not None and b is not None and offsets is not None and into is not None and shape, "all are given"
+    assert a is not None and b is not None and offsets is not None and into is not None and shape, "apply passes all"
     _check_whole("the rows of b are", b, 0, offsets)
     _check_whole("the columns of a are", a, 1, offsets)
-    groups = kept(into, "gkm", "g")
+    groups = layout_of_dims(into, "gkm", "g")
     check_operand(
         "grouped_matmul",
         "sum to accumulate into",

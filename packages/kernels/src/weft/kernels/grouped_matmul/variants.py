@@ -1,4 +1,4 @@
-"""What the launches specialize, to be compiled without a GPU."""
+"""The kernel variants the launches use, for compilation without a GPU by weft.kernels.aot."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ ONE, NUMBERS = "*bf16:16", "*fp32:16"
 _KINDS = {
     **dict.fromkeys(("bias_ptr", "residual_ptr", "z_ptr", "a_scale_ptr", "b_scale_ptr", "alpha", "beta"), "None"),
     "offsets_ptr": "*i32", **dict.fromkeys(("K", "M"), ALIGNED), **dict.fromkeys(("N", "FIRST", "COUNT"), "i32"),
-    **dict.fromkeys(("stride_ak", "stride_biasm", "stride_rm", "stride_sn", "stride_sm", "stride_gm", "stride_om"), "1"),
+    **dict.fromkeys(
+        ("stride_ak", "stride_biasm", "stride_rm", "stride_sn", "stride_sm", "stride_gm", "stride_om"), "1"
+    ),
     **dict.fromkeys(("stride_an", "stride_bg", "stride_biasg", "stride_rn", "stride_sg", "stride_gn"), ALIGNED),
     **dict.fromkeys(("stride_on", "stride_og", "stride_ok"), ALIGNED),
 }  # fmt: skip
 
 
 def _variant(
-    name: str, of: Any, chosen: Configuration, out: str, activation: str | None = None, factors: str = "bf16", **given: str
+    name: str, of: Any, chosen: Configuration, out: str, activation: str | None = None, factors: str = "bf16",
+    **given: str
 ) -> Variant:  # fmt: skip
-    """given: the kinds of arguments that are others than usual. 8-bit matrices lie by columns, as tensor cores take them."""
+    """given: argument types that differ from `_KINDS`. 8-bit b is contiguous along K, as tensor cores need."""
     by_rows = factors != EIGHT
 
     def launched(chosen: Configuration, target: str = "") -> Variant:
         constexprs: dict[str, int | str | None] = {
-            "DESCRIPTORS": int(chosen.descriptors), "B_BY_ROWS": int(by_rows), "PRECISION": "ieee", "ACTIVATION": activation,
-            "ACCUMULATE": int(out == "fp32"), "PARTS": chosen.parts,
+            "DESCRIPTORS": int(chosen.descriptors), "B_BY_ROWS": int(by_rows), "PRECISION": "ieee",
+            "ACTIVATION": activation, "ACCUMULATE": int(out == "fp32"), "PARTS": chosen.parts,
         }  # fmt: skip
         if of is kernel.rows_by_group:
             tiles = {
@@ -83,7 +86,8 @@ VARIANTS = (
         bias_ptr=ONE, residual_ptr=ONE, z_ptr=ONE,
     ),
     _variant(
-        "rows_by_group/fp8-scales", kernel.rows_by_group, EIGHT_BITS, "bf16", factors=EIGHT, a_scale_ptr=NUMBERS, b_scale_ptr=NUMBERS
+        "rows_by_group/fp8-scales", kernel.rows_by_group, EIGHT_BITS, "bf16", factors=EIGHT,
+        a_scale_ptr=NUMBERS, b_scale_ptr=NUMBERS,
     ),
     _variant("weights_by_group/bf16-sum", kernel.weights_by_group, MIDDLE, "fp32"),
 )  # fmt: skip
@@ -94,13 +98,18 @@ WIDE = dict.fromkeys(FOLLOWED, "*fp32:16")
 NOT_AT_16_BYTES = dict.fromkeys(
     ("K", "M", "stride_an", "stride_bg", "stride_bk", "stride_on", "stride_gn", "stride_og"), "i32"
 )
-# What else the rules choose, by the epilogues that need the most registers.
+# Further configurations the rules choose, each with the epilogue that needs the most registers.
 OTHERS = (
     _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **FOLLOWED),
     _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **FOLLOWED),
-    _variant("rows_by_group/bf16-not-aligned-gelu", kernel.rows_by_group, NOT_ALIGNED, "bf16", "gelu", **FOLLOWED, **NOT_AT_16_BYTES),
+    _variant(
+        "rows_by_group/bf16-not-aligned-gelu", kernel.rows_by_group, NOT_ALIGNED, "bf16", "gelu",
+        **FOLLOWED, **NOT_AT_16_BYTES,
+    ),
     _variant("rows_by_group/fp32-gelu", kernel.rows_by_group, SINGLE, "fp32", "gelu", "fp32", **WIDE),
-    _variant("rows_by_group/fp8-scales-gelu", kernel.rows_by_group, EIGHT_BITS, "bf16", "gelu", EIGHT, **FOLLOWED, **SCALES),
+    _variant(
+        "rows_by_group/fp8-scales-gelu", kernel.rows_by_group, EIGHT_BITS, "bf16", "gelu", EIGHT, **FOLLOWED, **SCALES
+    ),
     _variant("weights_by_group/bf16-large", kernel.weights_by_group, LARGE, "bf16"),
     _variant("weights_by_group/bf16-flat", kernel.weights_by_group, FLAT, "bf16"),
     _variant("weights_by_group/bf16-not-aligned-sum", kernel.weights_by_group, NOT_ALIGNED, "fp32", **NOT_AT_16_BYTES),

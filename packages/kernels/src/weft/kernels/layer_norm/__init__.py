@@ -1,4 +1,4 @@
-"""layer_norm: the op, its local computation and its layout rule; alone, and of a sum with a residual."""
+"""Layer norm: `layer_norm`, and `add_layer_norm` with a residual added first."""
 
 from .sharded import add_layer_norm, layer_norm
 

@@ -1,4 +1,4 @@
-"""layer_norm of local tensors, forward and backward, by the kernels or in plain torch; alone, and of a sum with a residual."""
+"""Layer norm of local tensors, with or without a residual: forward and backward, by the kernels or in plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import reference
 def forward(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
 ) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`."""
+    """The layer norm of x, and the saved tensors (x, weight, bias, mean, rstd), as in `reference.forward`."""
     if not _launches(x):
         return reference.forward(x, weight, bias, eps=eps)
     y, _, mean, rstd = _normalized(x, None, weight, bias, eps)
@@ -26,7 +26,10 @@ def forward(
 
 
 def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> bool:
-    """Whether torch's own function computes the same, and differentiates it: of few rows, as of many it is not as exact."""
+    """Whether torch's own layer_norm and its gradient serve as well: for plain CPU tensors with few rows.
+
+    With many rows, torch's running sums for the weight's gradient are less exact: see `reference.ROWS_OF_TORCH`.
+    """
     if not is_torchs(x, weight, bias, residual):
         return False
     size = x.shape[-1:]
@@ -35,23 +38,23 @@ def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: T
 
 
 def again(saved: Tensors, *, eps: float) -> Tensor:
-    """The output, from what `forward` saved."""
+    """Recomputes the output of `forward` from its saved tensors."""
     x, weight, bias, *_ = saved
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     return forward(x, weight, bias, eps=eps)[0]
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float) -> Tensors:
-    """See `reference.backward`."""
+    """The gradients of x, weight and bias, as in `reference.backward`."""
     x = saved[0]
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     return _gradients(saved, grad, None, needed) if _launches(x) else reference.backward(saved, grad, needed, eps=eps)
 
 
 def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
-    """x and residual of one shape -> their sum, and the norm of that. Saves the sum and not what was added."""
+    """(x + residual, the layer norm of this sum). Saves the sum instead of x and residual."""
     if not _launches(x) or x.dtype != residual.dtype:
         plain = x + residual
         y, saved = forward(plain, weight, bias, eps=eps)
@@ -64,12 +67,12 @@ def add_forward(
 def add_backward(
     saved: Tensors, grads: tuple[Tensor | None, Tensor | None], needed: Sequence[bool], *, eps: float
 ) -> Tensors:
-    """The gradient of x and of residual is one: that of the sum, and that of the norm through it."""
+    """The gradients of x, residual, weight and bias. x and residual share one: grad_sum plus the norm's gradient."""
     grad_sum, grad = grads
     if grad is None:
         return (*(grad_sum if need else None for need in needed[:2]), None, None)
     total = saved[0]
-    assert total is not None, "forward saves it"
+    assert total is not None, "forward saves the sum"
     wanted = (needed[0] or needed[1], *needed[2:])
     if not _launches(total):
         dx, *others = reference.backward(saved, grad, wanted, eps=eps)
@@ -86,7 +89,7 @@ def _launches(x: Tensor) -> bool:
 def _normalized(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The output, the sum with the residual, and each row's mean and one over its deviation, as `reference.forward` saves them."""
+    """By the kernel: (output, x + residual or None, mean, rstd), where rstd is 1 / the standard deviation of a row."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2))
@@ -96,7 +99,7 @@ def _normalized(
 
 def _gradients(saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Sequence[bool]) -> Tensors:
     x, weight, bias, mean, rstd = saved
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
     dweight, dbias = (
         None if each is None or not need else torch.empty_like(each)

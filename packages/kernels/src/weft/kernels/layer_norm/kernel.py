@@ -1,4 +1,4 @@
-"""layer_norm in one pass each way; rows, tiles and programs as in rms_norm.kernel."""
+"""Layer norm in one pass forward and one backward. Rows, tiles and programs are those of rms_norm.kernel."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,10 @@ def forward(
     eps,
     KEEP_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """y = (x - mean) * rstd * weight + bias, rounded once; with a residual, of sum = x + residual, which is written first."""
+    """y = (x - mean) * rstd * weight + bias, rounded once.
+
+    With a residual, x is replaced by sum = x + residual, which is also stored, rounded to its dtype.
+    """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]
     in_row = cols < H
@@ -56,7 +59,7 @@ def backward(
 ):  # fmt: skip
     """With n = (x - mean) * rstd and g = grad * weight: dx = rstd * (g - mean(g) - n * mean(g * n)) + grad_sum.
 
-    dweight and dbias [programs, H]: addends, of each program one, as in rms_norm.kernel.backward.
+    dweight, dbias: [programs, H], each program's addends, as in rms_norm.kernel.backward.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]

@@ -1,4 +1,4 @@
-"""Launches the kernels on rows: [N, H], each contiguous."""
+"""Launches the layer norm kernels on rows [N, H], each contiguous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD
 from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
-MOST_ELEMENTS = {2: 16, 4: 8}  # a thread, by their bytes, for which both sums are in registers beside what makes dx
+# itemsize -> the most elements a thread for which dweight's and dbias' sums fit in registers beside the computation
+# of dx.
+MOST_ELEMENTS = {2: 16, 4: 8}
 
 
 def forward(
@@ -25,7 +27,7 @@ def forward(
     rstd: Tensor,
     eps: float,
 ) -> None:
-    """Writes y, mean and rstd [N] of float32 and, with a residual, total = x + residual."""
+    """Writes y; mean and rstd, [N] in float32; and with a residual total = x + residual."""
     if not x.numel():
         return
     rows, residual = rows_of(x, x.shape[-1]), None if residual is None else rows_of(residual, x.shape[-1])
@@ -51,7 +53,10 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
 ) -> None:
-    """Writes what is given of dx, dweight [H] and dbias [H]: the latter two are sums of what the programs write, in their order."""
+    """Writes dx, dweight [H] and dbias [H], each where it is not None.
+
+    dweight and dbias are sums of the programs' addends, in the order of the programs.
+    """
     if not x.numel():
         for each in (dweight, dbias):
             if each is not None:
@@ -61,7 +66,7 @@ def backward(
     given = (grad, grad_sum, x, weight, mean, rstd, tile)
     if keeps_weight(tile, MOST_ELEMENTS[x.itemsize]):
         _backward(*given, dx, dweight, dbias)
-    else:  # a thread has no registers for both sums beside what makes dx
+    else:  # too few registers for both sums and dx in one launch
         _backward(*given, dx, None, None)
         _backward(*given, None, dweight, dbias)
 
@@ -99,7 +104,7 @@ def _backward(
 
 
 def _variant(of: str, dtype: str, H: int, *asked: str) -> Variant:
-    """asked: "residual"; "dx" or "sums" for the one or the other of a backward alone."""
+    """asked: "residual" for add_layer_norm; "dx" or "sums" for a backward launch that computes only these."""
     function, elements = getattr(kernel, of), FORWARD_ELEMENTS if of == "forward" else BACKWARD_ELEMENTS
     tile = Tile.of(H, elements)
     kinds = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "grad_ptr", "dx_ptr"), f"*{dtype}:16")

@@ -1,4 +1,4 @@
-"""layer_norm: (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016, eq. 4), in plain torch."""
+"""Layer norm in plain torch: (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016, eq. 4)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ..backend import is_compiling
 from ..op import Tensors
 
 Wanted = tuple[bool, ...]
-# A running sum of so many rows, which torch's own layer_norm takes, is within 2e-6. Of more it takes pieces: of so many rows that
-# their sums are nearly as exact as torch's sum, which adds in pairs, and of so many elements that they stay in a core's cache.
+# Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are
+# computed in pieces: of at most ROWS_AT_ONCE rows, for sums nearly as exact as torch.sum's pairwise ones, and of at
+# most ELEMENTS_AT_ONCE elements, to stay in a core's cache.
 ROWS_OF_TORCH, ROWS_AT_ONCE, ELEMENTS_AT_ONCE = 2048, 512, 2**18
 
 
 def forward(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
 ) -> tuple[Tensor, Tensors]:
-    """x [..., H], weight [H], bias [H] -> [..., H]; computed in float32 at least, then rounded to x's dtype, as torch does."""
+    """x [..., H], weight [H], bias [H] -> [..., H]; in float32 at least, then rounded to x's dtype, as torch does."""
     wide = _wide(x)
     scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     output, mean, rstd = torch.native_layer_norm(wide, x.shape[-1:], scale, shift, eps)  # mean, rstd [..., 1]
@@ -28,9 +29,9 @@ def forward(
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float) -> Tensors:
-    """With n = (x - mean) * rstd: dx is aten's, in one pass; dweight = sum(grad * n), dbias = sum(grad)."""
+    """dx, dweight = sum(grad * n) and dbias = sum(grad), where n = (x - mean) * rstd; dx in one pass, by aten."""
     x, weight, bias, mean, rstd = saved
-    assert x is not None and mean is not None and rstd is not None, "forward saves them"
+    assert x is not None and mean is not None and rstd is not None, "forward saves x, mean and rstd"
     sums = tuple(each is not None and need for each, need in zip((weight, bias), needed[1:], strict=False))
     wide, upstream = _wide(x), grad.to(mean.dtype)
     scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
@@ -51,7 +52,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float
 def _gradients(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
-    """Those that are wanted, of x, weight and bias, by aten, which adds up one row after the other."""
+    """The wanted gradients of x, weight and bias by aten, which sums over rows with a running sum."""
     found = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, wanted)
     return [each if want else None for each, want in zip(found, wanted, strict=True)]
 
@@ -59,7 +60,7 @@ def _gradients(
 def _in_pieces(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
-    """As `_gradients`, where rows are so many that the last digits of a running sum are lost: so many at once, then their sums."""
+    """`_gradients` for many rows: by pieces, then summed, as a single running sum would lose the last digits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     rows = max(1, min(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // x.shape[-1]))
     parts: list[list[Tensor | None]] = []
@@ -74,7 +75,7 @@ def _in_pieces(
 
 
 def _fused_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor | None]:
-    """As `_sums`, for a compiler: it makes one pass of these, and the number of rows may be a symbol."""
+    """[dweight, dbias] for a compiler, which fuses both into one pass; the number of rows may be symbolic."""
     return [((x - mean) * rstd * grad).sum(0), grad.sum(0)]
 
 
@@ -83,4 +84,4 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # the count is spelled out: -1 is ambiguous where x is empty
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1, which is ambiguous for an empty x

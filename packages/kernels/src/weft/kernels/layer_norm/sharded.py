@@ -1,4 +1,4 @@
-"""layer_norm on plain tensors and DTensors."""
+"""Layer norm on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from . import function
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`, over the last dim (Ba et al., 2016).
 
-    x: [..., H]. weight, bias: [H], or None for a norm without. Returns [..., H], of the dtype of `x`.
-    Layouts: any that leaves the last dim whole; the output lies as `x`. Communication: none.
-    Raises LayoutError where the last dim is sharded or `x` is Partial; ValueError for other shapes, for what is none of floats, and
-    for two devices.
+    x: [..., H].
+    weight, bias: [H], or None for a norm without them.
+    Returns [..., H] in the dtype of x.
+
+    Layouts: any without Partial and with the last dim not sharded; weight and bias replicated. The output has x's
+    layout.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for other shapes, for tensors without floating-point values,
+    and for tensors on two devices.
     """
     if function.is_native(x, weight, bias):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -29,7 +34,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @autocasts("layer_norm")
 def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm` by the op."""
+    """`layer_norm` by the op `LAYER_NORM`."""
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)
 
@@ -38,16 +43,21 @@ def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and `layer_norm` of that, in one pass: where a layer's output joins the residual stream.
+    """`x + residual`, and the `layer_norm` of this sum, in one pass, for a layer's output that joins the stream.
 
-    x, residual: [..., H], one shape. weight, bias: [H], or None. Returns (sum, norm), [..., H] each.
-    Layouts: one for both, which leaves the last dim whole; both outputs lie so. The gradients of the two outputs arrive in one
-    layout. Communication: none.
+    x, residual: [..., H], of the same shape.
+    weight, bias: [H], or None.
+    Returns (sum, norm), each [..., H].
+
+    Layouts: the same for x and residual, without Partial and with the last dim not sharded; both outputs have it, too.
+    The gradients of both outputs must arrive in the same layout.
+    Communication: none.
     Raises ValueError for a residual of another shape, and as `layer_norm`; LayoutError for other layouts.
     """
     if x.shape != residual.shape:
         raise ValueError(
-            f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
+            f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; "
+            f"expand one"
         )
     if function.is_native(x, weight, bias, residual):
         total = x + residual
@@ -62,14 +72,15 @@ def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
         if x.ndim < 1 or (each is not None and each.shape != x.shape[-1:]):
             shape = None if each is None else tuple(each.shape)
             raise ValueError(
-                f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}; give a number for each element of a row"
+                f"{op} takes x [..., H] and {name} [H], got {tuple(x.shape)} and {shape}; give a number for each "
+                f"element of a row"
             )
     check_floats(op, ("x", "the residual", "the weight", "the bias"), x, residual, weight, bias)
     check_devices(op, x, residual, weight, bias)
 
 
 def _whole(op: str, x: Layout, shape: tuple[int, ...], weight: Layout | None, bias: Layout | None) -> Layout:
-    """How the output lies."""
+    """The output's layout: x's. Raises LayoutError where the last dim of x, the weight or the bias is sharded."""
     output = infer.whole(op, "x", x, len(shape) - 1)
     for name, each in (("the weight", weight), ("the bias", bias)):
         if each is not None:

@@ -1,4 +1,4 @@
-"""matmul and linear: products with what follows them, their local computation and their layout rules."""
+"""Matrix products with fused epilogues: `matmul`, `linear`, and their forms that overlap communication."""
 
 from .sharded import all_gather_matmul, linear, matmul, matmul_reduce_scatter
 

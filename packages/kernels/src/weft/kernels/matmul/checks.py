@@ -1,4 +1,4 @@
-"""What products are given that does not go together."""
+"""Checks of the arguments of products: shapes, dtypes, scales and strides."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, tor
 
 
 def check_activation_name(op: str, activation: str | None) -> None:
+    """Raises ValueError unless the activation is None or in ACTIVATIONS. op: for the message, here and below."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
             f"{op}: activation is {activation!r}; give one of {', '.join(map(repr, ACTIVATIONS))}, or None"
@@ -30,50 +31,55 @@ def check_matmul(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
 ) -> None:
-    """Raises ValueError, with the values and the remedy."""
-    of_a, of_b = tuple(a.shape), tuple(b.shape)
-    if len(of_a) < 2 or len(of_b) < 2 or of_a[-1] != of_b[-2]:
+    """Raises ValueError for mismatched arguments of `matmul` without accumulate_into."""
+    a_shape, b_shape = tuple(a.shape), tuple(b.shape)
+    if len(a_shape) < 2 or len(b_shape) < 2 or a_shape[-1] != b_shape[-2]:
         raise ValueError(
-            f"matmul takes a [..., M, K] and b [K, N] or [..., K, N], got {of_a} and {of_b}; the inner sizes are one, "
-            f"{of_a[-1:]} and {of_b[-2:-1]}: transpose a factor with .mT where that is meant"
+            f"matmul takes a [..., M, K] and b [K, N] or [..., K, N], got {a_shape} and {b_shape}; both sizes K must "
+            f"be equal, and are {a_shape[-1:]} and {b_shape[-2:-1]}: transpose a factor with .mT where this is meant"
         )
-    if len(of_b) > 2 and of_a[:-2] != of_b[:-2]:
+    if len(b_shape) > 2 and a_shape[:-2] != b_shape[:-2]:
         raise ValueError(
-            f"matmul takes factors with the same leading dims, or b without any, got {of_a} and {of_b}; expand one"
+            f"matmul takes factors with the same leading dims, or b without any, got {a_shape} and {b_shape}; expand "
+            f"one"
         )
     check_dtypes("matmul", a, b)
     check_activation_name("matmul", activation)
-    out = (*of_a[:-1], of_b[-1])
+    out = (*a_shape[:-1], b_shape[-1])
     if bias is not None and tuple(bias.shape) != out[-1:]:
         raise ValueError(f"matmul takes a bias of shape {out[-1:]}, got {tuple(bias.shape)}; expand or transpose it")
     check_residual("matmul", residual, out)
     check_out_dtype("matmul", out_dtype)
     check_bias_dtype("matmul", bias, a, out_dtype)
     check_no_gradient("matmul", a, b, a_scale, b_scale)
-    one = len(of_b) == 2
+    one = len(b_shape) == 2
     check_scale("matmul", "a_scale", a_scale, a, ((), out[:-1]) if one else ((),), "row of a")
     check_scale("matmul", "b_scale", b_scale, b, ((), out[-1:]) if one else ((),), "column of b")
 
 
 def check_residual(op: str, residual: Tensor | None, out: tuple[int, ...]) -> None:
-    """Raises ValueError for one that does not broadcast, or is none of floats."""
+    """Raises ValueError for a residual that does not broadcast to shape `out`, or has no floating-point values."""
     if residual is None:
         return
     if not _broadcasts(tuple(residual.shape), out):
         raise ValueError(
-            f"{op}: a residual of shape {tuple(residual.shape)} does not broadcast to the output, {out}; give its dims the "
-            f"output's sizes, or 1: with reshape, unsqueeze or transpose"
+            f"{op}: a residual of shape {tuple(residual.shape)} does not broadcast to the output, {out}; give its dims "
+            f"the output's sizes, or 1: with reshape, unsqueeze or transpose"
         )
     check_floats(op, ("the residual",), residual)
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
+    """Raises ValueError unless out_dtype is None or floating of 16 bits or more."""
     if out_dtype is not None and out_dtype not in WIDE:
         raise ValueError(f"{op}: out_dtype is {out_dtype}; give one of {', '.join(map(str, WIDE))}")
 
 
 def check_bias_dtype(op: str, bias: Tensor | None, factor: Tensor, out_dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError for a bias that has neither the factors' dtype nor the output's; beside 8 bits for one that is none of floats."""
+    """Raises ValueError unless the bias has the factor's dtype or out_dtype.
+
+    Beside 8-bit factors, any floating dtype of 16 bits or more is allowed.
+    """
     if bias is None or (bias.dtype in WIDE and bias.dtype in (factor.dtype, out_dtype)):
         return
     if factor.dtype in EIGHT_BITS:
@@ -86,25 +92,28 @@ def check_bias_dtype(op: str, bias: Tensor | None, factor: Tensor, out_dtype: to
 
 
 def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
-    """Raises ValueError for factors of two dtypes, but for two of 8 bits, and for those that are none of floats."""
-    if not _alike(a, b) and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
+    """Raises ValueError unless both factors have one floating dtype, or both have 8 bits (two dtypes allowed)."""
+    if not _one_wide_dtype(a, b) and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
         raise _cannot_be_multiplied(op, a, b)
 
 
-def check_wide(op: str, a: Tensor, *others: Tensor) -> None:
-    """Raises ValueError for factors of two dtypes, and for those that are none of floats of 16 bits or more: there are no scales."""
-    for b in others:
-        if _alike(a, b):
+def check_wide(op: str, a: Tensor, *factors: Tensor) -> None:
+    """Raises ValueError unless all factors have one floating dtype of 16 bits or more.
+
+    For ops without scale arguments, so 8-bit factors are refused.
+    """
+    for b in factors:
+        if _one_wide_dtype(a, b):
             continue
         if a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS:
             raise ValueError(
-                f"{op}: factors of {a.dtype} and {b.dtype} have scales, which {op} does not take; call matmul with a_scale and "
-                f"b_scale, or cast both with .to()"
+                f"{op}: factors of {a.dtype} and {b.dtype} have scales, which {op} does not take; call matmul with "
+                f"a_scale and b_scale, or cast both with .to()"
             )
         raise _cannot_be_multiplied(op, a, b)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _one_wide_dtype(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.dtype in WIDE
 
 
@@ -116,32 +125,38 @@ def _cannot_be_multiplied(op: str, a: Tensor, b: Tensor) -> ValueError:
 
 
 def check_no_gradient(op: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> None:
-    """Raises ValueError where a gradient would be of an 8-bit factor, or of a scale: there is none."""
+    """Raises ValueError where an 8-bit factor or a scale requires a gradient: they have none."""
     if a.dtype.itemsize > 1 or not torch.is_grad_enabled():
         return
     for name, each in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
         if each is not None and each.requires_grad:
             raise ValueError(
-                f"{op}: {name} needs a gradient, and factors of 8 bits and their scales have none; detach() it, or multiply in "
-                f"16 bits"
+                f"{op}: {name} needs a gradient, and factors of 8 bits and their scales have none; detach() it, or "
+                f"multiply in 16 bits"
             )
 
 
 def check_scale(
     op: str, name: str, scale: Tensor | None, factor: Tensor, shapes: tuple[tuple[int, ...], ...], what: str
 ) -> None:
-    """shapes: which it may have. what: that has a number each, where it has several."""
+    """Raises ValueError unless the scale is float32, of one of `shapes`, and the factor has 8 bits.
+
+    what: the part of the factor with one number each, as "row of a", for the message.
+    """
     if scale is None:
         return
     if tuple(scale.shape) not in shapes or scale.dtype != torch.float32 or factor.dtype not in EIGHT_BITS:
         raise ValueError(
-            f"{op}: {name} is {scale.dtype} of shape {tuple(scale.shape)}, of a factor of {factor.dtype}; for an 8-bit factor "
-            f"give float32 of shape {' or '.join(map(str, shapes))}: one number, or one for each {what}"
+            f"{op}: {name} is {scale.dtype} of shape {tuple(scale.shape)}, of a factor of {factor.dtype}; for an 8-bit "
+            f"factor give float32 of shape {' or '.join(map(str, shapes))}: one number, or one for each {what}"
         )
 
 
-def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *others: object) -> None:
-    """Raises ValueError for what cannot be added in place. others: what may not be given beside it, or as it is by default."""
+def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *options: object) -> None:
+    """Raises ValueError for arguments that do not fit accumulation into `into`.
+
+    options: the arguments of `matmul` that accumulation does not take; each must be None or 1.0.
+    """
     if a.dtype.itemsize == 1:
         raise ValueError(
             f"matmul: accumulate_into takes factors of 16 bits at least, got {a.dtype}; cast them with .to()"
@@ -152,35 +167,35 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *others: object) -> N
             f"matmul: accumulate_into is {into.dtype} of shape {tuple(into.shape)}, for factors of {a.dtype} of shapes "
             f"{tuple(a.shape)} and {tuple(b.shape)}; give {wanted} of shape {tuple(out)}, and b of two dims"
         )
-    if any(each not in (None, 1.0) for each in others if not isinstance(each, Tensor)) or any(
-        isinstance(each, Tensor) for each in others
+    if any(each not in (None, 1.0) for each in options if not isinstance(each, Tensor)) or any(
+        isinstance(each, Tensor) for each in options
     ):
         raise ValueError(
-            "matmul: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; apply "
-            "them to the sum when it is complete"
+            "matmul: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; "
+            "apply them to the sum when it is complete"
         )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
         raise ValueError("matmul: accumulate_into records no gradient; call it under torch.no_grad()")
 
 
 def check_apart(op: str, into: Tensor) -> None:
-    """Raises ValueError for a sum of which several elements are one in memory: each would be added to the others."""
+    """Raises ValueError where elements of `into` share memory, as in an expanded tensor: their sums would mix."""
     if any(step == 0 and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
-        raise _no_room(op, into, "elements of it are one in memory")
+        raise _strides_error(op, into, "several elements share their memory")
 
 
 def rows_in_place(op: str, into: Tensor) -> Tensor:
-    """[..., M] -> [N, M], the same memory. Raises ValueError where no view is that, and as `check_apart`."""
+    """A view [N, M] of into [..., M]. Raises ValueError where no view has this shape, and as `check_apart`."""
     check_apart(op, into)
     if into.ndim == 2:
         return into
     try:
         return into.view(math.prod(into.shape[:-1]), into.shape[-1])
     except RuntimeError:
-        raise _no_room(op, into, "no one stride reaches its rows") from None
+        raise _strides_error(op, into, "no single stride reaches all rows") from None
 
 
-def _no_room(op: str, into: Tensor, why: str) -> ValueError:
+def _strides_error(op: str, into: Tensor, why: str) -> ValueError:
     return ValueError(
         f"{op}: accumulate_into of shape {tuple(into.shape)} has strides {into.stride()}: {why}; give it contiguous"
     )

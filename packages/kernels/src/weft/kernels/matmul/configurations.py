@@ -1,4 +1,7 @@
-"""How a product is computed: the tiles of a kernel, or torch's GEMM; by a table of measurements, and by rules where it is silent."""
+"""How a product is computed: which tiles the kernel uses, and whether torch's GEMM runs instead.
+
+A table of measurements decides; rules decide for products which were not measured.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,19 @@ TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_matmul.py w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The tiles of a product [M, K] @ [K, N].
-
-    group_m: rows of tiles that are gone down before the next column. parts: in which a tile goes through its epilogue.
-    splits: of K, whose products are added up by a second kernel. descriptors: whether tiles are loaded by TMA, where memory is
-    aligned for it. specialized: whether warps that load and warps that multiply are told apart; only with 4 warps, for triton 3.6
-    and 3.7 silently leave it with 8, and in one part, for triton 3.6 cannot cut a tile there.
-    """
+    """How the kernel computes a product [M, K] @ [K, N]: the size of its tiles, and how Triton compiles it."""
 
     tile_m: int
     tile_n: int
     tile_k: int
     warps: int
     stages: int
-    group_m: int = 8
-    parts: int = 1
-    splits: int = 1
-    descriptors: bool = True
+    group_m: int = 8  # programs go down this many rows of tiles before the next column
+    parts: int = 1  # a tile goes through its epilogue in this many parts
+    splits: int = 1  # of K; a second kernel adds up the splits' products
+    descriptors: bool = True  # load tiles by TMA, where memory is aligned for it
+    # Separate warps load and multiply. Needs 4 warps, as Triton 3.6 and 3.7 silently ignore the option with 8; and
+    # one part, as Triton 3.6 cannot split a tile of such a loop.
     specialized: bool = False
 
     def __post_init__(self) -> None:
@@ -41,37 +40,43 @@ class Configuration:
             if size < 1 or size & (size - 1):
                 raise ValueError(f"{name} is {size}; give a power of two")
         if min(self.group_m, self.splits, self.stages) < 1:
-            raise ValueError(f"{self}: group_m, splits and stages are 1 at least")
+            raise ValueError(f"{self}: group_m, splits and stages must be 1 or more")
         if self.specialized and not (self.warps == 4 and self.parts == 1 and self.descriptors):
-            raise ValueError(f"{self}: warps are specialized with descriptors alone; give warps=4, parts=1")
+            raise ValueError(
+                f"{self}: specialized needs descriptors=True, and 4 warps in one part; give warps=4, parts=1"
+            )
 
     def flop_per_byte(self, itemsize: int, products: int = 1) -> float:
-        """Of a step of the inner loop: over the bytes of a's tile and of the products' tiles of b."""
+        """The inner loop's arithmetic intensity: flop over bytes, for a tile of a and `products` tiles of b."""
         flop = 2 * self.tile_m * self.tile_n * self.tile_k * products
         return round(flop / ((self.tile_m + self.tile_n * products) * self.tile_k * itemsize), 1)
 
 
 Kind = Literal["plain", "fused", "one_scale", "gated", "grouped", "grouped_weights"]
-ONE_PASS: tuple[Kind, ...] = ("fused", "one_scale")  # where the kernel saves a pass
+ONE_PASS: tuple[Kind, ...] = ("fused", "one_scale")  # kinds for which the kernel saves a pass over the output
 
 
 class Class(NamedTuple):
-    """Products that are computed alike. chip: as "sm_90". dtype: of the factors, "tf32" where float32 is multiplied so.
+    """A class of products that share a configuration: a key of the table of measurements.
 
-    kind: "plain" where no more than a bias follows, "fused" where an epilogue does that torch's GEMM does not have, and "one_scale" where
-    the factors have 8 bits and no more than a number each for scales; "gated" where two products of one input make a gate; "grouped" of groups of rows, with or without an epilogue, and "grouped_weights" of sums over them.
-    transposed: the factors [M, K] and [K, N] whose columns are contiguous: "", "a", "b" or "ab".
-    m, n, k: the sizes, of groups those of one of them; with how many groups there are, rounded up to powers of two.
+    The kinds:
+    plain: nothing follows the product but a bias.
+    fused: an epilogue follows which torch's GEMM does not have.
+    one_scale: factors of 8 bits, each with at most one number for its scale.
+    gated: two products of one input, and a gate of both.
+    grouped: products of groups of rows, with or without an epilogue.
+    grouped_weights: sums over groups of rows, for the gradients of grouped weights.
     """
 
-    chip: str
-    dtype: str
+    chip: str  # as "sm_90"
+    dtype: str  # of the factors; "tf32" where float32 is multiplied in tf32
     kind: Kind
-    transposed: str
+    transposed: str  # which factors, a [M, K] and b [K, N], have contiguous columns: "", "a", "b" or "ab"
+    # The sizes, rounded up to powers of two; for groups, the sizes of one group.
     m: int
     n: int
     k: int
-    groups: int = 1
+    groups: int = 1  # the number of groups, rounded up to a power of two
 
     @classmethod
     def of(cls, chip: str, dtype: str, kind: Kind, transposed: str, M: int, N: int, K: int, groups: int = 1) -> Class:
@@ -88,7 +93,7 @@ def kind_of(
     b_scale: Tensor | None = None,
     z: Tensor | None = None,
 ) -> Kind:
-    """Of a product that is followed by these. z: where what the activation is applied to is kept."""
+    """The kind of a product a @ b with this epilogue. z: the buffer for the pre-activation, or None."""
     if a.dtype.itemsize == 1:
         return "one_scale" if all(each is None or each.numel() == 1 for each in (a_scale, b_scale)) else "fused"
     follows = activation is not None or alpha != 1 or any(each is not None for each in (residual, z))
@@ -96,22 +101,19 @@ def kind_of(
 
 
 def transposed(a: Tensor, b: Tensor) -> str:
-    """See `Class`."""
+    """Which of the factors have contiguous columns; see `Class.transposed`."""
     return "".join(name for name, factor in zip("ab", (a, b), strict=True) if factor.stride(-1) != 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a tuning run found of a class: the fastest configuration, its time, and that of torch's GEMM with the same epilogue.
-
-    where: the device and the versions of torch and triton.
-    """
+    """One row of the table of measurements: what a tuning run measured for a class of products."""
 
     of: Class
-    configuration: Configuration
-    seconds: float
-    torch_seconds: float
-    where: str
+    configuration: Configuration  # the fastest
+    seconds: float  # with this configuration
+    torch_seconds: float  # of torch's GEMM with the same epilogue
+    where: str  # the device, and the versions of torch and triton
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -129,17 +131,18 @@ class Measured:
 
 
 def read(file: Path) -> dict[Class, Measured]:
+    """The table of measurements in a JSON file."""
     return {row.of: row for row in map(Measured.from_json, json.loads(file.read_text()))}
 
 
 class Row(Protocol):
-    """What a table has for a class."""
+    """A row of a table that `write` can save: `Measured`, or `Timed` of sharded/choice.py."""
 
     def as_json(self) -> dict[str, Any]: ...
 
 
 def write(rows: Mapping[Any, Row], file: Path) -> None:
-    """One line a row, so that a new measurement is a change of one line."""
+    """Writes a table as JSON with each row on its own line, for short diffs when a measurement changes."""
     lines = [json.dumps(rows[of].as_json()) for of in sorted(rows)]
     file.write_text("[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n")
 
@@ -148,39 +151,41 @@ MEASURED = read(TABLE)
 
 
 def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> Configuration | None:
-    """The fastest configuration that was measured of the class; None where none was."""
+    """The fastest configuration measured for the class; None where the class was not measured."""
     row = measured.get(of)
     return None if row is None else row.configuration
 
 
 def kernel_runs(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> bool:
-    """Whether the kernel computes such products, and not torch's GEMM with what follows: the faster one, by measurement.
+    """Whether the kernel computes products of this class, instead of torch's GEMM and the epilogue in torch.
 
-    Of what was not measured the kernel computes ONE_PASS alone: what follows is then no pass of its own. A gate saves less beside
-    two products, two passes over its output of six, than the better GEMM may.
+    The faster by measurement. For a class which was not measured, only kinds in ONE_PASS take the kernel, as their
+    epilogue then needs no pass of its own. A gated product would save two of six passes over its output, and torch's
+    better GEMM may save more.
     """
     row = measured.get(of)
     return of.kind in ONE_PASS if row is None else row.seconds < row.torch_seconds
 
 
-# Untuned: what compiles without spills and fills the shared memory that the chip has, see benchmarks/results/aot.
+# Not tuned: these compile without spills and fill the chip's shared memory, see benchmarks/results/aot.
 LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
-EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)  # two sums: see `multiplied`
+EIGHT_BITS = Configuration(
+    tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2
+)  # `multiplied` keeps two sums
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=4, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
-SINGLE = Configuration(
-    tile_m=64, tile_n=64, tile_k=32, warps=8, stages=2, parts=2, descriptors=False
-)  # float32 without tensor cores
+# float32 without tensor cores
+SINGLE = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 INTERPRETED = Configuration(tile_m=16, tile_n=32, tile_k=16, warps=1, stages=1, group_m=2, parts=2)
 WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
 
 
 @lru_cache(maxsize=65536)
 def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, processors: int) -> Configuration:
-    """The configuration of a class that was not measured. aligned: for descriptors. processors: that run programs at once."""
+    """The configuration for a product without measurement. aligned: TMA can be used. processors: multiprocessors."""
     if chip == "interpreted":
         return INTERPRETED
     if itemsize == 4:
@@ -203,7 +208,10 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
 
 
 def halved(configuration: Configuration) -> Configuration:
-    """For two products at once: tiles of half the columns, which take as many registers together, and their epilogue some more."""
+    """The configuration for a gated product: tiles with half the columns.
+
+    The two sums then take as many registers as one; the gate takes a few more.
+    """
     if configuration.tile_n <= 16:
         return configuration
     whole = _replaced(configuration, splits=1)
@@ -212,14 +220,14 @@ def halved(configuration: Configuration) -> Configuration:
 
 
 def grouped(configuration: Configuration) -> Configuration:
-    """For products of groups: K is not split, and a program that finds its group has fewer registers for the tile."""
+    """The configuration for grouped products: K is not split, and the search for the group takes registers."""
     whole = _replaced(configuration, splits=1, specialized=False)
     as_middle = (whole.tile_m, whole.tile_n, whole.warps) == (MIDDLE.tile_m, MIDDLE.tile_n, MIDDLE.warps)
     return _replaced(whole, warps=8) if as_middle else whole
 
 
 def fitted(kind: Kind, configuration: Configuration) -> Configuration:
-    """What a kernel of this kind makes of a configuration for one product."""
+    """A configuration for a single product, adapted to a kernel of this kind."""
     match kind:
         case "gated":
             return halved(configuration)

@@ -1,4 +1,4 @@
-"""What a product's tile goes through before it is stored: scales, bias, activation, residual, the sum that it is added to."""
+"""Epilogues of the product kernels, before a tile is stored: scales, bias, activation, residual, accumulation."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """The place of a tile: down GROUP_M rows of tiles before the next column, so that programs at work share panels in the L2."""
+    """The row and column of tile number `tile`.
+
+    Tiles are numbered down GROUP_M rows before the next column: programs which run together share panels in the L2.
+    """
     in_group = GROUP_M * tiles_n
     first = tile // in_group * GROUP_M
     rows = min(tiles_m - first, GROUP_M)
@@ -20,7 +23,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """The activation in float32. gelu_tanh: x * sigmoid(2 u), which is x * (1 + tanh(u)) / 2."""
+    """The activation of z, in float32. gelu_tanh: z * sigmoid(2 u), equal to z * (1 + tanh(u)) / 2."""
     if ACTIVATION == "gelu":
         z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))  # 1 / sqrt(2)
     elif ACTIVATION == "gelu_tanh":
@@ -28,7 +31,7 @@ def activate(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "silu":
         z = z * sigmoid(z)
     elif ACTIVATION == "relu":
-        z = tl.where(z > 0.0, z, tl.where(z == z, 0.0, z))  # NaN stays, as in torch
+        z = tl.where(z > 0.0, z, tl.where(z == z, 0.0, z))  # NaN stays NaN, as in torch
     elif ACTIVATION == "relu2":
         positive = tl.where(z > 0.0, z, tl.where(z == z, 0.0, z))
         z = positive * positive
@@ -39,25 +42,24 @@ def activate(z, ACTIVATION: tl.constexpr):
 def slope(z, ACTIVATION: tl.constexpr):
     """The derivative of the activation at z, in float32."""
     if ACTIVATION == "gelu":
-        found = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(
-            -0.5 * z * z
-        )  # 1 / sqrt(2 pi)
+        # Constants: 1 / sqrt(2), and 1 / sqrt(2 pi).
+        derivative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif ACTIVATION == "gelu_tanh":
         s = sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
-        found = s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+        derivative = s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
     elif ACTIVATION == "silu":
         s = sigmoid(z)
-        found = s * (1.0 + z * (1.0 - s))
+        derivative = s * (1.0 + z * (1.0 - s))
     elif ACTIVATION == "relu":
-        found = tl.where(z > 0.0, 1.0, 0.0)
+        derivative = tl.where(z > 0.0, 1.0, 0.0)
     else:
-        found = tl.where(z > 0.0, 2.0 * z, 0.0)  # relu2
-    return found
+        derivative = tl.where(z > 0.0, 2.0 * z, 0.0)  # relu2
+    return derivative
 
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The columns of the left half and of the right half of [ROWS, COLS]."""
+    """x [ROWS, COLS] -> its left and right halves, each [ROWS, COLS // 2]."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
 
 
@@ -70,10 +72,12 @@ def finish(
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the tile [ROWS, COLS] at (row, col), in PARTS that follow one another: fewer registers are alive at once.
+    """Applies the epilogue to the tile `product` [ROWS, COLS] at (row, col), and stores it.
 
-    z = alpha * product * scales + bias, also stored where z_ptr is given, which lies as out; out = act(z) + beta * residual,
-    or out += z; or, with SLOPE, out = z times the derivative of that activation at the residual. Rows and columns are int64.
+    z = alpha * product * scales + bias; stored where z_ptr is given, with the strides of out.
+    out = act(z) + beta * residual. ACCUMULATE: out += act(z) + beta * residual. SLOPE, the name of an activation: out
+    = z times the activation's derivative at the residual.
+    PARTS: the tile is computed in parts one after another, to keep fewer registers alive. row, col: int64.
     """
     if PARTS > 1:
         left, right = halves(product, ROWS, COLS)
@@ -125,7 +129,10 @@ def finish_gated(
     gate, up, row, col, out_ptr, gate_ptr, up_ptr, M, N, stride_om, stride_on,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out = silu(gate) * up of a tile, in PARTS as of `finish`; and gate and up, which lie as out, where there is memory for them."""
+    """Stores the tile out = silu(gate) * up at (row, col), in PARTS as in `finish`.
+
+    gate and up are also stored, with the strides of out, where gate_ptr is given.
+    """
     if PARTS > 1:
         left, right = halves(gate, ROWS, COLS)
         left_up, right_up = halves(up, ROWS, COLS)

@@ -1,4 +1,4 @@
-"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is the faster."""
+"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .checks import rows_in_place
 from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of
 from .reference import derivative, rows_of, shaped
 
+# activation -> its name in swiglu.function, whose kernel computes it
 GATES = {
     "gelu": "none",
     "gelu_tanh": "tanh",
     "silu": "silu",
-}  # the activations that the gates' kernel has, as it names them
+}
 
 
 def linear(
@@ -35,12 +36,12 @@ def linear(
     add_bias: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """input [..., K], weight [M, K], bias [M] -> [..., M]; one GEMM, of the activation of the input where there is one.
+    """act(input_act(input) @ weight.T + bias) by one GEMM: input [..., K], weight [M, K], bias [M] -> [..., M].
 
     add_bias: False leaves the bias out of this rank's output, where the ranks' outputs are summed and another rank
-        adds it. The bias' gradient does not change: the sum is linear in the bias, wherever it was added.
-    keep: whether there is a backward. It needs input, weight and, with an activation, z = input @ weight.T + bias, from which
-        the activation's derivative is computed again; of relu the output says enough.
+        adds the bias. The bias' gradient does not change: the sum is linear in the bias, whichever rank added it.
+    keep: whether to save z for backward. Saved for backward: input, weight and, with an activation, the pre-activation
+        z = input @ weight.T + bias; for relu, the output instead of z.
     """
     bias = bias if add_bias else None
     hidden = input if input_activation is None else activated(input, input_activation)
@@ -53,7 +54,10 @@ def linear(
 
 
 def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The output by torch's own function, which differentiates it; None where that is not for it, or gradients of weights may wait."""
+    """input @ weight.T + bias by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
+
+    Also None where the weight's gradient may be computed later than the input's (see `weights.py`).
+    """
     if may_wait() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
         return None
     M, K = weight.shape
@@ -63,7 +67,7 @@ def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
 
 
 def linear_of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
-    """dz = grad * act'(z)."""
+    """dz = grad * act'(z), the gradient of the pre-activation."""
     _, _, *z = saved
     return derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad
 
@@ -77,9 +81,10 @@ def linear_backward(
     input_activation: str | None = None,
     add_bias: bool = True,
 ) -> Tensors:
-    """dinput = dz @ weight, dweight = dz.T @ input, dbias = dz summed over the rows; one GEMM each.
+    """dinput = dz @ weight, dweight = dz.T @ input, dbias = dz.sum(0) over the rows; one GEMM each.
 
-    An activation of the input is computed again for dweight; by its derivative dinput is multiplied in the epilogue.
+    With an input_activation: dweight uses the recomputed input_act(input), and dinput's epilogue multiplies it by
+    input_act'(input).
     """
     input, weight = saved[:2]
     assert input is not None and weight is not None, "forward saves both"
@@ -112,11 +117,14 @@ def matmul(
     add_residual: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """The output, and what backward needs: a, b and, with an activation, z; of relu without a residual the output.
+    """act(alpha * a @ b + bias) + beta * residual, and the saved tensors (a, b, z, the residual's shape).
 
-    a: [..., K], b: [K, N]; or both with the same leading dims, [..., M, K] and [..., K, N]. bias: [N]. residual: broadcast.
-    a_scale: one number or one for each row of a; b_scale: one or [N].
-    add_bias, add_residual: as of `linear`, for this rank.
+    a: [..., K] and b: [K, N]; or [..., M, K] and [..., K, N] with the same leading dims. bias: [N]. residual:
+    broadcast.
+    a_scale: one number, or one for each row of a. b_scale: one number or [N].
+    add_bias, add_residual: as add_bias in `linear`.
+    keep: whether to save the pre-activation z. For relu without a residual the output is saved instead; without an
+        activation, None.
     """
     beside = bias is not None or residual is not None or a_scale is not None or b_scale is not None
     if (
@@ -125,28 +133,31 @@ def matmul(
         and (out_dtype or a.dtype) == a.dtype
         and a.dtype.itemsize > 1
     ):
-        return a @ b, (a, b, None, None)  # at once: of a few rows the host's time counts
+        return a @ b, (a, b, None, None)  # the shortest path: with few rows the host's time counts
     left, right = _flat(a, b)
     shape = (*a.shape[:-1], b.shape[-1])
     added = residual if add_residual else None
     if added is not None:
         added = added.expand(shape).reshape(*left.shape[:-1], shape[-1])
     of_rows = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.flatten()
-    by_output = activation == "relu" and added is None
+    saves_output = activation == "relu" and added is None
     out, z = product(
         left, right, bias if add_bias else None, added, of_rows, b_scale,
         activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype,
-        keep_z=keep and activation is not None and not by_output,
+        keep_z=keep and activation is not None and not saves_output,
     )  # fmt: skip
     out = out.view(shape)
-    z = None if activation is None else out if by_output else None if z is None else z.view(shape)
-    # Of the residual backward needs the shape alone: one number that says it.
-    told = None if residual is None else residual.new_empty(()).expand(residual.shape)
-    return out, (a, b, z, told)
+    z = None if activation is None else out if saves_output else None if z is None else z.view(shape)
+    # Backward needs only the residual's shape and dtype: save one element, expanded.
+    residual_shape = None if residual is None else residual.new_empty(()).expand(residual.shape)
+    return out, (a, b, z, residual_shape)
 
 
 def native_matmul(a: Tensor, b: Tensor, *more: Tensor | None) -> Tensor | None:
-    """a @ b by torch's own function, which differentiates it; None where that is not for it. more: all operands but those."""
+    """a @ b by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
+
+    more: the further operands of `matmul`; the result is None unless all of them are None.
+    """
     for each in more:
         if each is not None:
             return None
@@ -166,9 +177,10 @@ def matmul_backward(
     add_bias: bool = True,
     add_residual: bool = True,
 ) -> Tensors:
-    """dz = grad * act'(z), da = alpha dz @ b.T, db = alpha a.T @ dz, dbias = dz summed over the rows, dresidual = beta grad.
+    """da = alpha * dz @ b.T, db = alpha * a.T @ dz, dbias = dz.sum(0) over the rows, dresidual = beta * grad.
 
-    Bias and residual have theirs wherever they were added. Scales have none.
+    Here dz = grad * act'(z). Bias and residual have a gradient on every rank, whichever rank added them. Scales have
+    none.
     """
     a, b, z, residual = saved
     assert a is not None and b is not None, "forward saves both"
@@ -188,7 +200,7 @@ def matmul_backward(
 
 
 def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """With one leading dim, or with none where b has none."""
+    """Both factors with their leading dims flattened into one; for a b of two dims, a as rows [N, K]."""
     return (rows_of(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
 
 
@@ -206,7 +218,7 @@ def product(
     out_dtype: torch.dtype | None = None,
     keep_z: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `reference.product`. By the kernel or by torch's GEMM: see `by_kernel`."""
+    """The product of `reference.product`, by the kernel or by torch's GEMM: see `by_kernel`."""
     if use_triton(a) and by_kernel(a, b, kind_of(a, activation, alpha, residual, a_scale, b_scale)):
         out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
         z = torch.empty_like(out) if keep_z else None
@@ -219,8 +231,8 @@ def product(
 
 
 @launched(
-    "matmul(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, Tensor(a!) out, Tensor(b!)? z, "
-    "str? activation, str? slope, float alpha, float beta, bool accumulate)"
+    "matmul(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? a_scale, Tensor? b_scale, Tensor(a!) out, "
+    "Tensor(b!)? z, str? activation, str? slope, float alpha, float beta, bool accumulate)"
 )
 def _launch(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
@@ -229,22 +241,22 @@ def _launch(*arguments: Any) -> None:
 
 
 def plain(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, which nothing follows."""
+    """a @ b, without an epilogue."""
     return a @ b if not MEASURED else product(a, b)[0]
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """The activation of x, in one pass."""
-    by_gates = GATES.get(activation)
+    gate_name = GATES.get(activation)
     return (
         reference.activated(x, activation)
-        if by_gates is None or not use_triton(x)
-        else gates.activated(x, None, by_gates)
+        if gate_name is None or not use_triton(x)
+        else gates.activated(x, None, gate_name)
     )
 
 
 def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
-    """a @ b times the derivative of the activation at z, whose rows are the product's: in one pass where the kernel runs."""
+    """(a @ b) * act'(z), where z has a row for each row of a; in one pass where the kernel runs."""
     z = rows_of(z)
     if not use_triton(a) or not by_kernel(a, b, "fused"):
         return derivative(plain(a, b), z, activation)
@@ -254,13 +266,16 @@ def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def accumulate_into(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
-    """into, to which a @ b was added, in float32 where that is what `into` is; a: [..., K], b: [K, N]. Raises as `rows_in_place`."""
+    """Adds a @ b to into in place, in the dtype of into. a: [..., K]. b: [K, N]. Raises as `rows_in_place`."""
     accumulate(rows_of(a), b, rows_in_place("matmul", into))
     return into, ()
 
 
 def accumulate(a: Tensor, b: Tensor, into: Tensor) -> Tensor:
-    """`accumulate_into` of a and into of two dims, which the caller has made: unchecked, for backward is traced without strides."""
+    """Adds a @ b to into, in place, for tensors of two dims made by the caller.
+
+    The strides of into are not checked: under a trace of backward they are unknown.
+    """
     if use_triton(a) and by_kernel(a, b, "plain"):
         _launch(a, b, None, None, None, None, into, None, None, None, 1.0, 1.0, True)
     else:
@@ -269,9 +284,10 @@ def accumulate(a: Tensor, b: Tensor, into: Tensor) -> Tensor:
 
 
 def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
-    """Whether the kernel computes a @ b, where there are kernels: see `kernel_runs`. An interpreted one was measured nowhere.
+    """Whether the Triton kernel computes a @ b, on a tensor for which `use_triton` holds: see `kernel_runs`.
 
-    a: [..., M, K]; where b has no leading dims those of a are rows.
+    a: [..., M, K]; where b has no leading dims, those of a count as rows. The interpreter, without measurements, takes
+    every kind but "plain".
     """
     if not a.is_cuda:
         return kind != "plain"
@@ -287,7 +303,7 @@ def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
 
 
 def compiles(a: Tensor, b: Tensor) -> bool:
-    """Whether the kernels of a @ b compile for the chip that the factors are on: see `multiplies`."""
+    """Whether Triton compiles a @ b for the factors' chip: see `multiplies`."""
     if not a.is_cuda:
         return True
     chip = chip_of(a.device)[0]

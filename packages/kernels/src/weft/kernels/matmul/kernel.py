@@ -1,4 +1,4 @@
-"""Products of matrices: tiles by persistent programs, loaded by descriptors where memory is aligned for them, else by pointers."""
+"""Kernels for matrix products: persistent programs that load tiles by TMA where memory is aligned, else by pointers."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .epilogue import finish, finish_gated, tile_of
 
 @triton.jit
 def multiplied(left, right, total, PRECISION: tl.constexpr):
-    """total + left @ right. Hopper sums products of 8 bits in fewer bits than a float32 has: no longer than over a tile."""
+    """total + left @ right. Hopper sums 8-bit products in fewer bits than float32: here only within a tile."""
     if left.dtype.primitive_bitwidth == 8:
         return tl.dot(left, right, total, input_precision=PRECISION, max_num_imprecise_acc=left.shape[1])
     else:
@@ -26,11 +26,12 @@ def product(
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, SPECIALIZED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out = epilogue(a @ b) for a [B, M, K] and b [B, K, N]; see `finish`. Grid: programs, B, splits of K.
+    """out = epilogue(a @ b) for a [B, M, K] and b [B, K, N]; the epilogue is `finish`. Grid: programs, B, splits of K.
 
-    With up_ptr, which lies as b: out = silu(a @ b) * (a @ up), see `finish_gated`; B is 1, and K is not split.
-    K_SPLIT: of a split, a multiple of TILE_K, or K; the products of the splits lie stride_os apart.
-    DESCRIPTORS: a and b lie in 16-byte rows: A_BY_ROWS along K, else along M; B_BY_ROWS along N, else along K.
+    up_ptr, with the strides of b: out = silu(a @ b) * (a @ up), see `finish_gated`; B is 1, and K is not split.
+    K_SPLIT: the length of a split, a multiple of TILE_K; or K. The splits' products are stored stride_os apart.
+    DESCRIPTORS: load tiles by TMA. a is contiguous along K where A_BY_ROWS, else along M; b along N where B_BY_ROWS,
+    else along K; every other stride is a multiple of 16 bytes.
     """
     batch, split = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     a_ptr += batch * stride_ab
@@ -119,7 +120,7 @@ def combine(
     alpha, beta,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out = epilogue of the sum of the splits' products [SPLITS, B, M, N] in float32, in the order of the splits."""
+    """out = epilogue(sum over the splits' products [SPLITS, B, M, N], in float32 and in order of the splits)."""
     batch = tl.program_id(2).to(tl.int64)
     row, col = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLS
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)

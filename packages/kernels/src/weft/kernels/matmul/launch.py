@@ -1,4 +1,4 @@
-"""Launches the kernels: memory for what they make, and the configuration."""
+"""Launches the product kernels: chooses a configuration and allocates the splits' partial products."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..backend import chip_of, device_of
 from . import kernel
 from .configurations import Class, Configuration, Kind, by_measurement, by_rule, fitted, kind_of, transposed
 
-COMBINED = 32, 64  # of a tile that the splits' products are added up in
-MOST_IN_GRID = 65_535  # programs along a grid's second dim, and along its third: CUDA's limit
+COMBINED = 32, 64  # rows and columns of a tile of the kernel `combine`
+MOST_IN_GRID = 65_535  # CUDA's limit for programs along a grid's second and third dims
 
 
 def product(
@@ -33,12 +33,13 @@ def product(
     accumulate: bool = False,
     configuration: Configuration | None = None,
 ) -> None:
-    """out = act(alpha * a @ b * scales + bias) + beta * residual, and z = what the activation is of; or out += a @ b.
+    """out = act(alpha * a @ b * scales + bias) + beta * residual; also writes the pre-activation to z, unless None.
 
-    a: [M, K] or [B, M, K], b: as many dims, any strides. bias: [N]. residual: expands to out. a_scale: one number or
-    [M]; b_scale: one or [N]; float32. out and z lie alike. accumulate: nothing follows the product.
-    slope: an activation; out is the product times its derivative at the residual, and nothing else follows.
-    Batches of more than MOST_IN_GRID are launched in parts.
+    a: [M, K] or [B, M, K]; b with as many dims; any strides. bias: [N]. residual: expands to out.
+    a_scale: one number or [M]; b_scale: one number or [N]; float32. out and z have the same strides.
+    accumulate: out += a @ b, without an epilogue.
+    slope: the name of an activation: out = a @ b times its derivative at the residual, without any other epilogue.
+    More batches than MOST_IN_GRID are launched in parts.
     """
     if a.ndim == 3 and len(a) > MOST_IN_GRID:
         added = None if residual is None else residual.expand(out.shape)
@@ -80,16 +81,19 @@ def product(
             _batch(a), *a.stride()[-2:], _batch(b), *b.stride()[-2:],
             *of_vectors, _batch(first), 0 if partial is None else partial.stride(0), *first.stride()[-2:],
             *(scalars if partial is None else (None, None)),
-            DESCRIPTORS=by_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a),
+            DESCRIPTORS=by_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1,
+            PRECISION=precision(a),
             ACTIVATION=activation if partial is None else None, SLOPE=slope if partial is None else None,
             ACCUMULATE=accumulate and partial is None,
             SPECIALIZED=chosen.specialized and by_descriptors,
-            TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
+            TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m,
+            PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
         if partial is not None:
             rows, cols = COMBINED
-            kernel.combine[(-(-M // rows), -(-N // cols), batches)](  # no N that is split has so many columns
+            # N is small where K is split, so the grid's second dim is large enough.
+            kernel.combine[(-(-M // rows), -(-N // cols), batches)](
                 partial, *vectors, out, z,
                 M, N, splits,
                 *partial.stride()[:3], *of_vectors, _batch(out), *out.stride()[-2:],
@@ -107,9 +111,9 @@ def gated(
     z_up: Tensor | None,
     configuration: Configuration | None = None,
 ) -> None:
-    """out = silu(x @ gate) * (x @ up), and z and z_up the two products; x is read once for both.
+    """Writes out = silu(x @ gate) * (x @ up), and both products into z and z_up where given; x is read once for both.
 
-    x: [M, K]. gate, up: [K, N], which lie alike. out, z and z_up lie alike.
+    x: [M, K]. gate, up: [K, N] with the same strides. out, z and z_up have the same strides.
     """
     (M, K), N = x.shape, gate.shape[-1]
     if out.numel() == 0:
@@ -128,26 +132,32 @@ def gated(
             None, None,
             DESCRIPTORS=by_descriptors, A_BY_ROWS=x.stride(-1) == 1, B_BY_ROWS=gate.stride(-1) == 1,
             PRECISION=precision(x), ACTIVATION=None, SLOPE=None, ACCUMULATE=False, SPECIALIZED=False,
-            TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m, PARTS=chosen.parts,
+            TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m,
+            PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 
 
 def grid(tiles: int, processors: int, batches: int = 1, splits: int = 1) -> tuple[int, int, int]:
-    """Programs that go through the tiles of each product, batches, splits: as many programs in all as there are processors, or more
-    where there are more products.
+    """(programs for each product, batches, splits): one program a multiprocessor in all, or more with more products.
+
+    Each program loops over tiles of its product.
     """
-    assert max(batches, splits) <= MOST_IN_GRID, "more are launched in parts"
+    assert max(batches, splits) <= MOST_IN_GRID, "the caller launches more batches in parts"
     return min(tiles, max(1, -(-processors // (batches * splits)))), batches, splits
 
 
 def parts_of(batches: int) -> list[slice]:
-    """The batches of each launch."""
+    """The batches of each launch, at most MOST_IN_GRID."""
     return [slice(start, min(batches, start + MOST_IN_GRID)) for start in range(0, batches, MOST_IN_GRID)]
 
 
 def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> Class:
-    """Of a [..., M, K] and b [..., K, N]; leading dims that b has not are rows. Of groups with as many rows, or inner ones, each."""
+    """The class of the product of a [..., M, K] and b [..., K, N].
+
+    Where b has no leading dims, those of a count as rows. groups: the groups share M, or K for "grouped_weights",
+    evenly.
+    """
     M, N, K = a.shape[-2] if b.ndim == a.ndim else math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     if kind == "grouped":
         M //= groups
@@ -157,19 +167,22 @@ def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> Class:
 
 
 def dtype_of(a: Tensor, b: Tensor) -> str:
-    """As `Class` has it: two where those of 8 bits differ."""
+    """`Class.dtype` of a product: the factors' dtype, or both dtypes where 8-bit factors differ."""
     names = (str(each.dtype).removeprefix("torch.") for each in (a, b))
     return "tf32" if precision(a) == "tf32" else "-".join(dict.fromkeys(names))
 
 
 def chosen_for(of: Class, a: Tensor, aligned: bool, sizes: tuple[int, int, int]) -> Configuration:
-    """What was measured of the class, of aligned memory; else what the rule has. sizes: M, N and K."""
+    """The class' measured configuration where memory is aligned; elsewhere the one of `by_rule`. sizes: M, N and K."""
     measured = by_measurement(of) if aligned else None
     return measured or fitted(of.kind, by_rule(of.chip, a.itemsize, aligned, *sizes, chip_of(a.device)[1]))
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Whether TMA can load tiles of x: one of the last two dims has neighbours in memory, all else begins at 16 bytes."""
+    """Whether TMA can load tiles of x.
+
+    One of the last two dims is contiguous; the address and all other strides are multiples of 16 bytes.
+    """
     rows, cols = x.stride()[-2:]
     if cols != 1:
         if rows != 1:
@@ -192,12 +205,15 @@ def _step(scale: Tensor | None) -> int:
 
 
 def precision(a: Tensor) -> str:
-    """Of float32: tf32 where torch is told so, by `torch.set_float32_matmul_precision` or `fp32_precision`; never otherwise."""
+    """Triton's input_precision: "tf32" for float32 where torch is set to tf32, else "ieee".
+
+    torch is set by `torch.set_float32_matmul_precision` or `fp32_precision`.
+    """
     if a.dtype != torch.float32 or not a.is_cuda:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def scratch(size: int, alignment: int, stream: Any) -> Tensor:
-    """Where a kernel writes its descriptors."""
+    """Triton's allocator for memory in which a kernel writes its TMA descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

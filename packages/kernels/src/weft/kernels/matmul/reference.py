@@ -1,4 +1,4 @@
-"""Products and what follows them, in plain torch: the CPU path, the meaning, and on a GPU the products by cuBLAS."""
+"""Products and their epilogues in plain torch: the CPU path, the kernels' definition, and on a GPU cuBLAS."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def product(
     out_dtype: torch.dtype | None = None,
     keep_z: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """act(z) + beta * residual with z = alpha * (a * a_scale) @ (b * b_scale) + bias, and z where `keep_z`.
+    """(act(z) + beta * residual, z or None), with z = alpha * (a * a_scale) @ (b * b_scale) + bias.
 
-    a: [M, K] or [B, M, K], b: [K, N] or [B, K, N]. bias: [N]. residual: broadcast to the output. a_scale: one number or [M];
-    b_scale: one or [N].
+    a: [M, K] or [B, M, K]. b: [K, N] or [B, K, N]. bias: [N]. residual: broadcast to the output.
+    a_scale: one number or [M]. b_scale: one number or [N]. keep_z: whether to return z.
     """
     dtype = out_dtype or a.dtype
     if bias is not None and alpha == 1 and a_scale is None and b_scale is None and a.dtype == dtype and b.ndim == 2:
@@ -52,7 +52,7 @@ def product(
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`, which may be wider than theirs: the sum is then not rounded to theirs."""
+    """a @ b in `dtype`. If it is wider than the factors' dtype, the sum is not rounded to the factors' dtype first."""
     if a.dtype == dtype:
         return a @ b
     if torch.promote_types(a.dtype, dtype) != dtype or on_cpu(a) or a.dtype == torch.float64:
@@ -62,7 +62,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def accumulate(a: Tensor, b: Tensor, into: Tensor) -> None:
-    """into += a @ b, in its dtype; a and b of two dims."""
+    """into += a @ b, computed in the dtype of into; a and b have two dims."""
     if a.dtype == into.dtype:
         torch.addmm(into, a, b, out=into)
     elif on_cpu(a):
@@ -72,7 +72,7 @@ def accumulate(a: Tensor, b: Tensor, into: Tensor) -> None:
 
 
 def activated(z: Tensor, activation: str) -> Tensor:
-    """One of ACTIVATIONS; relu2 is relu squared (So et al. 2021)."""
+    """The activation of z; `activation` is one of ACTIVATIONS. relu2 is relu squared (So et al. 2021)."""
     match activation:
         case "gelu":
             return F.gelu(z)
@@ -82,14 +82,14 @@ def activated(z: Tensor, activation: str) -> Tensor:
             return F.silu(z)
         case "relu":
             return F.relu(z)
-    assert activation == "relu2", "checked where it came in"
+    assert activation == "relu2", "check_activation_name was called"
     return F.relu(z).square_()
 
 
 def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
-    """grad times the derivative of the activation, computed again from z; aten's backward, in one pass where it has one.
+    """grad * act'(z): by aten's backward of the activation, in one pass where aten has one.
 
-    Of relu z may be the output: it is above 0 where z is.
+    For relu, z may be the output instead, as both are above 0 in the same places.
     """
     if activation is None:
         return grad
@@ -104,7 +104,7 @@ def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
         case "silu":
             found = torch.ops.aten.silu_backward(grad, z)
         case _:
-            assert activation == "relu", "checked where it came in"
+            assert activation == "relu", "check_activation_name was called"
             found = torch.ops.aten.threshold_backward(grad, z, 0)
     return found
 
@@ -113,7 +113,7 @@ def rows_of(x: Tensor) -> Tensor:
     """[..., M] -> [N, M]."""
     if x.ndim == 2:
         return x
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # the count is spelled out: -1 is ambiguous where x is empty
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1, which is ambiguous for an empty x
 
 
 def shaped(rows: Tensor, like: Tensor) -> Tensor:

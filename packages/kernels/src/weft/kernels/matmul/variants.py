@@ -1,4 +1,4 @@
-"""What the launches specialize, to be compiled without a GPU: each configuration where it is chosen, with what follows it."""
+"""The kernel variants the launches use, by configuration and epilogue: weft.kernels.aot compiles them without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, EIGHT: 1}
 
 
 def eight_on(target: str) -> str:
-    """The 8 bits that a chip has, by the beginning of its name."""
+    """Triton's name for the 8-bit float a chip multiplies. target: the beginning of the chip's name."""
     return {"sm_80": "fp8e5", "gfx": "fp8e4b8"}.get(target, EIGHT)
 
 
@@ -49,8 +49,9 @@ def _arguments(
         "M": "i32", "N": size, "K": size, "K_SPLIT": size,
         "stride_ab": ALIGNED, "stride_am": "1" if a_transposed else size, "stride_ak": size if a_transposed else "1",
         "stride_bb": ALIGNED, "stride_bk": "1" if b_transposed else size, "stride_bn": size if b_transposed else "1",
-        "stride_biasn": "1", "stride_rb": ALIGNED, "stride_rm": size, "stride_rn": "1", "stride_sm": "1", "stride_sn": "1",
-        "stride_ob": ALIGNED, "stride_os": ALIGNED, "stride_om": size, "stride_on": "1",
+        "stride_biasn": "1", "stride_rb": ALIGNED, "stride_rm": size, "stride_rn": "1",
+        "stride_sm": "1", "stride_sn": "1", "stride_ob": ALIGNED, "stride_os": ALIGNED,
+        "stride_om": size, "stride_on": "1",
         "alpha": "None", "beta": "None",
     }  # fmt: skip
 
@@ -67,7 +68,11 @@ def _product(
     aligned: bool = True,
     elsewhere: Mapping[str, Configuration] | None = None,
 ) -> Variant:
-    """asked: of "gated", "bias", "residual", "slope", "scales", "z", "sum". transposed: which factors lie so. elsewhere: on other chips."""
+    """A variant of the kernel `product`.
+
+    asked: any of "gated", "bias", "residual", "slope", "scales", "z" and "sum". of, to: dtypes of factors and output.
+    transposed: the factors with contiguous columns. elsewhere: configurations on other chips.
+    """
     at, bt = "a" in transposed, "b" in transposed
 
     def launched(configuration: Configuration, target: str = "") -> Variant:
@@ -99,8 +104,9 @@ COMBINE = Variant(
     "matmul.combine/bf16-bias-gelu",
     kernel.combine,
     {
-        "partial_ptr": "*fp32:16", "bias_ptr": "*bf16:16", "residual_ptr": "None", "a_scale_ptr": "None", "b_scale_ptr": "None",
-        "out_ptr": "*bf16:16", "z_ptr": "None", "M": "i32", "N": ALIGNED, "SPLITS": "i32",
+        "partial_ptr": "*fp32:16", "bias_ptr": "*bf16:16", "residual_ptr": "None",
+        "a_scale_ptr": "None", "b_scale_ptr": "None", "out_ptr": "*bf16:16", "z_ptr": "None",
+        "M": "i32", "N": ALIGNED, "SPLITS": "i32",
         "stride_ps": ALIGNED, "stride_pb": ALIGNED, "stride_pm": ALIGNED, "stride_biasn": "1",
         "stride_rb": "i32", "stride_rm": "i32", "stride_rn": "i32", "stride_sm": "i32", "stride_sn": "i32",
         "stride_ob": ALIGNED, "stride_om": ALIGNED, "stride_on": "1", "alpha": "None", "beta": "None",
@@ -113,7 +119,7 @@ VARIANTS = (
     _product("bf16-bias-gelu-residual", LARGE, "bias", "residual", "z", activation="gelu", elsewhere=OLDER),
     _product("bf16-slope-of-gelu", LARGE, "residual", "slope", activation="gelu", transposed="", elsewhere=OLDER),
     _product("bf16-transposed-sum", MIDDLE, "sum", to="fp32", transposed="a", elsewhere=OLDER),
-    # A tcgen05 loop has registers to spare, and gains nothing from it.
+    # On sm_100, a tcgen05 loop has registers to spare and gains nothing from specialized warps.
     _product("bf16-specialized", SPECIALIZED, "bias", activation="silu", elsewhere=OLDER | {"sm_100": MIDDLE}),
     _product("bf16-not-aligned", NOT_ALIGNED, "bias", activation="silu", aligned=False),
     _product("fp16-relu", LARGE, of="fp16", to="fp16", activation="relu", elsewhere=OLDER),
@@ -126,7 +132,7 @@ VARIANTS = (
 
 
 def _combine(name: str, constexprs: dict[str, int | str | None], **given: str) -> Variant:
-    """As COMBINE, with other arguments."""
+    """COMBINE with other constexprs and argument types."""
     return replace(
         COMBINE,
         name=f"matmul.combine/{name}",
@@ -135,7 +141,7 @@ def _combine(name: str, constexprs: dict[str, int | str | None], **given: str) -
     )
 
 
-# What else the rules choose, by the epilogues that need the most registers.
+# Further configurations the rules choose, each with the epilogues that need the most registers.
 OTHERS = (
     *(
         _product(f"bf16-flat-{how or 'none'}", FLAT, *EPILOGUE, activation="gelu", transposed=how, elsewhere=OLDER)
@@ -147,7 +153,10 @@ OTHERS = (
         for activation in ("gelu_tanh", "silu", "relu2")
     ),
     *(
-        _product(f"bf16-slope-of-{activation}", LARGE, "residual", "slope", activation=activation, transposed="", elsewhere=OLDER)
+        _product(
+            f"bf16-slope-of-{activation}", LARGE, "residual", "slope",
+            activation=activation, transposed="", elsewhere=OLDER,
+        )
         for activation in ("gelu_tanh", "silu", "relu", "relu2")
     ),
     _product("bf16-both-transposed", LARGE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=OLDER),
@@ -155,10 +164,16 @@ OTHERS = (
     _product("bf16-middle-both-transposed", MIDDLE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=OLDER),
     _product("bf16-part-of-a-sum", MIDDLE, to="fp32", elsewhere=OLDER),
     *(
-        _product(f"bf16-not-aligned-{how or 'none'}", NOT_ALIGNED, *EPILOGUE, activation="gelu", transposed=how, aligned=False)
+        _product(
+            f"bf16-not-aligned-{how or 'none'}", NOT_ALIGNED, *EPILOGUE,
+            activation="gelu", transposed=how, aligned=False,
+        )
         for how in ("b", "", "a", "ab")
     ),
-    _product("bf16-not-aligned-slope-of-gelu", NOT_ALIGNED, "residual", "slope", activation="gelu", transposed="", aligned=False),
+    _product(
+        "bf16-not-aligned-slope-of-gelu", NOT_ALIGNED, "residual", "slope",
+        activation="gelu", transposed="", aligned=False,
+    ),
     _product("fp16-gelu", LARGE, *EPILOGUE, of="fp16", to="fp16", activation="gelu", elsewhere=OLDER),
     _product("fp32-gelu", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu"),
     _product("fp32-both-transposed", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", transposed="ab"),

@@ -1,4 +1,4 @@
-"""pack and unpack: the ops, their local computation and layout rules."""
+"""pack and unpack: tensors joined for a single reshard of all of them."""
 
 from .sharded import pack, unpack
 

@@ -1,4 +1,4 @@
-"""pack and unpack in plain torch: each the reverse of the other, and its backward."""
+"""pack and unpack of local tensors, in plain torch. They are inverses, and each is the backward of the other."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..op import Tensors
 
 
 def pack(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:
-    """Each [..., P * width] -> [..., P, sum of the widths]: part p of all of them side by side."""
+    """Tensors [..., P * width] -> packed [..., P, sum of widths]: part p holds part p of every tensor, side by side."""
     parts = [x.reshape(*x.shape[:-1], x.shape[-1] // width, width) for x, width in zip(tensors, widths, strict=True)]
     return torch.cat(parts, -1), ()
 
 
 def unpack(packed: Tensor, *, widths: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensors]:
-    """[..., P, sum of the widths] -> each [..., P * width]."""
+    """packed [..., P, sum of widths] -> tensors [..., P * width], in the order of `widths`."""
     return tuple([part.flatten(-2) for part in torch.split(packed, list(widths), -1)]), ()
 
 
 def pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, widths: tuple[int, ...]) -> Tensors:
-    """The gradient unpacked."""
+    """The gradients of the tensors: `unpack` of the packed tensor's gradient."""
     parts, _ = unpack(grad, widths=widths)
     return tuple([part if need else None for part, need in zip(parts, needed, strict=True)])
 
@@ -30,10 +30,10 @@ def pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, width
 def unpack_backward(
     saved: Tensors, grads: tuple[Tensor | None, ...], needed: Sequence[bool], *, widths: tuple[int, ...]
 ) -> Tensors:
-    """The gradients packed; one that is None is zero."""
+    """The gradient of the packed tensor: `pack` of the gradients of the tensors. None among them means zeros."""
     given = next(i for i, grad in enumerate(grads) if grad is not None)
     like = grads[given]
-    assert like is not None, "backward comes here with a gradient"
+    assert like is not None, "autograd calls backward with at least one gradient"
     count = like.shape[-1] // widths[given]
     full = [
         like.new_zeros(*like.shape[:-1], count * width) if grad is None else grad

@@ -1,4 +1,4 @@
-"""qkv_linear: an attention's three projections in one op, its local computation and its layout rule."""
+"""qkv_linear: the query, key and value projections of attention, and their rope, in one op."""
 
 from .sharded import qkv_linear
 

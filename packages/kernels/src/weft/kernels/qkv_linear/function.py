@@ -1,4 +1,4 @@
-"""Queries, keys and values of one input, on local tensors: three products, the first two turned; forward and backward."""
+"""Query, key and value projections of local tensors, with rope on queries and keys: forward and backward."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ def forward(
     *,
     add_bias: bool = True,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensors]:
-    """input [..., K], the weights [M, K] and biases [M], an M for each -> [..., M] for each. add_bias: as of `linear`."""
+    """input [..., K], weights [M, K] and biases [M] -> queries, keys and values [..., M]; M may differ among the three.
+
+    add_bias: as in `linear`. Saved for backward: the input, the weights and the tables.
+    """
     pairs = ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias))
     q, k, v = [linear(input, weight, bias, add_bias=add_bias, keep=False)[0] for weight, bias in pairs]
-    if cos is not None and sin is not None:  # no backward of rope needs what it was given
+    if cos is not None and sin is not None:  # rope's backward reads only the tables: rope may overwrite q and k
         q, k = rope.inference(q, cos, sin, inplace=True), rope.inference(k, cos, sin, inplace=True)
     return (q, k, v), (input, q_weight, k_weight, v_weight, cos, sin)
 
 
 def of_products(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
-    """The gradients of the three products: those of queries and keys are turned back."""
+    """The gradients of the three products: rope's backward of the gradients of queries and keys, and that of values."""
     cos, sin = saved[4:]
     if cos is None or sin is None:
         return grads
@@ -43,9 +46,13 @@ def of_products(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_b
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
-    """dinput, the sum of each gradient @ its weight, added up in the products; dweight = grad.T @ input and dbias for each."""
+    """The gradients of all operands but the tables.
+
+    dinput = the sum of grad @ weight over queries, keys and values, accumulated by the GEMMs. For each of the three,
+    dweight = grad.T @ input and dbias = grad.sum(0).
+    """
     input, *weights = saved[:4]
-    assert input is not None, "forward saves it"
+    assert input is not None, "forward saves the input"
     given = [None if grad is None else rows_of(grad) for grad in grads]  # [N, M]
     dinput: Tensor | None = None
     rows = rows_of(input)
@@ -54,7 +61,7 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
     for i, (grad, weight) in enumerate(zip(given, weights, strict=True)):
         if grad is None:
             continue
-        assert weight is not None, "forward saves it"
+        assert weight is not None, "forward saves the weights"
         if needed[0]:
             dinput = plain(grad, weight) if dinput is None else accumulate(grad, weight, dinput)
         if needed[1 + i]:

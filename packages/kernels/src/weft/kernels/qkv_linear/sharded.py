@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
 from ..matmul.checks import check_bias_dtype, check_wide
-from ..matmul.sharded.layouts import adds, check_operand, kept, of_rows_and_weight, rows_by_weight
+from ..matmul.sharded.layouts import adds_bias, check_operand, layout_of_dims, linear_gradients, linear_output
 from ..matmul.sharded.linear import check_sizes
 from ..op import Op
 from ..rope.sharded import check_tables, turned_layout
@@ -19,7 +19,7 @@ from . import function
 
 NAMES = ("queries", "keys", "values")
 WEIGHTS = ("q_weight", "k_weight", "v_weight")
-TURNED = (0, 1)  # which of them rope turns
+TURNED = (0, 1)  # rope applies to queries and keys
 
 
 @autocasts("qkv_linear")
@@ -35,21 +35,28 @@ def qkv_linear(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear` of one input by three weights, the first two outputs turned by `rope`: queries, keys and values, in one op.
+    """Queries, keys and values in one op: `linear` of the input by three weights, then `rope` of queries and keys.
 
-    input: [..., T, K]. q_weight, k_weight, v_weight: [M, K], an M for each. q_bias, k_bias, v_bias: [M] of the weight, or None.
-    cos, sin: as of `rope`; without them nothing is turned. Returns three tensors [..., T, M]. The gradients of the input are added
-    up in the products that make them, where three layers write three and add twice. Saved for backward: the operands.
-    Layouts: as of `linear`, for each weight; with tables as of `rope` too, which takes no Partial(sum) and cuts no head. The
-    gradients of the outputs are taken where the three of the input that follow lie alike. Communication: none.
-    Raises ValueError for shapes, dtypes and devices that do not go together, and LayoutError for other layouts.
+    input: [..., T, K].
+    q_weight, k_weight, v_weight: [M, K], where M may differ among the three.
+    q_bias, k_bias, v_bias: [M], or None.
+    cos, sin: the tables of `rope`, or None for no rope.
+    Returns three tensors [..., T, M].
+
+    The input's three gradients are accumulated by the GEMMs; three separate `linear` calls would write three tensors
+    and add them. Saved for backward: the operands.
+
+    Layouts: as in `linear`, for each weight. With tables, also as in `rope`: no Partial(sum), and no shard with a
+    part of a head. In backward, the three gradients of the input must have the same layout.
+    Communication: none.
+    Raises ValueError for mismatched shapes, dtypes or devices, LayoutError for other layouts.
     """
     for weight, bias in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
         check_sizes("qkv_linear", input, weight, bias)
         check_bias_dtype("qkv_linear", bias, input)
     check_wide("qkv_linear", input, q_weight, k_weight, v_weight)
     if (cos is None) != (sin is None):
-        raise ValueError("qkv_linear takes cos and sin, or neither of them; give both")
+        raise ValueError("qkv_linear takes both cos and sin, or neither; give both")
     if cos is not None and sin is not None:
         for weight in (q_weight, k_weight):
             check_tables("qkv_linear", (*input.shape[:-1], weight.shape[0]), cos, sin)
@@ -63,15 +70,15 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     input, *others = layouts
     weights, biases, (cos, sin) = others[:3], others[3:6], others[6:]
     input_shape, table = shapes[0], shapes[7]
-    assert input is not None and input_shape, "it is given"
+    assert input is not None and input_shape, "apply_many passes the input"
     dims = len(input_shape)
     lead = ascii_lowercase[: dims - 1]
     products: list[Layout] = []
     outputs: list[tuple[Layout, tuple[int, ...]]] = []
     for i, (weight, of_weight, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
-        assert weight is not None and of_weight is not None, "all are given"
-        product = output = rows_by_weight("qkv_linear", input, weight, dims, WEIGHTS[i])
-        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, kept(product, f"{lead}y", "y"), product)
+        assert weight is not None and of_weight is not None, "apply_many passes all weights"
+        product = output = linear_output("qkv_linear", input, weight, dims, WEIGHTS[i])
+        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{lead}y", "y"), product)
         shape = (*input_shape[:-1], of_weight[0])
         if i in TURNED and cos is not None and sin is not None and table is not None:
             output = turned_layout("qkv_linear", product, cos, sin, shape, table)
@@ -79,28 +86,29 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         outputs.append((output, shape))
 
     def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
-        of_input: dict[Layout, str] = {}  # and what has such a one
+        of_input: dict[Layout, str] = {}  # layout -> the output, for the message
         of_weights: list[Layout | None] = [None] * 3
         of_biases: list[Layout | None] = [None] * 3
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             if grad is None:
                 continue
-            assert weight is not None, "all are given"
+            assert weight is not None, "apply_many passes all weights"
             if i in TURNED and cos is not None and sin is not None:
                 grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
-            through, of_weights[i] = of_rows_and_weight("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
+            through, of_weights[i] = linear_gradients("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
             of_input.setdefault(through, f"{NAMES[i]} ({grad})")
             of_biases[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
         one, *more = of_input
         if more:
             raise LayoutError(
-                f"qkv_linear adds up its input's gradients, which of {of_input[one]} are ({one}), and of {of_input[more[0]]} "
-                f"({more[0]}); reshard one of those gradients, or call linear for each"
+                f"qkv_linear adds up the three gradients of its input, but the one from {of_input[one]} is ({one}), "
+                f"and the one from {of_input[more[0]]} is ({more[0]}); reshard one of the outputs' gradients, or call "
+                f"linear for each"
             )
         return one, *of_weights, *of_biases, None, None
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"add_bias": adds(products[0], rank)}  # all are sums over the axes that cut the input's last dim
+        return {"add_bias": adds_bias(products[0], rank)}  # all three are Partial on the axes that shard K
 
     return Sharding(*outputs[0], gradients, local, more=tuple(outputs[1:]))
 

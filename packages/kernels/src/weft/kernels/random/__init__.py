@@ -1,4 +1,4 @@
-"""Random numbers by counter: the same on every mesh, on every device, in every order."""
+"""Counter-based random numbers: the same on every mesh, on every device, in any order of drawing."""
 
 from .sharded import normal, normal_, uniform
 

@@ -1,9 +1,9 @@
-"""Philox 4x32-10 in Triton: `uniform` and `normal` write 4 bytes a float32 and read nothing. `philox` is the meaning.
+"""Philox 4x32-10 in Triton, as defined in plain torch by `philox`. `uniform` and `normal` only write, and read nothing.
 
-A program takes a tile, ROWS runs by WIDTH = LANES * GROUPS lanes: GROUPS blocks of each run, computed once for LANES elements,
-which are the 4 words of a block or their 8 halves. Run r of a part is run (r // R2 // R1, r // R2 % R1, r % R2) of its outer
-dims, and has N elements. Where runs do not start at a block's first lane (SHIFTED), the tile begins up to LANES - 1 lanes
-before the run. Indices and offsets are 64-bit.
+A part is a set of runs of N consecutive elements; run r has index (r // R2 // R1, r // R2 % R1, r % R2) in the outer
+dims. A program computes a tile of ROWS runs by LANES * GROUPS lanes: GROUPS Philox blocks of each run, where a block
+gives LANES elements, its 4 words or their 8 halves. SHIFTED: runs may start inside a block; the tile then begins up
+to LANES - 1 lanes before the run. Indices and offsets are 64-bit.
 """
 
 import triton
@@ -22,22 +22,22 @@ COS3 = tl.constexpr(2.48015872894767294178e-05)
 COS4 = tl.constexpr(-2.75573143513906633035e-07)
 COS5 = tl.constexpr(2.08757232129817482790e-09)
 COS6 = tl.constexpr(-1.13596475577881948265e-11)
-# pi / 2 = QUARTER + QUARTER_REST; the first has 33 bits, so that its small multiples are exact (e_rem_pio2.c).
+# pi / 2 = QUARTER + QUARTER_REST; QUARTER has 33 bits, which makes its small multiples exact (e_rem_pio2.c).
 QUARTER = tl.constexpr(1.57079632673412561417e00)
 QUARTER_REST = tl.constexpr(6.07710050650619224932e-11)
 TWO_OVER_PI = tl.constexpr(0.6366197723675814)
-TURN = tl.constexpr(6.283185307179586 * 2.0**-32)  # 32 bits to an angle, as the torch path rounds it
+TURN = tl.constexpr(6.283185307179586 * 2.0**-32)  # from 32 bits to an angle, rounded as the torch path rounds
 
 
 @triton.jit
 def run_start(row, R1, R2, stride_0, stride_1, stride_2):
-    """Offset of run `row` (int64, as R1 * R2 passes 2**31) by the strides of the outer dims."""
+    """The offset of run `row`, from the strides of the outer dims. row: int64, as R1 * R2 can pass 2**31."""
     return (row // R2 // R1) * stride_0 + (row // R2 % R1) * stride_1 + (row % R2) * stride_2
 
 
 @triton.jit
 def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """This program's runs, int64 [ROWS], and its first lane within a run, a multiple of LANES."""
+    """The numbers of this program's runs, int64 [ROWS], and its first lane within a run, a multiple of LANES."""
     lanes = tl.cast(N, tl.int64) + (LANES - 1 if SHIFTED else 0)  # N may be 2**31 - 1
     across = tl.cdiv(lanes, LANES * GROUPS)
     program = tl.program_id(0).to(tl.int64)
@@ -46,18 +46,18 @@ def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LAN
 
 @triton.jit
 def columns(start, first, SHIFTED: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """Place within its run of each lane of the tile: int64 [ROWS, WIDTH], or [1, WIDTH] where it is one for all runs."""
+    """The position of each lane within its run: int64 [ROWS, LANES * GROUPS], or [1, LANES * GROUPS] unless SHIFTED."""
     cols = first + tl.arange(0, LANES * GROUPS)[None, :]
     return cols - (start & (LANES - 1))[:, None] if SHIFTED else cols
 
 
 @triton.jit
 def blocks(start, first, key, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The four words of each block of the tile: uint32 [ROWS, GROUPS] each. start: index of the runs' first elements."""
+    """The four words of the tile's blocks, each uint32 [ROWS, GROUPS]. start: global index of a run's first element."""
     shift: tl.constexpr = 2 if LANES == 4 else 3
     counter = ((start + first) >> shift)[:, None] + tl.arange(0, GROUPS)[None, :]
-    b0, b1, b2, b3 = tl.randint4x(key, counter)  # Philox 4x32-10 of (counter, key), both of 64 bits
-    # Its dtype is not documented the same in all versions; the bits are.
+    b0, b1, b2, b3 = tl.randint4x(key, counter)  # Philox 4x32-10 of (counter, key), 64 bits each
+    # Versions of Triton document different dtypes for the result; the bits are the same.
     return (
         b0.to(tl.uint32, bitcast=True), b1.to(tl.uint32, bitcast=True),
         b2.to(tl.uint32, bitcast=True), b3.to(tl.uint32, bitcast=True),
@@ -66,25 +66,25 @@ def blocks(start, first, key, GROUPS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def interleave(x0, x1, x2, x3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Word by word: [ROWS, GROUPS] each -> [ROWS, 4 * GROUPS]"""
+    """Four tensors [ROWS, GROUPS] -> [ROWS, 4 * GROUPS], with the four elements of a block side by side."""
     return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(ROWS, 4 * GROUPS)
 
 
 @triton.jit
 def halves(b0, b1, b2, b3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Half by half, the lower of a word first: uint32 [ROWS, GROUPS] each -> 16 bits each, [ROWS, 8 * GROUPS]"""
+    """Four words, uint32 [ROWS, GROUPS] -> their 16-bit halves [ROWS, 8 * GROUPS], the lower half of a word first."""
     block = tl.join(tl.join(b0, b2), tl.join(b1, b3))
     return tl.join(block & 0xFFFF, block >> 16).reshape(ROWS, 8 * GROUPS)
 
 
 @triton.jit
 def box_muller(b0, b1):
-    """Two standard normal float32 from two times 32 bits; see `philox.as_normal`.
+    """Two standard normal float32 numbers from two 32-bit words; see `philox.as_normal`.
 
-    In float64: the float32 functions of two devices differ by more than 2 ulp of the result, most where it is near 0.
-    Sine and cosine are written out, since the library's reduce angles of any size, and for that keep arrays in local
-    memory. Here the angle is below 2 pi. It is first rounded as torch rounds it, and an explicit fma keeps compilers
-    from fusing that rounding away.
+    Computed in float64: the float32 functions of two devices differ by more than 2 ulp, most of all for results near
+    0. Sine and cosine are written out: the library's functions reduce angles of any size with arrays in local memory,
+    and this angle is below 2 pi. The angle is first rounded as torch rounds, and an explicit fma keeps compilers from
+    fusing this rounding away.
     """
     radius = tl.sqrt(-2.0 * tl.log((b0.to(tl.float64) + 1.0) * 2.0**-32))
     angle = b1.to(tl.float64) * TURN
@@ -103,7 +103,7 @@ def box_muller(b0, b1):
     return first.to(tl.float32), second.to(tl.float32)
 
 
-# What differs between ranks or calls without mattering to the generated code is not compiled in.
+# These arguments differ between ranks or calls; specializing on their values would only add compilations.
 UNSPECIALIZED = ["rows", "R1", "R2", "offset", "stride_0", "stride_1", "stride_2", "key"]
 
 
@@ -114,7 +114,7 @@ def uniform(
     key,
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Float32 in 0 <= u < 1, the upper 24 bits, rounded to the dtype of `out`, whose runs are contiguous."""
+    """out = the upper 24 bits of each word as a float32 0 <= u < 1, rounded to out's dtype. out has contiguous runs."""
     row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
     b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)
@@ -132,7 +132,7 @@ def normal(
     key, std,
     SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """std times a standard normal, in float32, rounded to the dtype of `out`, whose runs are contiguous."""
+    """out = std times standard normal float32 numbers, rounded to out's dtype. out has contiguous runs."""
     row, first = tile(N, SHIFTED, ROWS, GROUPS, 4)
     start = offset + run_start(row, R1, R2, stride_0, stride_1, stride_2)
     b0, b1, b2, b3 = blocks(start, first, key, GROUPS, 4)

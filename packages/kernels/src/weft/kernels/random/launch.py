@@ -1,4 +1,4 @@
-"""Launches the kernels: a part as rows of runs, and the tile that suits its runs."""
+"""Launches the random kernels on the runs of a part, with a tile chosen for the runs' length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from ..backend import device_of
 from . import kernel
 from .part import Ints, Part
 
-OUTER_DIMS = 3  # that a kernel unravels, beside the run
+OUTER_DIMS = 3  # how many dims the kernels unravel, besides the run
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The tile of a program: runs by blocks, of 4 elements or 8; and with how many warps."""
+    """The tile of a program, and its warps.
+
+    rows: runs of a tile. groups: Philox blocks of each run. lanes: elements of a block, 4 or 8.
+    """
 
     rows: int
     groups: int
@@ -26,14 +29,14 @@ class Launch:
     lanes: int = 4
 
 
-# A uniform takes 16 elements a thread, so four 16-byte stores of float32; a normal takes 8, as float64 needs twice the
-# registers. Both compile without spills for sm_80 to sm_100 and gfx942; their speed is not measured yet.
+# Uniform: 16 elements a thread, four 16-byte stores of float32. Normal: 8, as float64 needs twice the registers. Both
+# compile without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
 UNIFORM = Launch(rows=1, groups=512, warps=4)
 NORMAL = Launch(rows=1, groups=256, warps=4)
 
 
 def fitted(most: Launch, length: int, shifted: bool) -> Launch:
-    """The launch for runs of `length`: short ones share a program of the size of `most`."""
+    """The launch for runs of `length`: as many short runs share a program as fit into the size of `most`."""
     blocks = max(1, -(-(length + (most.lanes - 1) * shifted) // most.lanes))
     groups = min(most.groups, 1 << (blocks - 1).bit_length())  # a power of two
     return Launch(most.groups // groups, groups, most.warps, most.lanes)
@@ -45,18 +48,18 @@ def is_shifted(part: Part, lanes: int = 4) -> bool:
 
 
 def grid(launch: Launch, rows: int, length: int, shifted: bool) -> tuple[int]:
-    """How many programs, in one dim: a grid's others hold 65535 alone."""
+    """The grid, in its first dim only: the second and third hold at most 65535 programs."""
     across = -(-(length + (launch.lanes - 1) * shifted) // (launch.lanes * launch.groups))
     return (-(-rows // launch.rows) * across,)
 
 
 def padded(outer: Ints, fill: int) -> Ints:
-    """Sizes or strides of the outer dims as the kernels unravel them: three."""
+    """Sizes or strides of the outer dims, padded in front with `fill` to the three which the kernels unravel."""
     return (fill,) * (OUTER_DIMS - len(outer)) + outer
 
 
 def uniform(out: Tensor, part: Part, key: int) -> None:
-    """Writes `philox.as_uniform` of the elements of `part` into `out`: contiguous, of its shape, in bf16, fp16, fp32."""
+    """Writes `philox.as_uniform` of the part's elements into `out`: contiguous, of its shape, bf16, fp16 or fp32."""
     _fill(kernel.uniform, UNIFORM, out, part, signed(key))
 
 
@@ -66,7 +69,7 @@ def normal(out: Tensor, part: Part, key: int, std: float) -> None:
 
 
 def signed(key: int) -> int:
-    """The bits of a key as an int64: half of all keys would else be compiled apart, as uint64."""
+    """The bits of a key as an int64. Unsigned, half of all keys would be uint64, with a compilation of their own."""
     return key - 2**64 if key >= 2**63 else key
 
 
@@ -74,7 +77,7 @@ def _fill(function: Any, most: Launch, out: Tensor, part: Part, *arguments: floa
     if out.numel() == 0:
         return
     runs = part.runs()
-    if len(runs.sizes) > OUTER_DIMS + 1:  # rare: five dims of which no two can be merged
+    if len(runs.sizes) > OUTER_DIMS + 1:  # rare: five dims, no two of which can be merged
         for i in range(len(out)):
             _fill(function, most, out[i], part.at(i), *arguments)
         return
@@ -96,7 +99,7 @@ STRIDE_ARGUMENTS = {"offset": "i64", "stride_0": "i32", "stride_1": "i32", "stri
 
 
 def _variants(dtype: str, *, shifted: bool, narrow: bool = False) -> tuple[Variant, Variant]:
-    """Both kernels for 16-byte aligned tensors of long runs, or of runs of one element: a column."""
+    """Both kernels for 16-byte aligned tensors with long runs, or (narrow) with runs of one element, as in a column."""
     name = f"{dtype}-{'column' if narrow else 'shifted' if shifted else 'aligned'}"
     arguments = {"out_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **STRIDE_ARGUMENTS} | ({"N": "1"} if narrow else {})
 

@@ -1,4 +1,4 @@
-"""Which elements of a global tensor a rank draws: a box, as offset and strides of their row-major indices."""
+"""A box of a global tensor, as the offset and strides of its elements' row-major indices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a global tensor: element (i0, i1, …), i < sizes, has the row-major index offset + sum(i * strides).
+    """A box of a global tensor: element (i0, i1, ...) of the box has the row-major index offset + sum(i * strides).
 
-    An index has up to 62 bits. A box without elements has a size of 0.
+    It tells a rank which random numbers are its own. An index has up to 62 bits. An empty box has a size of 0.
     """
 
     offset: int
@@ -23,7 +23,7 @@ class Part:
 
     @classmethod
     def of(cls, shape: Sequence[int], slices: Sequence[slice] | None = None) -> Part:
-        """The elements within `slices`, one a dim with start and stop, of a tensor of `shape`; all of them without.
+        """The box `slices` of a tensor of `shape`, with start and stop for each dim; None means the whole tensor.
 
         Raises ValueError for a shape of more than 2**62 elements.
         """
@@ -37,34 +37,35 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def at(self, i: int) -> Part:
-        """The elements at `i` of the first dim."""
+        """The sub-box at index `i` of the first dim, without this dim."""
         return Part(self.offset + i * self.strides[0], self.sizes[1:], self.strides[1:])
 
     def runs(self) -> Part:
-        """The same elements in the same order in as few dims as can be, the last a run of neighbours: stride 1."""
+        """The same elements in the same order, in as few dims as possible; the last dim has stride 1: a run."""
         return Part(self.offset, *merge(self.sizes, self.strides))
 
 
 @lru_cache(maxsize=4096)
-def merge(sizes: Ints, strides: Ints, *others: Ints) -> tuple[Ints, ...]:
-    """(sizes, strides, *others) of the same elements in as few dims as can be, the last with 1 in `strides`.
+def merge(sizes: Ints, strides: Ints, *more_strides: Ints) -> tuple[Ints, ...]:
+    """(sizes, strides, *more_strides) of the same elements in as few dims as possible; the last dim has 1 in `strides`.
 
-    others: further strides of the same dims, such as those of a tensor in memory; dims merge only where they do in all.
+    more_strides: further strides of the same dims, such as those of a tensor in memory. Two dims are merged only where
+        all strides allow it.
     """
     if 0 in sizes:
-        return ((0,), *((1,) for _ in (strides, *others)))
-    dims: list[Ints] = []  # (size, stride, *others)
-    for size, *steps in zip(sizes, strides, *others, strict=True):
+        return ((0,), *((1,) for _ in (strides, *more_strides)))
+    dims: list[Ints] = []  # (size, stride, *more_strides)
+    for size, *steps in zip(sizes, strides, *more_strides, strict=True):
         if size == 1:
-            continue  # any stride
+            continue  # the stride of a dim of size 1 does not matter
         if dims and all(outer == size * step for outer, step in zip(dims[-1][1:], steps, strict=True)):
             dims[-1] = (dims[-1][0] * size, *steps)
         else:
             dims.append((size, *steps))
-    if not dims or dims[-1][1] != 1:  # runs of one element
-        dims.append((1,) * (2 + len(others)))
+    if not dims or dims[-1][1] != 1:  # runs have one element
+        dims.append((1,) * (2 + len(more_strides)))
     return tuple(zip(*dims, strict=True))

@@ -1,8 +1,8 @@
 """Random numbers as a function of (key, global element index): Philox 4x32-10 (Salmon et al. 2011, section 4).
 
-Nothing is drawn in order and no state is kept: a rank computes the numbers of its own elements, and whatever the mesh
-is they are the same. Of blocks with n lanes, the four words or their eight halves, element i reads lane i % n of the block
-whose counter is i // n. This is plain torch; `kernel` says the same to Triton.
+There is no state and no order of drawing: a rank computes the numbers of its own elements, and the numbers are the
+same on every mesh. A block has n lanes, its four words or their eight halves; element i reads lane i % n of the block
+with counter i // n. This module is plain torch; `kernel` is the same in Triton.
 """
 
 from __future__ import annotations
@@ -17,70 +17,77 @@ from torch import Tensor
 
 from .part import Part
 
-# The multipliers and key increments of Philox 4x32, and its rounds (the paper's table 2).
+# The multipliers, key increments and rounds of Philox 4x32 (the paper's table 2).
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW32 = 0xFFFFFFFF
-# At once for each of torch's threads, which take no less: the few tensors of so many, 0.25 MB each, fit in a CPU's second-level
-# cache. It bounds the scratch memory.
+# Blocks computed at a time, for each of torch's threads: the smallest work torch gives a thread. The few tensors of
+# this size, 0.25 MB each, fit in a CPU's second-level cache. This bounds the scratch memory.
 _BLOCKS_A_THREAD = 2**15
 
-WORDS, HALVES = 4, 8  # lanes of a block: of 32 bits, or of 16
+WORDS, HALVES = 4, 8  # the lanes of a block: 4 of 32 bits, or 8 of 16 bits
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]  # of blocks: int64 [...], each of 32 bits
-Word = Tensor | int  # of counters, and of what becomes of them: an int where it is the same in all
-Transform = Callable[[Words], Tensor]  # to numbers [..., lanes]
+Words = tuple[Tensor, Tensor, Tensor, Tensor]  # the four words of blocks: int64 [...], with values of 32 bits
+Word = Tensor | int  # a word during the rounds: an int where it is the same in all blocks
+Transform = Callable[[Words], Tensor]  # words [...] -> numbers [..., lanes]
 
 
 def check_key(key: int) -> None:
-    """Raises ValueError for a key that is no int of 64 bits."""
+    """Raises ValueError unless `key` is an int of 64 bits."""
     if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 2**64:
         raise ValueError(f"a key is an int of 64 bits, got {key!r}; make it with weft.mesh.derive_key")
 
 
 def as_uniform(words: Words) -> Tensor:
-    """Float32 in 0 <= u < 1: the upper 24 bits."""
+    """The upper 24 bits of each word as a float32 in 0 <= u < 1: words [...] -> [..., 4]."""
     return torch.stack([word >> 8 for word in words], -1).to(torch.float32) * 2.0**-24
 
 
 def as_normal(words: Words) -> Tensor:
-    """Standard normal float32, by Box and Muller's transform.
+    """Standard normal float32 numbers by the Box-Muller transform: words [...] -> [..., 4].
 
-    Elements 2j and 2j + 1 are the cosine and the sine of one pair. Computed in float64, so that devices, whose
-    functions differ in the last place, round to the same float32 but in rare cases.
+    Elements 2j and 2j + 1 are the cosine and the sine of one pair. Computed in float64: functions of different devices
+    differ in the last place, and then round to the same float32 in all but rare cases.
     """
     uniforms, angles = (torch.stack(of_pairs, -1).to(torch.float64) for of_pairs in (words[0::2], words[1::2]))
-    radius = ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()  # of a uniform in 0 < u <= 1; [..., 2]
+    radius = (
+        ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
+    )  # sqrt(-2 log u) with u uniform in 0 < u <= 1; [..., 2]
     angle = angles * (2 * math.pi * 2.0**-32)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).to(torch.float32).flatten(-2)  # [..., 4]
 
 
 def as_halves(words: Words) -> Tensor:
-    """The 16 bits of each lane, the lower half of a word before the upper, less 2**15: int16 [..., 8], ordered as the bits are."""
+    """The 16-bit halves of the words, minus 2**15: int16 [..., 8], the lower half of a word first.
+
+    Subtracting 2**15 makes the order of the signed numbers the order of the unsigned bits.
+    """
     narrow = torch.empty(*words[0].shape, WORDS, dtype=torch.int32, device=words[0].device)
     for lane, word in enumerate(words):
-        narrow.select(-1, lane).copy_(word)  # its lower 32 bits; hosts and GPUs are little-endian
+        narrow.select(-1, lane).copy_(word)  # the lower 32 bits; hosts and GPUs are little-endian
     return narrow.view(torch.int16).bitwise_xor_(-(2**15))
 
 
 def fill(out: Tensor, part: Part, key: int, transform: Transform, lanes: int = WORDS) -> None:
-    """Writes the numbers of the elements of `part` into `out`: contiguous, of as many elements, of any dtype.
+    """Writes the random numbers of the elements of `part` into `out`.
 
-    lanes: of a block, WORDS or HALVES, as `transform` makes numbers of it.
-    Computed in pieces, so the scratch memory does not grow with `out`; at most one block for each element, and where
-    runs of neighbours are long one for as many as it has lanes.
+    out: contiguous, of any dtype, with as many elements as the part. transform: from words to numbers.
+    lanes: how many numbers `transform` makes of a block, WORDS or HALVES.
+
+    Computed in pieces, so the scratch memory does not grow with `out`. Long runs need one block for `lanes` elements;
+    runs of one element need a block each.
     """
-    # Nothing to write, or nowhere: hundreds of operations are saved in a step that is recorded.
+    # With no data to write, skip the hundreds of operations below, which would slow the recording of a step.
     if part.numel == 0 or out.is_meta:
         return
     runs = part.runs()
     length = runs.sizes[-1]
-    rows = out.view(-1, length)  # one run each
-    # A multiple of the lanes, so that a run is cut between blocks.
+    rows = out.view(-1, length)  # [runs, length]
+    # A multiple of the lanes, to split runs between blocks.
     at_once = _BLOCKS_A_THREAD * torch.get_num_threads() * lanes
-    rows_at_once = max(1, at_once // (length + 2 * (lanes - 1)))  # blocks hold elements beyond both ends of a run
-    # Where all runs start at one lane the numbers are a slice of their blocks.
+    rows_at_once = max(1, at_once // (length + 2 * (lanes - 1)))  # the first and last block may reach beyond the run
+    # Where all runs start at the same lane, their numbers are a slice of the blocks' numbers.
     lane = runs.offset % lanes if all(stride % lanes == 0 for stride in runs.strides[:-1]) else None
     last = runs.offset + sum((size - 1) * stride for size, stride in zip(runs.sizes, runs.strides, strict=True))
     is_far = last >= lanes * 2**32
@@ -91,7 +98,7 @@ def fill(out: Tensor, part: Part, key: int, transform: Transform, lanes: int = W
 
 
 def _starts(runs: Part, first: int, count: int, device: torch.device) -> Tensor:
-    """Index of the first element of each of `count` runs, from run `first` on: int64 [count]."""
+    """The global index of the first element of `count` runs, from run `first` onward: int64 [count]."""
     row = torch.arange(first, first + count, device=device)
     starts = torch.full_like(row, runs.offset)
     for size, stride in zip(runs.sizes[-2::-1], runs.strides[-2::-1], strict=True):
@@ -103,11 +110,11 @@ def _starts(runs: Part, first: int, count: int, device: torch.device) -> Tensor:
 def _draw(
     starts: Tensor, length: int, lane: int | None, key: int, transform: Transform, lanes: int, is_far: bool
 ) -> Tensor:
-    """The numbers of `length` elements from each start: [runs, length].
+    """The numbers of `length` consecutive elements from each start: [runs, length].
 
-    lane: that of every start, or None where they differ. is_far: whether counters may have more than 32 bits.
+    lane: the lane of every start, or None where the starts differ. is_far: whether counters may have more than 32 bits.
     """
-    groups = (length + (lanes - 1 if lane is None else lane) + lanes - 1) // lanes  # blocks that hold a run
+    groups = (length + (lanes - 1 if lane is None else lane) + lanes - 1) // lanes  # blocks of a run
     counter = (starts // lanes).unsqueeze(1) + torch.arange(groups, device=starts.device)  # [runs, groups]
     words = _blocks((counter & _LOW32, counter >> 32, 0, 0) if is_far else (counter, 0, 0, 0), key)
     numbers = transform(words).flatten(1)  # [runs, lanes * groups]
@@ -117,10 +124,11 @@ def _draw(
 
 
 def _blocks(counter: tuple[Tensor, Word, Word, Word], key: int) -> Words:
-    """The blocks of the counters. In place, theirs too, in five tensors that stay in a CPU's caches.
+    """The Philox words of the counters. Computed in place, counters included, in five tensors which fit a CPU's caches.
 
-    int64 holds the 64 bits of a product of 32 by 32 in two's complement. Its upper half is shifted down with copies of the sign above
-    it, and exclusive-ored with all of another product; what is above 32 bits then is cleared.
+    A product of two 32-bit words is held as the 64 bits of an int64. Shifting its upper half down fills the upper
+    bits with copies of the sign, and the exclusive-or with a full product adds further upper bits; `_mixed` clears
+    all of them.
     """
     c0: Word
     c0, c1, c2, c3 = counter
@@ -131,23 +139,23 @@ def _blocks(counter: tuple[Tensor, Word, Word, Word], key: int) -> Words:
         c2 *= _MULTIPLIERS[1]
         c0, c1, c2, c3 = _mixed(c2, c1, k0, free), c2, _mixed(c0, c3, k1, free), c0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW32, (k1 + _KEY_STEPS[1]) & _LOW32
-    words: Any = (c0, c1, c2, c3)  # after two rounds all are tensors
+    words: Any = (c0, c1, c2, c3)  # after two rounds every word is a tensor
     w0, w1, w2, w3 = (word.bitwise_and_(_LOW32) for word in words)
     return w0, w1, w2, w3
 
 
-def _mixed(product: Word, other: Word, key: int, free: list[Tensor]) -> Word:
-    """The upper 32 bits of the product, exclusive-ored with the lower 32 of `other` and with the key.
+def _mixed(product: Word, word: Word, key: int, free: list[Tensor]) -> Word:
+    """The upper 32 bits of `product`, exclusive-ored with the lower 32 bits of `word` and with the key.
 
-    free: tensors that may be written; `other` is one afterwards, if it is a tensor.
+    free: tensors which may be overwritten. If `word` is a tensor, it becomes the result or is added to `free`.
     """
     if isinstance(product, int):
         mask = product >> 32 ^ key
-        return (other & _LOW32) ^ mask if isinstance(other, int) else other.bitwise_xor_(mask).bitwise_and_(_LOW32)
+        return (word & _LOW32) ^ mask if isinstance(word, int) else word.bitwise_xor_(mask).bitwise_and_(_LOW32)
     mixed = torch.bitwise_right_shift(product, 32, out=free.pop() if free else None)
-    if isinstance(other, int):
-        mixed.bitwise_xor_((other & _LOW32) ^ key)
+    if isinstance(word, int):
+        mixed.bitwise_xor_((word & _LOW32) ^ key)
     else:
-        mixed.bitwise_xor_(other).bitwise_xor_(key)
-        free.append(other)
+        mixed.bitwise_xor_(word).bitwise_xor_(key)
+        free.append(word)
     return mixed.bitwise_and_(_LOW32)

@@ -1,4 +1,4 @@
-"""Uniform and normal numbers by (key, global element index), as plain tensors and as DTensors."""
+"""Uniform and normal random numbers, a function of (key, global element index), as plain tensors and as DTensors."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ def uniform(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Uniform numbers in 0 <= u < 1, multiples of 2**-24: a function of (key, row-major index in `shape`) alone.
+    """Uniform numbers in 0 <= u < 1, multiples of 2**-24: a function of (key, row-major index in `shape`) only.
 
-    shape: global. key: 64 bits, as weft.mesh.derive_key makes them.
-    layout: gives a DTensor that lies so, of which each rank draws its own part; without it the tensor is plain.
-    dtype: bfloat16, float16, float32 or float64. Numbers are drawn in float32 and rounded to it; in the first two the
-    highest round to 1.
-    The numbers are bitwise the same in every layout, on a CPU and on a GPU.
-    Communication: none, but for the mesh's process groups where they are new.
-    Raises ValueError for a shape, key or dtype that is none of these; LayoutError for a layout that does not fit the
-    shape or is Partial.
-    By Philox 4x32-10 (Salmon et al. 2011).
+    shape: the global shape.
+    key: 64 bits, from weft.mesh.derive_key.
+    layout: returns a DTensor with this layout, and each rank draws its own part; None returns a plain tensor.
+    dtype: bfloat16, float16, float32 or float64. Numbers are drawn in float32, then rounded to the dtype; in bfloat16
+    and float16 the highest numbers round to 1.
+
+    The numbers are bitwise the same in every layout, on a CPU and on a GPU: Philox 4x32-10 (Salmon et al. 2011).
+
+    Communication: none, except to create the mesh's process groups where they are new.
+    Raises ValueError for a shape, key or dtype outside these; LayoutError for a layout which does not fit the shape
+    or is Partial.
     """
     return _made("uniform", shape, key, layout, dtype, device, _fill_uniform)
 
@@ -51,19 +53,23 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Standard normal numbers: a function of (key, row-major index in `shape`) alone; the arguments are `uniform`'s.
+    """Standard normal numbers: a function of (key, row-major index in `shape`) only.
 
-    The numbers are bitwise the same in every layout; on a CPU and on a GPU they agree to 2 ulp of float32.
-    Communication and errors: as of `uniform`. By Philox 4x32-10 (Salmon et al. 2011) and Box and Muller's transform.
+    The arguments are those of `uniform`. The numbers are bitwise the same in every layout; a CPU and a GPU agree within
+    2 ulp of float32. By Philox 4x32-10 (Salmon et al. 2011) and the Box-Muller transform.
+
+    Communication and errors: as in `uniform`.
     """
     return _made("normal", shape, key, layout, dtype, device, _fill_normal)
 
 
 def normal_(tensor: Tensor, key: int, *, std: float = 1.0) -> Tensor:
-    """Fills `tensor`, plain or a DTensor, with std times what `normal` draws for its shape and layout; returns it.
+    """Fills `tensor`, plain or a DTensor, with std times the numbers of `normal`, and returns `tensor`.
 
-    Each rank draws its own part, within a bounded scratch memory where that part is contiguous.
-    Communication: none. Raises ValueError for a key or dtype that `normal` does not take; LayoutError for a Partial.
+    Each rank draws its own part. The scratch memory is bounded where this part is contiguous in memory.
+
+    Communication: none.
+    Raises ValueError for a key or dtype which `normal` does not take; LayoutError for a Partial layout.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
@@ -75,13 +81,13 @@ def normal_(tensor: Tensor, key: int, *, std: float = 1.0) -> Tensor:
             dense = torch.empty_like(local, memory_format=torch.contiguous_format)
             _fill_normal(dense, _part(tuple(tensor.shape), layout), key, std)
             local.copy_(dense)
-    torch.autograd.graph.increment_version(tensor)  # neither a kernel tells it, nor the local part of a DTensor
+    torch.autograd.graph.increment_version(tensor)  # a kernel, or a write to a DTensor's local tensor, does not
     return tensor
 
 
 @lru_cache(maxsize=4096)
 def part_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Part:
-    """The elements of a tensor of global `shape` that `rank` holds."""
+    """The box of a tensor of global `shape` on `rank`."""
     return Part.of(shape, layout.local_slices(shape, rank))
 
 
@@ -99,8 +105,8 @@ def _made(
     sizes = tuple(shape)
     layout = None if layout is None else layout.resolved(sizes)
     part = _part(sizes, layout)
-    held = sizes if layout is None else layout.local_shape(sizes, this_rank())  # [0] outside the mesh
-    local = torch.empty(held, dtype=dtype, device=device)
+    local_shape = sizes if layout is None else layout.local_shape(sizes, this_rank())  # [0] on ranks outside the mesh
+    local = torch.empty(local_shape, dtype=dtype, device=device)
     fill(local, part, key)
     return local if layout is None else wrap(local, layout, sizes)
 
@@ -121,8 +127,8 @@ def _check(name: str, shape: Sequence[int], key: int, layout: Layout | None, dty
         layout.check_shape(tuple(shape))
         if layout.is_partial():
             raise LayoutError(
-                f"{name}: the layout is ({layout}), but a drawn number is no sum of parts: draw it with Replicate() in "
-                f"place of Partial, and reshard() it"
+                f"{name}: the layout is ({layout}), but random numbers are no sum of parts: draw them with Replicate() "
+                f"in place of Partial, then reshard() the tensor"
             )
 
 

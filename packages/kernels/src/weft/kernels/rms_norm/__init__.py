@@ -1,4 +1,4 @@
-"""rms_norm: the op, its local computation and its layout rule; alone, and of a sum with a residual."""
+"""RMS norm: `rms_norm`, and `add_rms_norm` with a residual added first."""
 
 from .sharded import add_rms_norm, rms_norm
 

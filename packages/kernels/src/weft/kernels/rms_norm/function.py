@@ -1,4 +1,4 @@
-"""rms_norm of local tensors, forward and backward, by the kernels or in plain torch; alone, and of a sum with a residual."""
+"""RMS norm of local tensors, with or without a residual: forward and backward, by the kernels or in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import reference
 
 
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`."""
+    """The RMS norm of x, and the saved tensors (x, weight, rrms), as in `reference.forward`."""
     if not _launches(x, head_dim):
         return reference.forward(x, weight, eps=eps, head_dim=head_dim)
     y, _, rrms = _normalized(x, None, weight, eps, head_dim)
@@ -24,27 +24,29 @@ def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | Non
 
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
-    """The output of `forward`."""
+    """The output of `forward`, without saved tensors."""
     if not _launches(x, head_dim):
         return reference.inference(x, weight, eps=eps, head_dim=head_dim)
     return _normalized(x, None, weight, eps, head_dim)[0]
 
 
 def again(saved: Tensors, *, eps: float, head_dim: int | None = None) -> Tensor:
-    """The output, from what `forward` saved."""
+    """Recomputes the output of `forward` from its saved tensors."""
     x, weight, rrms = saved
-    assert x is not None and rrms is not None, "forward saves them"
+    assert x is not None and rrms is not None, "forward saves x and rrms"
     if not _launches(x, head_dim):
         return reference.again(x, weight, rrms, head_dim=head_dim)
-    return _normalized(x, None, weight, eps, head_dim)[0]  # to read rrms would not read less of x
+    return _normalized(x, None, weight, eps, head_dim)[
+        0
+    ]  # the kernel recomputes rrms: reading it would not save reading x
 
 
 def backward(
     saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float, head_dim: int | None = None
 ) -> Tensors:
-    """See `reference.backward`."""
+    """The gradients of x and weight, as in `reference.backward`."""
     x = saved[0]
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     if not _launches(x, head_dim):
         return reference.backward(saved, grad, needed, eps=eps, head_dim=head_dim)
     return _gradients(saved, grad, None, needed, head_dim)
@@ -53,7 +55,7 @@ def backward(
 def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
-    """x and residual of one shape -> their sum, and the norm of that. Saves the sum and not what was added."""
+    """(x + residual, the RMS norm of this sum). Saves the sum instead of x and residual."""
     if not _launches(x, None) or x.dtype != residual.dtype:
         plain = x + residual
         y, saved = forward(plain, weight, eps=eps)
@@ -64,7 +66,7 @@ def add_forward(
 
 
 def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
-    """The outputs of `add_forward`."""
+    """The outputs of `add_forward`, without saved tensors."""
     launches = _launches(x, None)
     if not launches or x.dtype != residual.dtype:
         total = x + residual
@@ -75,12 +77,12 @@ def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: fl
 def add_backward(
     saved: Tensors, grads: tuple[Tensor | None, Tensor | None], needed: Sequence[bool], *, eps: float
 ) -> Tensors:
-    """The gradient of x and of residual is one: that of the sum, and that of the norm through it."""
+    """The gradients of x, residual and weight. x and residual share one: grad_sum plus the norm's gradient."""
     grad_sum, grad = grads
     if grad is None:
         return (*(grad_sum if need else None for need in needed[:2]), None)
     total = saved[0]
-    assert total is not None, "forward saves it"
+    assert total is not None, "forward saves the sum"
     wanted = (needed[0] or needed[1], needed[2])
     if not _launches(total, None):
         dx, dweight = reference.backward(saved, grad, wanted, eps=eps)
@@ -97,7 +99,7 @@ def _launches(x: Tensor, head_dim: int | None) -> bool:
 def _normalized(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, head_dim: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The output, the sum with the residual, and one over the root of each row's mean square, as `reference.forward` saves it."""
+    """By the kernel: (output, x + residual or None, rrms), where rrms is 1 / the root mean square of a row."""
     H = x.shape[-1] if head_dim is None else head_dim
     shape = x.shape[:-1] if head_dim is None else (*x.shape[:-1], x.shape[-1] // H)
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
@@ -112,7 +114,7 @@ def _gradients(
     saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Sequence[bool], head_dim: int | None
 ) -> Tensors:
     x, weight, rrms = saved
-    assert x is not None, "forward saves it"
+    assert x is not None, "forward saves x"
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
     dweight = None if weight is None or not needed[1] else torch.empty_like(weight)
     _backward(grad, grad_sum, x, weight, rrms, dx, dweight, x.shape[-1] if head_dim is None else head_dim)
@@ -120,7 +122,8 @@ def _gradients(
 
 
 @launched(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!)? total, Tensor(c!) rrms, SymInt H, float eps)"
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!)? total, Tensor(c!) rrms, SymInt H, "
+    "float eps)"
 )
 def _forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have

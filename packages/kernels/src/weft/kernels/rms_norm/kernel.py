@@ -1,7 +1,8 @@
-"""rms_norm in one pass each way: a row stays in registers from its reading to its writing.
+"""RMS norm in one pass forward and one backward: a row stays in registers from its load to its store.
 
-A tile is ROWS rows by BLOCK_H columns, of which H are there. A program takes every tile of number program_id, program_id +
-num_programs, …, so it reads the weight once: KEEP_WEIGHT, where there are registers for it; else for each tile, from a cache. Rows are apart by their strides, and contiguous.
+A tile is ROWS rows by BLOCK_H columns, the first H of which exist. A program computes tiles program_id, program_id +
+num_programs, and so on. KEEP_WEIGHT: each program loads the weight once and keeps it in registers; without it, the
+weight is loaded from a cache for each tile. Rows are contiguous, with any stride between rows.
 """
 
 import triton
@@ -16,7 +17,10 @@ def forward(
     eps,
     KEEP_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """y = x * rrms, rounded, times the weight; with a residual, of sum = x + residual, which is written and rounded first."""
+    """y = x * rrms, rounded to x's dtype, times the weight.
+
+    With a residual, x is replaced by sum = x + residual, which is also stored, rounded to its dtype.
+    """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]
     in_row = cols < H
@@ -51,8 +55,8 @@ def backward(
 ):  # fmt: skip
     """With n = x * rrms and g = grad * weight: dx = rrms * (g - n * mean(g * n)) + grad_sum.
 
-    A program writes its own addend of the weight's gradient, the sum of grad * n over its rows in their order: dweight
-    [programs, H] of float32.
+    dweight: [programs, H] in float32, each program's addend of the weight's gradient: the sum of grad * n over the
+    program's rows, in order.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]

@@ -1,4 +1,4 @@
-"""Launches the kernels on rows: [N, H], each contiguous."""
+"""Launches the RMS norm kernels on rows [N, H], each contiguous."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..backend import device_of
 from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
-# Forward has 32 bytes of a row of bf16 a thread, two 16-byte loads, until 16 warps have more. Rows that are shorter than a warp's
-# share are several to a program. Backward keeps beside a row its gradient, the weight and float32 sums: half as much a thread.
-# Compiled without spills for sm_80 to sm_100 and gfx942; their speed is not measured yet.
+# Elements of a row a thread. Forward: 32 bytes of bf16, two 16-byte loads; a row too long for 16 warps has more a
+# thread, and a program with short rows takes several. Backward also keeps the gradient, the weight and float32 sums,
+# so half as many. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 16, 8
-# Of a multiprocessor: at 32 registers a thread, and at 64.
+# Warps resident on a multiprocessor: at 32 registers a thread, and at 64.
 WARPS_AT_WORK, BACKWARD_WARPS_AT_WORK = 64, 32
 
 
@@ -28,7 +28,7 @@ def forward(
     H: int,
     eps: float,
 ) -> None:
-    """Writes y, rrms [N] of float32 and, with a residual, total = x + residual, of rows of H."""
+    """Writes y; rrms, [N] in float32; and with a residual total = x + residual. H: the length of a row."""
     if not x.numel():
         return
     rows, residual = rows_of(x, H), None if residual is None else rows_of(residual, H)
@@ -53,7 +53,10 @@ def backward(
     dweight: Tensor | None,
     H: int,
 ) -> None:
-    """Writes what is given of dx and dweight [H]: the latter is the sum of what the programs write, in their order."""
+    """Writes dx and dweight [H], each where it is not None.
+
+    dweight is the sum of the programs' addends, in the order of the programs.
+    """
     if not x.numel():
         if dweight is not None:
             dweight.zero_()
@@ -74,7 +77,7 @@ def backward(
 
 
 def keeps_weight(tile: Tile, elements: int) -> bool:
-    """Whether there are registers for the weight from row to row: where a thread has no more elements than it is meant to."""
+    """Whether a program keeps the weight in registers: where a thread has at most `elements` elements of a row."""
     return tile.block <= 32 * tile.warps * elements
 
 

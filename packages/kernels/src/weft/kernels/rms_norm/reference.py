@@ -1,4 +1,4 @@
-"""rms_norm: x / sqrt(mean(x**2) + eps) * weight (Zhang and Sennrich 2019, eq. 4), in plain torch."""
+"""RMS norm in plain torch: x / sqrt(mean(x**2) + eps) * weight (Zhang and Sennrich 2019, eq. 4)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..op import Tensors
 
 
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:
-    """x [..., H], weight [H] -> [..., H]; with a head_dim D, x [..., heads * D] and weight [D], each head by itself.
+    """x [..., H], weight [H] or None -> [..., H]. With head_dim D: x [..., heads * D], weight [D], a norm of each head.
 
-    Normalised in float32 at least, rounded to x's dtype, then multiplied by the weight if there is one: as Hugging Face's Llama
-    does, and its Qwen 3 for the heads.
+    Normalized in float32 at least, rounded to x's dtype, then multiplied by the weight: as in Hugging Face's Llama
+    and, for heads, its Qwen 3.
     """
     rrms = _rrms(_heads(x, head_dim), eps)
     return again(x, weight, rrms, head_dim=head_dim), (x, weight, rrms)
 
 
 def _rrms(heads: Tensor, eps: float) -> Tensor:
-    """[..., H] -> [..., 1], one over the root of each row's mean square, in float32 at least."""
+    """[..., H] -> [..., 1]: 1 / the root mean square of each row, in float32 at least."""
     wide = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
-    # Of a token alone, what the host asks for is what a norm costs: this asks for the least.
+    # For a single token, a norm costs the host's calls to torch: vecdot needs the fewest.
     squares: Tensor = torch.linalg.vecdot(wide, wide)
     return squares.div_(heads.shape[-1]).add_(eps).rsqrt_().unsqueeze_(-1)
 
 
 def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | None = None) -> Tensor:
-    """The output of `forward`, from what it saves."""
-    normal = _heads(x, head_dim) * rrms  # of float32 at least, as rrms is
+    """Recomputes the output of `forward` from its saved tensors."""
+    normal = _heads(x, head_dim) * rrms  # in rrms's dtype, float32 at least
     if normal.dtype != x.dtype:
         normal = normal.to(x.dtype)
     if weight is not None:
@@ -41,7 +41,11 @@ def again(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | Non
 
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
-    """The output of `forward`, on a GPU by torch's own function where that rounds as often: one kernel."""
+    """The output of `forward`, without saved tensors.
+
+    On a GPU, torch's own rms_norm computes float32 and float64 in one kernel. For other dtypes torch rounds a different
+    number of times than `forward`.
+    """
     if on_cpu(x) or x.dtype not in (torch.float32, torch.float64) or (weight is not None and weight.dtype != x.dtype):
         return again(x, weight, _rrms(_heads(x, head_dim), eps), head_dim=head_dim)
     heads = _heads(x, head_dim)
@@ -54,7 +58,7 @@ def backward(
 ) -> Tensors:
     """With n = x * rrms and g = grad * weight: dx = rrms * (g - n * mean(g * n)), dweight = sum(grad * n)."""
     x, weight, rrms = saved
-    assert x is not None and rrms is not None, "forward saves them"
+    assert x is not None and rrms is not None, "forward saves x and rrms"
     wide = _heads(grad, head_dim).to(rrms.dtype)
     normal = _heads(x, head_dim) * rrms
     product = wide * normal
@@ -71,13 +75,13 @@ def backward(
 
 
 def _weighted(product: Tensor, weight: Tensor) -> Tensor:
-    """[..., H], [H] -> [...], the sums of each row's elements times the weight's."""
-    if is_compiling():  # in the region of autocast, which would round the operands of torch's product
+    """product [..., H], weight [H] -> [...]: the dot product of each row with the weight."""
+    if is_compiling():  # autocast is active in the compiled graph, and would round the operands of @
         return (product * weight).sum(-1)
     weighted: Tensor = product @ weight.to(product.dtype)  # a CPU multiplies and sums in one pass
     return weighted
 
 
 def _heads(x: Tensor, head_dim: int | None) -> Tensor:
-    """[..., heads * D] -> [..., heads, D]; all of the last dim is one row without a head_dim."""
+    """[..., heads * D] -> [..., heads, D]; x itself where head_dim is None."""
     return x if head_dim is None else x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)

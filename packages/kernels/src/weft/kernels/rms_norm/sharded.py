@@ -1,4 +1,4 @@
-"""rms_norm on plain tensors and DTensors."""
+"""RMS norm on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,31 @@ from . import function
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head_dim: int | None = None) -> Tensor:
     """`x / sqrt(mean(x**2) + eps) * weight`, the mean over the last dim (Zhang & Sennrich, 2019).
 
-    x: [..., H]. weight: [H], or None for a norm without one. Returns [..., H].
-    head_dim: D for a norm of each head of x [..., heads * D] by itself, with a weight [D] for all of them.
-    Layouts: any that leaves the last dim whole, or each head where there is a `head_dim`; the output lies as `x`. The gradient
-    of a replicated weight is Partial(sum) on each axis that `x` is sharded over. Communication: none.
-    Raises LayoutError where the last dim, or a head, is cut, or `x` is Partial; ValueError for other shapes, for what is none of
-    floats, and for two devices.
+    x: [..., H].
+    weight: [H], or None for a norm without weight.
+    Returns [..., H].
+    head_dim: D, for x [..., heads * D] and weight [D]: each head is normalized by itself, and all heads share the
+    weight.
+
+    Layouts: any without Partial and with the last dim not sharded; with head_dim the last dim may be sharded by
+    complete heads. The weight is replicated; its gradient is Partial(sum) on each axis that shards x. The output has
+    x's layout.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for other shapes, for tensors without floating-point values,
+    and for tensors on two devices.
     """
     if head_dim is not None and (x.ndim < 1 or head_dim < 1 or x.shape[-1] % head_dim):
         raise ValueError(
-            f"rms_norm takes x [..., heads * {head_dim}], got {tuple(x.shape)}; give a head_dim, 1 or more, that divides its last size"
+            f"rms_norm takes x [..., heads * {head_dim}], got {tuple(x.shape)}; give a head_dim, 1 or more, which "
+            f"divides the last size of x"
         )
     size = x.shape[-1:] if head_dim is None else (head_dim,)
     if x.ndim < 1 or (weight is not None and weight.shape != size):
         row, one = ("H", "H") if head_dim is None else (f"heads * {head_dim}", str(head_dim))
         shape = None if weight is None else tuple(weight.shape)
         raise ValueError(
-            f"rms_norm takes x [..., {row}] and weight [{one}], got {tuple(x.shape)} and {shape}; give a number for each "
-            f"element of a {'row' if head_dim is None else 'head'}"
+            f"rms_norm takes x [..., {row}] and weight [{one}], got {tuple(x.shape)} and {shape}; give a number for "
+            f"each element of a {'row' if head_dim is None else 'head'}"
         )
     check_floats("rms_norm", ("x", "the weight"), x, weight)
     check_devices("rms_norm", x, weight)
@@ -44,22 +51,27 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
 
 @autocasts("add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and `rms_norm` of that, in one pass: where a layer's output joins the residual stream.
+    """`x + residual`, and the `rms_norm` of this sum, in one pass, for a layer's output that joins the stream.
 
-    x, residual: [..., H], one shape. weight: [H], or None. Returns (sum, norm), [..., H] each.
-    Layouts: one for both, which leaves the last dim whole; both outputs lie so. The gradients of the two outputs arrive in one
-    layout. Communication: none.
+    x, residual: [..., H], of the same shape.
+    weight: [H], or None.
+    Returns (sum, norm), each [..., H].
+
+    Layouts: the same for x and residual, without Partial and with the last dim not sharded; both outputs have it, too.
+    The gradients of both outputs must arrive in the same layout.
+    Communication: none.
     Raises ValueError for a residual of another shape, and as `rms_norm`; LayoutError for other layouts.
     """
     if x.shape != residual.shape:
         raise ValueError(
-            f"add_rms_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; expand one"
+            f"add_rms_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; "
+            f"expand one"
         )
     if x.ndim < 1 or (weight is not None and weight.shape != x.shape[-1:]):
         shape = None if weight is None else tuple(weight.shape)
         raise ValueError(
-            f"add_rms_norm takes x [..., H] and weight [H], got {tuple(x.shape)} and {shape}; give a number for each element of "
-            f"a row"
+            f"add_rms_norm takes x [..., H] and weight [H], got {tuple(x.shape)} and {shape}; give a number for each "
+            f"element of a row"
         )
     check_floats("add_rms_norm", ("x", "the residual", "the weight"), x, residual, weight)
     check_devices("add_rms_norm", x, residual, weight)

@@ -1,4 +1,4 @@
-"""rope: the op, its local computation and its layout rule; alone, and after a norm of each head."""
+"""Rotary position embedding: `rope`, `rope_tables`, and `rms_norm_rope` with an RMS norm of each head first."""
 
 from .sharded import rms_norm_rope, rope, rope_tables
 

@@ -1,4 +1,4 @@
-"""rope of local tensors, forward and backward, by the kernels or in plain torch; alone, and after a norm of each head."""
+"""Rope of local tensors, alone or after an RMS norm of heads, forward and backward: by the kernels or in torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from . import reference
 def forward(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
 ) -> tuple[Tensor, Tensors]:
-    """See `reference.forward`. inplace: the kernel writes into x, where that is contiguous, and x is the output."""
+    """Rope of x, as in `reference.forward`; saves cos and sin. inplace: a kernel overwrites a contiguous x."""
     over = inplace and use_triton(x) and x.is_contiguous() and not is_compiling()
     return _turned(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
 
 
 def inference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
-    """The output of `forward`."""
+    """The output of `forward`, without saved tensors."""
     if use_triton(x):
         return forward(x, cos, sin, interleaved=interleaved, inplace=inplace)[0]
-    return reference.turn(x, cos, sin, interleaved, 1)  # at once: of a token alone the host's time counts
+    return reference.turn(x, cos, sin, interleaved, 1)  # the shortest path: for a single token the host's time counts
 
 
 def backward(
     saved: Tensors, grad: Tensor, needed: Sequence[bool], *, interleaved: bool = False, inplace: bool = False
 ) -> Tensors:
-    """The turn back, by the negative angle and the same scale; cos and sin get no gradient. Others may read the gradient too."""
+    """The gradient of x: grad rotated by the negative angles, at the same scale. cos and sin get no gradient.
+
+    Never in place, whatever `inplace` says: other readers may share grad.
+    """
     cos, sin = saved
     assert cos is not None and sin is not None, "forward saves both"
     return _turned(grad, cos, sin, True, interleaved) if needed[0] else None, None, None
@@ -42,7 +45,7 @@ def backward(
 def norm_forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float, interleaved: bool = False
 ) -> tuple[Tensor, Tensors]:
-    """x [..., T, heads * D], weight [D] -> each head normalized and then turned. Saves x, and one number a head."""
+    """x [..., T, heads * D], weight [D] -> rope of the RMS norm of each head. Saves the operands and rrms."""
     D = weight.shape[0]
     if not use_triton(x):
         y, (_, _, rrms) = norm.forward(x, weight, eps=eps, head_dim=D)
@@ -57,9 +60,11 @@ def norm_forward(
 def norm_backward(
     saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float, interleaved: bool = False
 ) -> Tensors:
-    """The gradient turned back, and then that of the norm; cos and sin get no gradient."""
+    """The gradients of x and weight: rope's backward, then the norm's. cos and sin get no gradient."""
     x, weight, cos, sin, rrms = saved
-    assert x is not None and weight is not None and cos is not None and sin is not None, "forward saves them"
+    assert x is not None and weight is not None and cos is not None and sin is not None, (
+        "norm_forward saves the operands"
+    )
     if not use_triton(x):
         back = reference.turned_back(grad, cos, sin, interleaved=interleaved)
         dx, dweight = norm.backward((x, weight, rrms), back, needed[:2], eps=eps, head_dim=weight.shape[0])
@@ -90,7 +95,8 @@ def _turn(*arguments: Any) -> None:
 
 
 @launched(
-    "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) y, Tensor(b!) rrms, float eps, bool interleaved)"
+    "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) y, Tensor(b!) rrms, float eps, bool "
+    "interleaved)"
 )
 def _norm_forward(*arguments: Any) -> None:
     from . import launch

@@ -1,8 +1,8 @@
-"""rope in one pass, and rope after an rms_norm of each head in one pass.
+"""Kernels for rope, and for rope after an RMS norm of each head, each in one pass.
 
-A program takes TOKENS tokens by HEADS heads, in two tiles [TOKENS, HEADS, HALF]: the first and the second elements of a head's
-pairs, of which D // 2 are there. Token n has row n % R of the tables [R, D // 2], which is read once for all HEADS. Tokens are
-apart by their strides; the heads of a token are contiguous.
+A program computes TOKENS tokens by HEADS heads, in two tiles [TOKENS, HEADS, HALF]: the first and the second elements
+of each head's pairs. The first D // 2 of HALF exist. Token n uses row n % R of the tables [R, D // 2], which is read
+once for all HEADS. The heads of a token are contiguous, with any stride between tokens.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def tile(part, N, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The tokens, int64 [TOKENS, 1, 1], and the heads [1, HEADS, 1] of tile number `part`, and which are there."""
+    """Tile number `part`: tokens, int64 [TOKENS, 1, 1], heads [1, HEADS, 1], and the mask of those in range."""
     across = tl.cdiv(heads, HEADS)
     token = (tl.cast(part, tl.int64) // across * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     head = (part % across * HEADS + tl.arange(0, HEADS))[None, :, None]
@@ -20,7 +20,7 @@ def tile(part, N, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def angles(cos_ptr, sin_ptr, token, N, R, D, HALF: tl.constexpr):
-    """Cosines and sines of the tokens: [TOKENS, 1, HALF] of float32 each."""
+    """Cosines and sines of the tokens: each [TOKENS, 1, HALF] in float32."""
     pair = tl.arange(0, HALF)[None, None, :]
     place, is_there = token % R * (D // 2) + pair, (token < N) & (pair < D // 2)
     cos = tl.load(cos_ptr + place, mask=is_there, other=0.0).to(tl.float32)
@@ -29,7 +29,7 @@ def angles(cos_ptr, sin_ptr, token, N, R, D, HALF: tl.constexpr):
 
 @triton.jit
 def load_pairs(x_ptr, start, is_there, D, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """The two elements of each pair of the heads that begin at `start` [TOKENS, HEADS, 1], of float32."""
+    """The first and the second elements of the pairs of the heads at offsets `start` [TOKENS, HEADS, 1], in float32."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, None, :]
         x = tl.load(x_ptr + start + cols, mask=is_there & (cols < D), other=0.0).to(tl.float32)
@@ -44,7 +44,7 @@ def load_pairs(x_ptr, start, is_there, D, INTERLEAVED: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def store_pairs(y_ptr, start, is_there, D, first, second, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """The reverse of `load_pairs`."""
+    """Stores the elements of pairs where `load_pairs` would read them."""
     first, second = first.to(y_ptr.dtype.element_ty), second.to(y_ptr.dtype.element_ty)
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, None, :]
@@ -65,7 +65,7 @@ def turn(
     INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Each pair turned by its angle, or back. y is contiguous; it may be x where that is."""
+    """y = each pair of x rotated by its angle, or with INVERSE by the negative angle. y is contiguous; x may be y."""
     token, head, is_there = tile(tl.program_id(0), N, heads, TOKENS, HEADS)
     cos, sin = angles(cos_ptr, sin_ptr, token, N, R, D, HALF)
     if INVERSE:
@@ -83,7 +83,7 @@ def normalize_and_turn(
     eps,
     INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """`turn` of x * rrms * weight, with rrms [N, heads] of each head alone; rounded once."""
+    """y = `turn` of x * rrms * weight, rounded once; rrms [N, heads] = 1 / the root mean square of each head."""
     token, head, is_there = tile(tl.program_id(0), N, heads, TOKENS, HEADS)
     cos, sin = angles(cos_ptr, sin_ptr, token, N, R, D, HALF)
     first, second = load_pairs(x_ptr, token * stride_xn + head * D, is_there, D, INTERLEAVED, HALF)
@@ -103,7 +103,10 @@ def normalize_and_turn_backward(
     N, heads, D, R, stride_gn, stride_xn,
     INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The gradient turned back, then as in rms_norm.kernel.backward, addends of the weight's gradient [programs, D] included."""
+    """dx and dweight: the gradient rotated by the negative angles, then rms_norm.kernel.backward on each head.
+
+    dweight: [programs, D], each program's addend of the weight's gradient.
+    """
     program = tl.program_id(0)
     once = tl.zeros((1, 1, 1), tl.int32)
     weight_first, weight_second = load_pairs(weight_ptr, once, once == 0, D, INTERLEAVED, HALF)

@@ -1,4 +1,4 @@
-"""Launches the kernels on x [..., T, heads * D], viewed as [N, heads * D]."""
+"""Launches the rope kernels on x [..., T, heads * D], viewed as [N, heads * D]."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from ..backend import device_of
 from ..rows import programs_of, rows_of
 from . import kernel
 
-# 16 elements of a pair's first, and as many of its second, a thread: two 16-byte loads of bf16 each. Backward of a norm keeps
-# beside them the gradient, the weight and two float32 sums. Compiled without spills for sm_80 to sm_100 and gfx942; their speed is
-# not measured yet.
+# 16 first and 16 second elements of pairs a thread: two 16-byte loads of bf16 each. The norm's backward also keeps the
+# gradient, the weight and two float32 sums. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not
+# measured yet.
 PAIRS_PER_THREAD, BACKWARD_PAIRS_PER_THREAD = 16, 8
 WARPS = 4
-WARPS_AT_WORK = 16  # of a multiprocessor in backward: 128 registers a thread
+WARPS_AT_WORK = 16  # resident on a multiprocessor in backward, at 128 registers a thread
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tokens by heads of a program, and the power of two at or above half a head."""
+    """How many tokens by how many heads a program computes.
+
+    half: D / 2, rounded up to a power of two.
+    """
 
     tokens: int
     heads: int
@@ -30,19 +33,19 @@ class Tile:
 
     @classmethod
     def of(cls, heads: int, D: int, pairs: int) -> Tile:
-        """With so many pairs a thread: all heads of a token where they fit, so that its angles are read once."""
+        """The tile with `pairs` pairs a thread: all heads of a token where they fit, to read its angles once."""
         half = 1 << (D // 2 - 1).bit_length()
-        rows = max(1, 32 * WARPS * pairs // half)  # of a head each
+        rows = max(1, 32 * WARPS * pairs // half)  # (token, head) pairs of a program
         fitting = min(rows, 1 << (heads - 1).bit_length())
         return cls(rows // fitting, fitting, half)
 
     def count(self, N: int, heads: int) -> int:
-        """How many tiles there are."""
+        """The number of tiles for N tokens of `heads` heads."""
         return -(-N // self.tokens) * -(-heads // self.heads)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, inverse: bool, interleaved: bool) -> None:
-    """Writes x, turned or turned back, into y: contiguous."""
+    """Writes x, rotated by its angles or with `inverse` by the negative angles, into y, which is contiguous."""
     if not x.numel():
         return
     D = 2 * cos.shape[-1]
@@ -61,7 +64,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, inverse: bool, interlea
 def normalize_and_turn(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, y: Tensor, rrms: Tensor, eps: float, interleaved: bool
 ) -> None:
-    """Writes y and rrms [N, heads]."""
+    """Writes y = rope of the RMS norm of each head of x, and rrms [N, heads]."""
     if not x.numel():
         return
     D = 2 * cos.shape[-1]
@@ -88,7 +91,10 @@ def normalize_and_turn_backward(
     dweight: Tensor | None,
     interleaved: bool,
 ) -> None:
-    """Writes what is given of dx and dweight [D]: the latter is the sum of what the programs write, in their order."""
+    """Writes dx and dweight [D], each where it is not None.
+
+    dweight is the sum of the programs' addends, in the order of the programs.
+    """
     if not x.numel():
         if dweight is not None:
             dweight.zero_()

@@ -1,4 +1,4 @@
-"""rope: rotary position embedding (Su et al. 2021, eq. 34), in plain torch."""
+"""Rotary position embedding (Su et al. 2021, eq. 34) in plain torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..backend import is_compiling
 def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [..., T, heads * D], cos and sin [T, D // 2] or [..., T, D // 2] -> [..., T, heads * D].
 
-    Elements i and i + D // 2 of a head are turned together, by the angle of (token, i): Hugging Face's convention. Interleaved,
-    elements 2 * i and 2 * i + 1: that of the paper.
+    Elements i and i + D // 2 of a head form a pair, rotated by the angle of (token, i): Hugging Face's convention.
+    interleaved: elements 2 * i and 2 * i + 1 form a pair, as in the paper.
     Computed in float32 at least, then rounded to x's dtype.
-    Raises ValueError where the last dim is no multiple of D, or the tables are of other tokens than x.
+    Raises ValueError where D does not divide the last dim, or the tables have other tokens than x.
     """
     check(x, cos)
     return turn(x, cos, sin, interleaved, 1)
 
 
 def check(x: Tensor, cos: Tensor) -> None:
-    """Raises as `forward` does."""
+    """Raises ValueError where the tables do not fit x; see `forward`."""
     rows, half = cos.shape[:-1], cos.shape[-1]
     if x.shape[-1] % (2 * half) or x.shape[-1 - len(rows) : -1] != rows:
         raise ValueError(
@@ -31,20 +31,19 @@ def check(x: Tensor, cos: Tensor) -> None:
 
 
 def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """The turn by the negative angle, at the same scale: the reverse of `forward` where that does not scale, and its transpose."""
+    """The transpose of `forward`: rotation by the negative angles, at the same scale. Without a scale, its inverse."""
     return turn(grad, cos, sin, interleaved, -1)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """`forward` where sign is 1, `turned_back` where it is -1, of shapes that were checked."""
+    """`forward` for sign 1, `turned_back` for sign -1, without a check of the shapes."""
     dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
-    if (
-        cos.dtype != wide
-    ):  # asked before each cast: of a few numbers a cast that changes nothing takes as long as one that does
+    # Checked before each cast: on small tensors, a cast to the same dtype costs as much as a real one.
+    if cos.dtype != wide:
         cos, sin = cos.to(wide), sin.to(wide)
     if interleaved:
-        turn_pairs = _turn_neighbours if is_compiling() else _turn_numbers
+        turn_pairs = _turn_neighbours if is_compiling() else _turn_complex
         output = turn_pairs(x if dtype == wide else x.to(wide), cos, sin, sign)
         return output if dtype == wide else output.to(dtype)
     pairs = x.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)  # [..., T, heads, 2, D // 2]
@@ -60,8 +59,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
     return output if dtype == wide else output.to(dtype)
 
 
-def _turn_numbers(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Interleaved, in one pass: a pair is a complex number, and its turn a product."""
+def _turn_complex(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Interleaved rope in one pass: each pair is a complex number, multiplied by cos + i sin."""
     x = x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
     numbers = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2))
     turns = torch.complex(cos, sin if sign == 1 else -sin).unsqueeze(-2)  # [..., T, 1, D // 2]
@@ -69,7 +68,7 @@ def _turn_numbers(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Interleaved, for a compiler, which has no code for complex numbers."""
+    """Interleaved rope for torch.compile, which generates no code for complex numbers."""
     apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
     halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
     turned = turn(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
@@ -77,7 +76,7 @@ def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def table(positions: Tensor, frequencies: Tensor, *, function: str, scale: float = 1.0) -> Tensor:
-    """scale times the cosine or sine of each angle: positions [...] of ints, frequencies [D // 2] -> [..., D // 2]."""
+    """positions [...] of ints, frequencies [D // 2] -> [..., D // 2]: scale * function(position * frequency)."""
     angles = positions.unsqueeze(-1) * frequencies
     found = angles.cos() if function == "cos" else angles.sin()
     return found if scale == 1 else found.mul_(scale)

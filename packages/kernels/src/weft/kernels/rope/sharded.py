@@ -1,4 +1,4 @@
-"""rope on plain tensors and DTensors."""
+"""Rotary position embedding on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ from . import function, reference
 
 @autocasts("rope")
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
-    """Rotary position embedding (Su et al., 2021): the pairs (i, i + D/2) of every head turned by their angle.
+    """Rotary position embedding (Su et al., 2021): rotates pair (i, i + D/2) of each head by the angle of (token, i).
 
-    x: [..., T, heads * D]. cos, sin: of float32, [T, D / 2], or [..., T, D / 2] where tokens of one place differ in position.
-    interleaved: the pairs are (2 * i, 2 * i + 1), as in the paper and in GPT-J. Returns the shape of `x`.
-    inplace: `x` may be overwritten, as what nobody reads again: it is where a kernel turns a contiguous plain tensor, and is returned
-    then; otherwise it stays. What autograd has saved of it is an error in backward, as of torch's own ops in place.
-    Layouts: any that leaves each head whole, with the tables sharded on rows and tokens as `x` is; the output lies as `x`.
+    x: [..., T, heads * D].
+    cos, sin: float32 tables from `rope_tables`, [T, D / 2]; or [..., T, D / 2] where sequences differ in their
+    positions.
+    Returns a tensor of the shape of x.
+    interleaved: the pairs are (2 * i, 2 * i + 1), as in the paper and in GPT-J.
+    inplace: allows x to be overwritten. A kernel overwrites and returns a contiguous plain tensor; in all other cases x
+    stays unchanged. If autograd has saved x elsewhere, backward raises, as for torch's own in-place ops.
+
+    Layouts: any without Partial, with shards of complete heads; the tables are sharded on rows and tokens as x is. The
+    output has x's layout.
     Communication: none.
-    Raises LayoutError where a head is cut, `x` is Partial, or the tables lie otherwise; ValueError for a leaf that needs a
-    gradient in place.
+    Raises LayoutError for any other layouts; ValueError for tables that do not fit x, and for inplace with a leaf which
+    requires a gradient.
     """
     check_tables("rope", x.shape, cos, sin)
     check_floats("rope", ("x",), x)
     check_devices("rope", x, cos, sin)
     if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("rope: x is a leaf that needs a gradient, so its values are kept; leave inplace at False")
+        raise ValueError("rope: x is a leaf that needs a gradient, and must keep its values; leave inplace at False")
     if inplace and type(x) is Tensor:
         return apply(ROPE, x, cos, sin, interleaved=interleaved, inplace=True)
     return apply(ROPE, x, cos, sin, interleaved=interleaved)
@@ -44,49 +49,61 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inpl
 def rms_norm_rope(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *, interleaved: bool = False
 ) -> Tensor:
-    """`rope` of `rms_norm` of each head, in one pass: what Qwen 3 does to queries and keys.
+    """`rope` of the `rms_norm` of each head, in one pass, as Qwen 3 applies to queries and keys.
 
-    x: [..., T, heads * D]. weight: [D], for all heads. The others: as of `rope`. Returns the shape of `x`.
-    Layouts: as of `rope`, with the weight whole. The gradient of a replicated weight is Partial(sum) on each axis that `x` is
-    sharded over. Communication: none. Raises as `rope` does.
+    x: [..., T, heads * D].
+    weight: [D], shared by all heads.
+    cos, sin, interleaved: as in `rope`.
+    eps: as in `rms_norm`.
+    Returns a tensor of the shape of x.
+
+    Layouts: those of `rope`, with the weight replicated. The weight's gradient is Partial(sum) on each axis that
+    shards x.
+    Communication: none.
+    Raises as `rope` does.
     """
     check_tables("rms_norm_rope", x.shape, cos, sin)
     check_floats("rms_norm_rope", ("x", "the weight"), x, weight)
     check_devices("rms_norm_rope", x, weight, cos, sin)
     if weight.shape != (2 * cos.shape[-1],):
         raise ValueError(
-            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and {tuple(cos.shape)}; give "
-            f"a weight of shape {(2 * cos.shape[-1],)}, for all heads"
+            f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and "
+            f"{tuple(cos.shape)}; give a weight of shape {(2 * cos.shape[-1],)}, for all heads"
         )
     return apply(RMS_NORM_ROPE, x, weight, cos, sin, eps=eps, interleaved=interleaved)
 
 
 def check_tables(name: str, shape: tuple[int, ...], cos: Tensor, sin: Tensor) -> None:
-    """Raises ValueError for tables that do not fit heads of this shape, or are none of floats."""
+    """Raises ValueError for tables that do not fit x of `shape`, or have no floating-point values. name: the op."""
     rows = cos.shape[:-1]
     fits = cos.ndim >= 2 and cos.shape == sin.shape and len(shape) >= 2 and len(rows) in (1, len(shape) - 1)
     if not fits or tuple(shape[-1 - len(rows) : -1]) != rows or not cos.shape[-1] or shape[-1] % (2 * cos.shape[-1]):
         raise ValueError(
             f"{name} takes x [..., T, heads * D] and cos, sin [T, D / 2] or [..., T, D / 2], got {tuple(shape)}, "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}; give both tables a row for each token, as rope_tables makes them, of "
-            f"half a head"
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}; give both tables a row of D / 2 numbers for each "
+            f"token, as rope_tables makes them"
         )
     check_floats(name, ("cos", "sin"), cos, sin)
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`cos` and `sin` of `rope`, for tokens at any positions: those of `positions * frequencies`, times `scale`.
+    """The tables `cos` and `sin` of `rope` for tokens at any positions: scale * cos and sin of positions * frequencies.
 
-    positions: [..., T] of ints. frequencies: [D / 2] of float32. Returns two tensors [..., T, D / 2], without gradients.
-    scale: what `rope` multiplies the length of each pair by, beside turning it: YaRN's attention factor, whose square is
-    then in every product of a query and a key (Peng et al., 2023, section 3.4).
-    Layouts: any of the positions, but for Partial; the tables lie the same. Communication: none.
+    positions: [..., T] of ints.
+    frequencies: [D / 2] of float32.
+    Returns (cos, sin), each [..., T, D / 2], without gradients.
+    scale: `rope` also multiplies each pair by it: YaRN's attention factor, whose square then scales every product of a
+    query and a key (Peng et al., 2023, section 3.4).
+
+    Layouts: any of the positions, without Partial; the frequencies are replicated. The tables are sharded as the
+    positions.
+    Communication: none.
     """
     if positions.is_floating_point() or positions.is_complex() or frequencies.ndim != 1:
         raise ValueError(
             f"rope_tables takes positions [..., T] of ints and frequencies [D / 2], got {tuple(positions.shape)} of "
-            f"{positions.dtype} and {tuple(frequencies.shape)}; cast the positions with .to(torch.int64), and flatten the "
-            f"frequencies"
+            f"{positions.dtype} and {tuple(frequencies.shape)}; cast the positions with .to(torch.int64), and flatten "
+            f"the frequencies"
         )
     check_floats("rope_tables", ("frequencies",), frequencies)
     check_devices("rope_tables", positions, frequencies)
@@ -116,7 +133,10 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
 def turned_layout(
     name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> Layout:
-    """How the output lies."""
+    """The output's layout, which is x's. Raises LayoutError for other tables, and for shards with a part of a head.
+
+    shape: of x. table: the shape of a table. name: the op, for the message.
+    """
     tokens = ascii_lowercase[: len(shape) - 1]
     each = tokens[1 - len(table) :] + "y"
     operation = terms.Operation(

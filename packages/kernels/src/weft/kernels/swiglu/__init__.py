@@ -1,4 +1,4 @@
-"""swiglu and geglu: the ops, their local computation and their layout rule."""
+"""SwiGLU and GeGLU: the ops, their local computation and their layout rule."""
 
 from .sharded import geglu, swiglu
 

@@ -1,4 +1,4 @@
-"""Gates of local tensors, forward and backward, by the kernels or in plain torch: activation(gate) * up, or an activation alone."""
+"""activation(gate) * up, or an activation alone, of local tensors, forward and backward: by the kernels or torch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,50 @@ from ..launched import launched
 from ..op import Tensors
 from . import reference
 
-ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # as the kernel counts them; gelu's by its `approximate`
+ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # the kernel's numbers; gelu by its `approximate` option
 
 
 def forward(gate: Tensor, up: Tensor, *, activation: str = "silu") -> tuple[Tensor, Tensors]:
-    """See `reference.forward`. Saves the two alone, but on a CPU in 32 bits and more: the activation is computed again in backward."""
+    """activation(gate) * up, and the saved tensors: gate, up and, for float32 and float64 on a CPU, activation(gate).
+
+    Elsewhere backward recomputes the activation.
+    """
     if backend.use_triton(gate) and gate.dtype == up.dtype:
         return activated(gate, up, activation), (gate, up)
-    return reference.forward(gate, up, activation=activation, keep=_keeps(gate, up))
+    return reference.forward(gate, up, activation=activation, keep=_saves_activation(gate, up))
 
 
 def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
-    """The output of `forward`."""
+    """The output of `forward`, without saved tensors."""
     if backend.use_triton(gate) and gate.dtype == up.dtype:
         return activated(gate, up, activation)
     return reference.forward(gate, up, activation=activation)[0]
 
 
 def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
-    """The output by torch's own functions, which differentiate it, and save no more; None where they are not for it."""
+    """activation(gate) * up by torch's functions and with torch's gradients, where `is_torchs` allows; else None."""
     if not backend.is_torchs(gate, up) or gate.shape != up.shape:
         return None
     return reference.forward(gate, up, activation=activation, keep=True)[0]
 
 
-def _keeps(gate: Tensor, up: Tensor) -> bool:
-    """Whether the activation is kept for backward; the dtypes are one then. What is compiled computes again what its compiler says."""
+def _saves_activation(gate: Tensor, up: Tensor) -> bool:
+    """Whether `forward` saves activation(gate) for backward: eager, on a CPU, with 32 bits or more and equal dtypes.
+
+    Under torch.compile the compiler decides what backward recomputes.
+    """
     return gate.dtype == up.dtype and not (backend.is_short_of_memory(gate) or backend.is_compiling())
 
 
 def again(saved: Tensors, *, activation: str = "silu") -> Tensor:
-    """The output, from what `forward` saved."""
+    """Recomputes the output of `forward` from its saved tensors."""
     gate, up = saved[:2]
     assert gate is not None and up is not None, "forward saves both"
     return inference(gate, up, activation=activation)
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str = "silu") -> Tensors:
-    """See `reference.backward`."""
+    """The gradients of gate and up, as in `reference.backward`."""
     gate, up = saved[:2]
     assert gate is not None and up is not None, "forward saves both"
     if backend.use_triton(gate) and gate.dtype == up.dtype:
@@ -59,14 +65,14 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation
 
 
 def activated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * up, or the activation alone, by the kernel."""
+    """activation(gate) * up by the kernel, or activation(gate) where up is None."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _forward(gate, up, y, ACTIVATIONS[activation])
     return y
 
 
 def gradients(grad: Tensor, gate: Tensor, up: Tensor | None, needed: Sequence[bool], activation: str) -> Tensors:
-    """Those of gate and of up, by the kernel."""
+    """The gradients of gate and up by the kernel, or of gate only where up is None."""
     made = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need else None for need in needed]
     dgate, dup = made if up is not None else (*made, None)
     _backward(grad, gate, up, dgate, dup, ACTIVATIONS[activation])

@@ -1,6 +1,7 @@
-"""Activations, and gates: an activation times another tensor. One pass each way; nothing but the operands is read.
+"""Kernels for activation(gate) * up, and for an activation alone: one pass forward and one backward.
 
-A program takes BLOCK_I neighbours of one row. Rows are apart by their strides, and contiguous; contiguous tensors are one row.
+A program computes BLOCK_I neighbouring elements of one row. Rows are contiguous, with any stride between rows; tensors
+which are contiguous throughout are taken as a single row.
 """
 
 import triton
@@ -10,14 +11,14 @@ SILU: tl.constexpr = tl.constexpr(0)
 GELU: tl.constexpr = tl.constexpr(1)
 GELU_TANH: tl.constexpr = tl.constexpr(2)
 ROOT_HALF: tl.constexpr = tl.constexpr(0.5**0.5)
-ROOT_OF_TAU: tl.constexpr = tl.constexpr(0.3989422804014327)  # one over the root of 2 pi
+INVERSE_ROOT_TAU: tl.constexpr = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 * pi)
 TANH_SLOPE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 TANH_CUBE: tl.constexpr = tl.constexpr(0.044715)
 
 
 @triton.jit
-def share(x, ACTIVATION: tl.constexpr):
-    """The factor s of the activation x * s, of float32."""
+def gate_factor(x, ACTIVATION: tl.constexpr):
+    """The factor s for which the activation is x * s, in float32."""
     if ACTIVATION == GELU:
         return 0.5 * (1.0 + tl.erf(x * ROOT_HALF))
     elif ACTIVATION == GELU_TANH:
@@ -28,9 +29,9 @@ def share(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope(x, s, ACTIVATION: tl.constexpr):
-    """The derivative of the activation at x, whose share is s."""
+    """The derivative of the activation at x, given s = gate_factor(x)."""
     if ACTIVATION == GELU:
-        return s + x * ROOT_OF_TAU * tl.exp(-0.5 * x * x)
+        return s + x * INVERSE_ROOT_TAU * tl.exp(-0.5 * x * x)
     elif ACTIVATION == GELU_TANH:
         return s + x * s * (1.0 - s) * TANH_SLOPE * (1.0 + x * x * (3.0 * TANH_CUBE))
     else:
@@ -39,7 +40,7 @@ def slope(x, s, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tile(I, BLOCK_I: tl.constexpr):
-    """This program's row and columns, int64, of rows of I."""
+    """This program's row and columns, int64, among rows of I elements."""
     across = tl.cdiv(I, BLOCK_I)
     program = tl.program_id(0).to(tl.int64)
     return program // across, program % across * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -49,11 +50,11 @@ def tile(I, BLOCK_I: tl.constexpr):
 def forward(
     gate_ptr, up_ptr, y_ptr, I, stride_gn, stride_un, ACTIVATION: tl.constexpr, BLOCK_I: tl.constexpr
 ):  # fmt: skip
-    """y = activation(gate) * up, or the activation alone, rounded once."""
+    """y = activation(gate) * up, or activation(gate) without up, rounded once."""
     row, cols = tile(I, BLOCK_I)
     in_row = cols < I
     gate = tl.load(gate_ptr + row * stride_gn + cols, mask=in_row, other=0.0).to(tl.float32)
-    y = gate * share(gate, ACTIVATION)
+    y = gate * gate_factor(gate, ACTIVATION)
     if up_ptr is not None:
         y *= tl.load(up_ptr + row * stride_un + cols, mask=in_row, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * I + cols, y.to(y_ptr.dtype.element_ty), mask=in_row)
@@ -66,12 +67,12 @@ def backward(
     I, stride_dn, stride_gn, stride_un,
     ACTIVATION: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """dgate = grad * up * slope(gate), dup = grad * activation(gate): the activation is computed again."""
+    """dgate = grad * up * slope(gate), dup = grad * activation(gate), with the activation recomputed from gate."""
     row, cols = tile(I, BLOCK_I)
     in_row = cols < I
     grad = tl.load(grad_ptr + row * stride_dn + cols, mask=in_row, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gn + cols, mask=in_row, other=0.0).to(tl.float32)
-    s = share(gate, ACTIVATION)
+    s = gate_factor(gate, ACTIVATION)
     if dup_ptr is not None:
         dup = grad * gate * s
         tl.store(dup_ptr + row * I + cols, dup.to(dup_ptr.dtype.element_ty), mask=in_row)

@@ -1,4 +1,4 @@
-"""Launches the kernels on tensors of one shape: in one row where all are contiguous."""
+"""Launches the kernels on tensors of one shape, as a single row where all are contiguous."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from ..backend import device_of
 from ..rows import rows_of
 from . import kernel
 
-# Two 16-byte loads of each operand a thread. Compiled without spills for sm_80 to sm_100 and gfx942; its speed is not measured yet.
+# Two 16-byte loads of each operand a thread. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not
+# measured yet.
 BYTES_PER_THREAD = 32
 WARPS = 4
 
 
 def block_of(itemsize: int) -> int:
-    """How many neighbours a program takes."""
+    """The number of neighbouring elements a program computes, for elements of `itemsize` bytes."""
     return WARPS * 32 * BYTES_PER_THREAD // itemsize
 
 
 def forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: int) -> None:
-    """Writes activation(gate) * up into y, or the activation alone."""
+    """Writes activation(gate) * up into y, or activation(gate) where up is None."""
     if not y.numel():
         return
     gate, *others = _rows(gate, *(() if up is None else (up,)))
@@ -36,7 +37,7 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: int) -> None
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None, activation: int
 ) -> None:
-    """Writes what is given of the gradients."""
+    """Writes the gradients into dgate and dup; a gradient whose tensor is None is skipped."""
     if not gate.numel():
         return
     grad, gate, *others = _rows(grad, gate, *(() if up is None else (up,)))
@@ -56,7 +57,7 @@ def _programs(rows: Tensor, block: int) -> int:
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Of tensors of one shape, as [N, I], each row contiguous."""
+    """Tensors of one shape as [N, I] with contiguous rows; N is 1 where all tensors are contiguous."""
     length = tensors[0].shape[-1] if tensors[0].ndim else 1
     if all(each.is_contiguous() for each in tensors):
         length = tensors[0].numel()

@@ -1,4 +1,4 @@
-"""swiglu and geglu on plain tensors and DTensors."""
+"""SwiGLU and GeGLU on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ FORMS = ("none", "tanh")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` (Shazeer, 2020).
 
-    gate, up: one shape, which the output has too.
-    Layouts: one for both, without Partial; the output lies the same. Communication: none.
-    Raises ValueError for shapes and devices that differ, and for what is none of floats.
+    gate, up: tensors of one shape. Returns a tensor of this shape.
+
+    Layouts: the same for both, without Partial; the output has it, too.
+    Communication: none.
+    Raises ValueError for different shapes or devices, and for tensors without floating-point values.
     """
     found = function.native(gate, up)
     if found is not None:
@@ -34,9 +36,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """`gelu(gate) * up` (Shazeer, 2020).
 
-    gate, up: one shape, which the output has too. approximate: as of `gelu`; Gemma's is "tanh".
-    Layouts: one for both, without Partial; the output lies the same. Communication: none.
-    Raises ValueError as `swiglu`, and for another approximation.
+    gate, up: tensors of one shape. Returns a tensor of this shape.
+    approximate: as in `gelu`; Gemma uses "tanh".
+
+    Layouts: the same for both, without Partial; the output has it, too.
+    Communication: none.
+    Raises ValueError as `swiglu` does, and for another approximation.
     """
     check_form("geglu", approximate)
     found = function.native(gate, up, approximate)
@@ -47,7 +52,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def check_form(name: str, approximate: str) -> None:
-    """Raises ValueError for an approximation that is none. name: of the op."""
+    """Raises ValueError unless `approximate` is one of FORMS. name: the op, for the message."""
     if approximate not in FORMS:
         raise ValueError(f"{name}: approximate is {approximate!r}; give one of {', '.join(map(repr, FORMS))}")
 

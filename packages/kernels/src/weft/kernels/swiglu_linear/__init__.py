@@ -1,4 +1,4 @@
-"""swiglu_linear: the gated half of a feed-forward layer in one op, its local computation and its layout rule."""
+"""swiglu_linear: both input projections of a SwiGLU feed-forward layer and their gate, in one op."""
 
 from .sharded import swiglu_linear
 

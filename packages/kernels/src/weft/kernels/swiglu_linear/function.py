@@ -17,9 +17,9 @@ from ..swiglu import function as swiglu
 
 
 def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensors]:
-    """input [..., K], the weights [M, K] -> [..., M], by one kernel or by two products and a gate: see `by_kernel`.
+    """input [..., K], both weights [M, K] -> [..., M], by one kernel, or by two products and a gate: see `by_kernel`.
 
-    keep: whether there is a backward. It needs the operands, and what `swiglu` saves of the two products.
+    keep: whether to save tensors for backward: the operands, and the saved tensors of `swiglu` for the two products.
     """
     if not use_triton(input) or not by_kernel(input, gate_weight.mT, "gated"):
         products = linear(input, gate_weight)[0], linear(input, up_weight)[0]
@@ -30,23 +30,26 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
     rows, gate, up = rows_of(input), gate_weight.mT, up_weight.mT
     out = torch.empty((*input.shape[:-1], gate.shape[1]), dtype=input.dtype, device=input.device)
     both = [torch.empty_like(out) if keep else None for _ in range(2)]
-    _launch(rows, *_alike(gate, up), *(None if each is None else rows_of(each) for each in (out, *both)))
+    _launch(rows, *_with_equal_strides(gate, up), *(None if each is None else rows_of(each) for each in (out, *both)))
     return out, (input, gate_weight, up_weight, *both)
 
 
 def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
-    """dgate and dup, the gradients of the products."""
+    """The gradients of input @ gate_weight.T and input @ up_weight.T, from the output's gradient."""
     return swiglu.backward(saved[3:], grad, (needed[0] or needed[1], needed[0] or needed[2]))
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
-    """dinput = dgate @ gate_weight + dup @ up_weight; dgate_weight = dgate.T @ input, dup_weight = dup.T @ input."""
+    """dinput = dgate @ gate_weight + dup @ up_weight; dgate_weight = dgate.T @ input, dup_weight = dup.T @ input.
+
+    grads: (dgate, dup), from `of_products`.
+    """
     input, gate_weight, up_weight = saved[:3]
-    assert input is not None and gate_weight is not None and up_weight is not None, "forward saves them"
+    assert input is not None and gate_weight is not None and up_weight is not None, "forward saves the operands"
     dgate, dup = (None if each is None else rows_of(each) for each in grads)
     dinput, rows = None, rows_of(input)
     if needed[0]:
-        assert dgate is not None and dup is not None, "both were asked for"
+        assert dgate is not None and dup is not None, "of_products computes both where dinput is needed"
         dinput = shaped(accumulate(dup, up_weight, plain(dgate, gate_weight)), input)
     return (
         dinput,
@@ -55,8 +58,8 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     )
 
 
-def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """With the strides of one another, as parameters have them."""
+def _with_equal_strides(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Both weights with equal strides, which the kernel needs: as they are, or as contiguous copies."""
     return (gate, up) if gate.stride() == up.stride() else (gate.contiguous(), up.contiguous())
 
 

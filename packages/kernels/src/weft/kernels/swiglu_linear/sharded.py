@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
 from ..matmul.checks import check_wide
-from ..matmul.sharded.layouts import of_rows_and_weight, rows_by_weight, summed_axes, whole
+from ..matmul.sharded.layouts import linear_gradients, linear_output, summed_axes, without_partial
 from ..op import Op
 from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ..swiglu import function as swiglu
@@ -19,18 +19,23 @@ from . import function
 def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     """`silu(input @ gate_weight.T) * (input @ up_weight.T)` (Shazeer, 2020), in one op.
 
-    input: [..., K]. gate_weight, up_weight: [M, K]. Returns [..., M]. On a GPU by one kernel that reads the input once, where that was
-    measured faster than torch's two products and a gate. Saved for backward: the operands and both products.
-    Layouts: as of `linear`, one for both weights; column parallel shards the output. None where a sum over ranks would be left,
-    for silu and the product are of whole sums: a weight sharded on K is a LayoutError. Communication: none.
-    Raises ValueError for shapes, dtypes and devices that do not go together, and for factors of 8 bits.
+    input: [..., K].
+    gate_weight, up_weight: [M, K].
+    Returns [..., M]. On a GPU, one kernel reads the input once, where this was measured faster than two products of
+    torch and a gate. Saved for backward: the operands and both products.
+
+    Layouts: those of `linear`, the same for both weights; column parallel weights shard the output. Weights sharded
+    on K are refused: silu of a Partial(sum) product would be silu of addends.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, and
+    for factors of 8 bits.
     """
     shape, of_weight = input.shape, gate_weight.shape
     if len(of_weight) != 2 or of_weight != up_weight.shape or not shape or shape[-1] != of_weight[1]:
         raise ValueError(
             f"swiglu_linear takes input [..., K] and two weights [M, K], got {tuple(shape)}, {tuple(of_weight)} and "
-            f"{tuple(up_weight.shape)}; the last sizes are one, and so are the weights' shapes: transpose a weight with .mT where "
-            f"that is meant"
+            f"{tuple(up_weight.shape)}; all last sizes must be equal, and both weights of one shape: transpose a "
+            f"weight with .mT where this is meant"
         )
     check_wide("swiglu_linear", input, gate_weight, up_weight)
     check_devices("swiglu_linear", input, gate_weight, up_weight)
@@ -40,26 +45,27 @@ def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tens
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     input, gate_weight, up_weight = layouts
     input_shape, weight_shape, _ = shapes
-    assert input is not None and gate_weight is not None and input_shape and weight_shape, "all are given"
+    assert input is not None and gate_weight is not None and input_shape and weight_shape, "apply passes all three"
     dims = len(input_shape)
-    output = rows_by_weight("swiglu_linear", input, gate_weight, dims, "gate_weight")
+    output = linear_output("swiglu_linear", input, gate_weight, dims, "gate_weight")
     if up_weight is not None and up_weight != gate_weight:
         raise LayoutError(
-            f"swiglu_linear: gate_weight is ({gate_weight}), and up_weight ({up_weight}); reshard up_weight to ({gate_weight})",
+            f"swiglu_linear: gate_weight is ({gate_weight}), and up_weight ({up_weight}); reshard up_weight to "
+            f"({gate_weight})",
             (gate_weight,),
         )
     if addends := summed_axes(output):
         wanted = input.replace(**addends), gate_weight.replace(**addends)
         raise LayoutError(
-            f"swiglu_linear: silu of products that are ({output}) would be of addends, and not of their sum; reshard the input to "
-            f"({wanted[0]}) and the weights to ({wanted[1]}), or call linear for each weight, reshard both outputs to "
-            f"({whole(output)}), and call swiglu",
+            f"swiglu_linear: the products are ({output}), and silu needs their sum, not its addends; reshard the input "
+            f"to ({wanted[0]}) and the weights to ({wanted[1]}), or call linear for each weight, reshard both outputs "
+            f"to ({without_partial(output)}), and call swiglu",
             (*wanted, wanted[1]),
         )
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         grad = infer.gradient(output, grad, output, (output,))
-        of_input, of_weight = of_rows_and_weight("swiglu_linear", grad, input, gate_weight, dims, "gate_weight")
+        of_input, of_weight = linear_gradients("swiglu_linear", grad, input, gate_weight, dims, "gate_weight")
         return of_input, of_weight, of_weight
 
     return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradients)

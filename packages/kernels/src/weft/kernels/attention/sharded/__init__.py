@@ -1,4 +1,4 @@
-"""attention on plain tensors and DTensors, and the cache of keys and values that it reads on from."""
+"""Attention on plain tensors and DTensors, and its key-value cache."""
 
 from .cache import KeyValueCache
 from .op import attention

@@ -1,4 +1,4 @@
-"""Heads lie side by side in the last dim, and a shard holds whole ones."""
+"""Layouts of tensors whose last dim is heads * D: a shard must hold complete heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.mesh import Layout, LayoutError, Replicate, Shard
 
 
 def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int) -> None:
-    """Raises LayoutError where the last dim of `shape` is sharded so that a head is cut."""
+    """Raises LayoutError where a shard of the last dim would hold a part of a head. name: the op, for the message."""
     axes = layout.shard_order.get(len(shape) - 1, ())
     heads = shape[-1] // head_dim
     ways = layout.parts(len(shape) - 1)
@@ -20,24 +20,26 @@ def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int
         )
 
 
-def heads_as_cut(
+def keys_sharded_as_query(
     query: Layout | None,
     keys: Sequence[Layout | None],
     shape: tuple[int, ...],
     key_shape: tuple[int, ...],
     head_dim: int,
 ) -> list[Layout | None]:
-    """The layouts of keys and values as if they were cut wherever the query's heads are.
+    """The layouts of keys and values, rewritten as sharded over every axis which shards the query's heads.
 
-    A rank that has one key head has the one that all its query heads read, if the heads of the queries are cut by the axes
-    of the keys first. On the axes after those the keys may be replicated: their heads are fewer than the ranks.
+    keys: the layouts of key and value, or of the cache.
+
+    With fewer key heads than ranks, the keys are sharded over the first of these axes, down to one head a rank, and
+    replicated over the rest. Each rank then holds the one key head read by all its query heads.
     """
-    assert query is not None, "it is given"
+    assert query is not None, "attention always has a query"
     last = len(shape) - 1
-    found = list(keys)
+    result = list(keys)
     for number, key in enumerate(keys):
         if key is None or key_shape[-1] // head_dim != key.parts(last):
             continue
-        whole = [axis for axis in query.shard_order.get(last, ()) if key[axis] == Replicate()]
-        found[number] = key.replace(**dict.fromkeys(whole, Shard(last)))
-    return found
+        replicated = [axis for axis in query.shard_order.get(last, ()) if key[axis] == Replicate()]
+        result[number] = key.replace(**dict.fromkeys(replicated, Shard(last)))
+    return result

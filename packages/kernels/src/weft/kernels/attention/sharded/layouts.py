@@ -1,4 +1,4 @@
-"""Which layouts attention takes, and which of the weights a rank has."""
+"""The layout rules of attention, and which attention weights each rank computes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from weft.mesh.infer.terms import Operation, infer, never
 from ...order import runs_within
 from ...random.part import Part
 from ...sharded import Shapes, Sharding, independent
-from .heads import check_heads, heads_as_cut
+from .heads import check_heads, keys_sharded_as_query
 
 Layouts = tuple[Layout | None, ...]
-KEPT = ("the kept keys", "the kept values")
+CACHED = ("the cached keys", "the cached values")
 
 
 def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """Of query, key, value, documents and the key of dropout, which lies nowhere: the queries may be sharded on the tokens."""
-    *laid, _ = layouts
+    """The layout rule of `ATTENTION` and `IN_ORDER`. Queries may be sharded on the tokens, keys and values may not.
+
+    layouts: of query, key, value, documents and the dropout key, which is a plain number without a layout.
+    """
+    *inputs, _ = layouts
     shape, key_shape, *_ = shapes
-    assert shape is not None and key_shape is not None, "all are given"
+    assert shape is not None and key_shape is not None, "attention always has a query and keys"
     lead = ascii_lowercase[: len(shape) - 2]
     terms = (lead + "th", lead + "sh", lead + "sh", lead + "s")
     _check_heads(layouts[:2], shapes[:2], options["head_dim"])
-    laid[1:3] = heads_as_cut(laid[0], laid[1:3], shape, key_shape, options["head_dim"])
-    output = _inferred(terms, laid, ("the query", "the key", "the value", "the documents"), "s")
+    inputs[1:3] = keys_sharded_as_query(inputs[0], inputs[1:3], shape, key_shape, options["head_dim"])
+    output = _inferred(terms, inputs, ("the query", "the key", "the value", "the documents"), "s")
     query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
     order = options.get("order")
-    assert query is not None, "it is given"
+    assert query is not None, "attention always has a query"
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         *rows, tokens, width = query.local_slices(shape, rank)
@@ -49,17 +52,20 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
 
 
 def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """Of query, key, value, the kept keys and values, and documents: all tokens are whole."""
+    """The layout rule of `READ_ON`, attention with a cache: no tensor may be sharded on the tokens.
+
+    layouts: of query, key, value, the cached keys, the cached values and documents.
+    """
     shape = shapes[0]
-    assert shape is not None, "it is given"
+    assert shape is not None, "attention always has a query"
     lead = ascii_lowercase[: len(shape) - 2]
     terms = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
-    operands = ("the query", "the key", "the value", *KEPT, "the documents")
+    operands = ("the query", "the key", "the value", *CACHED, "the documents")
     key_shape, head_dim = shapes[1], options["head_dim"]
-    assert key_shape is not None, "it is given"
+    assert key_shape is not None, "attention always has keys"
     _check_heads(layouts[:2], shapes[:2], head_dim)
-    laid = [layouts[0], *heads_as_cut(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
-    output = _inferred(terms, laid, operands, "tc")
+    inputs = [layouts[0], *keys_sharded_as_query(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
+    output = _inferred(terms, inputs, operands, "tc")
     return Sharding(output, shape, independent(output, layouts))
 
 
@@ -74,5 +80,5 @@ def _inferred(terms: tuple[str, ...], layouts: Any, operands: tuple[str, ...], w
 
 def _check_heads(layouts: Layouts, shapes: Shapes, head_dim: int) -> None:
     for layout, shape in zip(layouts, shapes, strict=True):
-        assert layout is not None and shape is not None, "both are given"
+        assert layout is not None and shape is not None, "attention always has a query and keys"
         check_heads("attention", layout, shape, head_dim)

@@ -1,4 +1,4 @@
-"""Which products travel in steps: those measured faster so than beside a collective, by a table."""
+"""Which products run in steps that overlap communication: those measured faster than collective and product in turn."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ Form = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 
 
 class Product(NamedTuple):
-    """Products that are computed alike: m rows of all ranks together by a weight [n, k], rounded up to powers of two.
-
-    chip: as "sm_90", or "cpu". ranks: of the axis that they travel over.
-    """
+    """A class of products with one measurement: a key of the table."""
 
     form: Form
-    chip: str
+    chip: str  # as "sm_90", or "cpu"
     dtype: str
-    ranks: int
+    ranks: int  # the size of the axis that communicates
+    # The sizes of the rows of all ranks, [m, k], and of the weight, [n, k], rounded up to powers of two.
     m: int
     n: int
     k: int
@@ -42,15 +40,12 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Seconds of forward and backward: in steps, and of the collective and the product one after the other.
-
-    where: the device, and the version of torch.
-    """
+    """One row of the table: the measured times of forward and backward for a class of products."""
 
     of: Product
-    seconds: float
-    pair_seconds: float
-    where: str
+    seconds: float  # in steps
+    pair_seconds: float  # the collective and the product in sequence
+    where: str  # the device, and the version of torch
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"of": self.of._asdict()}
@@ -61,6 +56,7 @@ class Timed:
 
 
 def read(file: Path) -> dict[Product, Timed]:
+    """The table in a JSON file."""
     return {row.of: row for row in map(Timed.from_json, json.loads(file.read_text()))}
 
 
@@ -68,9 +64,11 @@ MEASURED = read(TABLE)
 
 
 def faster_in_steps(form: Form, a: DTensor, weight: Tensor, axis: str) -> bool:
-    """Whether the product of a [..., K] and weight [N, K] was measured to be; False of what was not.
+    """Whether the product of a [..., K] and weight [N, K] was measured faster in steps; False where it was not
+    measured.
 
-    axis: of a's mesh, over which its rows are gathered, or those of the output scattered. All its ranks are answered alike.
+    axis: the axis of a's mesh over which the rows of a are gathered, or the output's rows scattered. Every rank of
+    the axis gets the same answer.
     """
     layout = layout_of(a)
     ranks = layout.mesh.axis_size(axis)
@@ -81,5 +79,5 @@ def faster_in_steps(form: Form, a: DTensor, weight: Tensor, axis: str) -> bool:
 
 
 def chip_of(device: torch.device) -> str:
-    """As a `Product` has it."""
+    """`Product.chip` of a device."""
     return backend.chip_of(device)[0] if device.type == "cuda" else device.type

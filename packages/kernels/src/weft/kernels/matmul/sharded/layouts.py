@@ -1,4 +1,4 @@
-"""What the rules of products share: bias and residual that are added once, and activations of sums that are complete."""
+"""Layout rules shared by products: of the product, its bias and residual, and its activation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from string import ascii_lowercase
 
 from weft.mesh import Layout, LayoutError, Partial, infer
 
-GRADIENT = "the output's gradient"  # in messages
+GRADIENT = "the output's gradient"  # an operand's name in messages
 
 
-def rows_by_weight(op: str, input: Layout, weight: Layout, dims: int, weight_name: str = "weight") -> Layout:
-    """The output of an input of so many dims times a weight [M, K] transposed. op, weight_name: in messages."""
+def linear_output(op: str, input: Layout, weight: Layout, dims: int, weight_name: str = "weight") -> Layout:
+    """The output's layout of input @ weight.T. dims: the input's number of dims. op, weight_name: for messages."""
     lead = ascii_lowercase[: dims - 1]
     return infer.einsum(f"{lead}z,yz->{lead}y", input, weight, name=op, operands=("input", weight_name))
 
 
-def of_rows_and_weight(
+def linear_gradients(
     op: str, grad: Layout, input: Layout, weight: Layout, dims: int, weight_name: str = "weight"
 ) -> tuple[Layout, Layout]:
-    """The gradients of input and weight of `rows_by_weight`, from the output's."""
+    """The layouts of the gradients of input and weight of `linear_output`, from the layout of the output's gradient."""
     lead, name = ascii_lowercase[: dims - 1], f"{op}, backward"
     return (
         infer.einsum(f"{lead}y,yz->{lead}z", grad, weight, name=name, operands=(GRADIENT, weight_name)),
@@ -27,7 +27,7 @@ def of_rows_and_weight(
 
 
 def summed_axes(layout: Layout) -> dict[str, str]:
-    """The axes over which the ranks' parts are added up or averaged, each with what a whole tensor is there."""
+    """{axis: "R"} for each axis with a Partial placement: the changes that make the layout complete."""
     return {
         axis: "R"
         for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
@@ -35,18 +35,21 @@ def summed_axes(layout: Layout) -> dict[str, str]:
     }
 
 
-def whole(layout: Layout) -> Layout:
-    """The layout when all is added up."""
+def without_partial(layout: Layout) -> Layout:
+    """The layout after all Partial axes are reduced: Replicate in place of Partial."""
     return layout.replace(**summed_axes(layout))
 
 
-def kept(layout: Layout, dims: str, of: str) -> Layout:
-    """How a tensor with the dims `of` lies beside one with `dims` that lies so: cut where that is cut, else whole."""
-    return whole(infer.einsum(f"{dims}->{of}", whole(layout)))
+def layout_of_dims(layout: Layout, dims: str, of: str) -> Layout:
+    """The layout of an operand with dims `of`, a part of the letters `dims` of a tensor with this layout.
+
+    It is sharded where the tensor is sharded on these dims, and replicated elsewhere.
+    """
+    return without_partial(infer.einsum(f"{dims}->{of}", without_partial(layout)))
 
 
 def check_operand(op: str, name: str, layout: Layout | None, wanted: Layout, output: Layout) -> None:
-    """Raises LayoutError where an operand beside the factors does not lie as `wanted`."""
+    """Raises LayoutError unless the layout of an operand, such as the bias, is `wanted`. None: there is no operand."""
     if layout is not None and layout != wanted:
         raise LayoutError(
             f"{op} gives its output as ({output}) and has a {name} ({layout}); reshard the {name} to ({wanted})",
@@ -57,7 +60,10 @@ def check_operand(op: str, name: str, layout: Layout | None, wanted: Layout, out
 def check_residual_layout(
     op: str, residual: Layout, shape: tuple[int, ...], complete: Layout, of_output: tuple[int, ...], output: Layout
 ) -> None:
-    """Raises LayoutError where a residual does not lie as the output when all is added up: `complete`, of the shape of_output."""
+    """Raises LayoutError unless the residual has the layout `complete`: the output's, with Replicate for Partial.
+
+    A residual of a smaller shape, which broadcasts to shape of_output, is sharded alike on its own dims.
+    """
     if shape == of_output:
         check_operand(op, "residual", residual, complete, output)
     else:
@@ -66,15 +72,18 @@ def check_residual_layout(
 
 
 def check_activation(op: str, activation: str | None, output: Layout) -> None:
-    """Raises LayoutError for an activation of addends."""
+    """Raises LayoutError for an activation of a Partial output, whose ranks hold addends."""
     if activation is not None and summed_axes(output):
         raise LayoutError(
-            f"{op}: {activation} of an output that is ({output}) would be of addends, and not of their sum; call {op} "
-            f"without it, reshard the output to ({whole(output)}), and apply {activation} there"
+            f"{op}: the output is ({output}), and {activation} needs the sum, not its addends; call {op} without an "
+            f"activation, reshard the output to ({without_partial(output)}), and apply {activation} there"
         )
 
 
-def adds(output: Layout, rank: int) -> bool:
-    """Whether this rank adds what is added once: on axes of a sum the first coordinate alone; every part of an average."""
+def adds_bias(output: Layout, rank: int) -> bool:
+    """Whether this rank adds bias and residual to its part of the output, so that the complete output has them once.
+
+    On Partial(sum) axes only coordinate 0 adds them; on Partial(avg) axes every rank does.
+    """
     coordinate = output.mesh.coordinate(rank) or {}
     return not any(coordinate[axis] for axis in output.mesh.axis_names if output[axis] == Partial("sum"))

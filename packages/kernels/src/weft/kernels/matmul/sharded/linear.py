@@ -13,7 +13,15 @@ from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
 from .. import function
 from ..checks import check_activation_name, check_bias_dtype, check_wide
-from .layouts import adds, check_activation, check_operand, kept, of_rows_and_weight, rows_by_weight, summed_axes
+from .layouts import (
+    adds_bias,
+    check_activation,
+    check_operand,
+    layout_of_dims,
+    linear_gradients,
+    linear_output,
+    summed_axes,
+)
 
 
 @autocasts("linear")
@@ -25,20 +33,26 @@ def linear(
     activation: str | None = None,
     input_activation: str | None = None,
 ) -> Tensor:
-    """`act(input @ weight.T + bias)`, or that of `input_act(input)`.
+    """`act(input_act(input) @ weight.T + bias)`, where both activations are optional.
 
-    input: [..., K]. weight: [M, K]. bias: [M], of their dtype. Returns [..., M]. Any strides; an input is copied only where no view
-    has all of its rows along one dim.
-    activation: "gelu", "gelu_tanh" (the form that GPT-2 was trained with), "silu", "relu" or "relu2" (relu squared; So et al. 2021);
-    on a GPU it is computed before the product is stored.
-    input_activation: one of these, of the input: the second layer of two. Its output is computed again in backward, and on a GPU the
-    gradient of the input is multiplied by its derivative before it is stored: neither is kept, and no pass is made for the latter.
-    Saved for backward: input, weight and, with an activation, what it is applied to; of relu the output instead.
-    Layouts: as of the einsum "...k,mk->...m": a weight sharded on M shards the output (column parallel), an input and
-    a weight sharded on K leave it Partial(sum) (row parallel); the bias is then added at one coordinate alone, and there is no
-    activation of a Partial. Communication: none.
-    Raises LayoutError for any other layouts; ValueError for shapes, dtypes and devices that do not go together, for factors of 8 bits,
-    whose scales `matmul` takes, and for another activation.
+    input: [..., K]. Any strides; the input is copied only where no view [N, K] of it exists.
+    weight: [M, K].
+    bias: [M] in the dtype of input and weight, or None.
+    Returns [..., M].
+    activation: "gelu", "gelu_tanh" (the form GPT-2 was trained with), "silu", "relu" or "relu2" (relu squared; So et
+    al. 2021). On a GPU it is computed before the product is stored.
+    input_activation: one of the same, applied to the input, as in the second layer of an MLP. Backward recomputes its
+    output, and on a GPU multiplies the input's gradient by its derivative before storing it: no extra tensor is saved,
+    and no extra pass is made.
+
+    Saved for backward: input, weight and, with an activation, the pre-activation; for relu the output instead.
+
+    Layouts: those of the einsum "...k,mk->...m". A weight sharded on M shards the output (column parallel). An input
+    and a weight sharded on K give a Partial(sum) output (row parallel): one coordinate of the axis adds the bias, and
+    an activation is refused.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, for
+    another activation, and for factors of 8 bits, which need `matmul` with scales.
     """
     alone = activation is None and input_activation is None
     found = function.native_linear(input, weight, bias) if alone else None
@@ -53,7 +67,7 @@ def linear(
 
 
 def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for shapes, dtypes and devices that do not go together."""
+    """Raises ValueError for mismatched shapes, dtypes or devices. op: for the message."""
     check_sizes(op, input, weight, bias)
     check_wide(op, input, weight)
     check_bias_dtype(op, bias, input)
@@ -61,11 +75,11 @@ def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def check_sizes(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for shapes that do not go together."""
+    """Raises ValueError for mismatched shapes. op: for the message."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their last sizes "
-            f"are one: transpose the weight with .mT where that is meant"
+            f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their "
+            f"last sizes must be equal: transpose the weight with .mT where this is meant"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
@@ -78,28 +92,28 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     input_shape, weight_shape, _ = shapes
     assert input is not None and weight is not None and input_shape and weight_shape, "both are given"
     lead = ascii_lowercase[: len(input_shape) - 1]
-    output = rows_by_weight("linear", input, weight, len(input_shape))
-    check_operand("linear", "bias", bias, kept(output, f"{lead}y", "y"), output)
+    output = linear_output("linear", input, weight, len(input_shape))
+    check_operand("linear", "bias", bias, layout_of_dims(output, f"{lead}y", "y"), output)
     activation = options.get("activation")
     check_activation("linear", activation, output)
     if options.get("input_activation") is not None and (addends := summed_axes(input)):
-        whole = input.replace(**addends)
+        complete = input.replace(**addends)
         raise LayoutError(
-            f"linear: {options['input_activation']} of an input that is ({input}) would be of addends, and not of their sum; reshard "
-            f"it to ({whole})",
-            (whole,),
+            f"linear: the input is ({input}), and {options['input_activation']} needs the sum, not its addends; "
+            f"reshard the input to ({complete})",
+            (complete,),
         )
 
     def gradients(grad: Layout) -> tuple[Layout | None, ...]:
         if activation is not None:
             grad = infer.gradient(output, grad, output, (output,))
         return (
-            *of_rows_and_weight("linear", grad, input, weight, len(input_shape)),
+            *linear_gradients("linear", grad, input, weight, len(input_shape)),
             None if bias is None else infer.einsum(f"{lead}y->y", grad),
         )
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"add_bias": adds(output, rank)}
+        return {"add_bias": adds_bias(output, rank)}
 
     return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradients, local)
 

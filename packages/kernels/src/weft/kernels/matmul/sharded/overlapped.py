@@ -1,4 +1,4 @@
-"""all_gather_matmul and matmul_reduce_scatter: products whose factor or output travels in steps, beside the products of other parts."""
+"""all_gather_matmul and matmul_reduce_scatter: products which overlap their collective, one rank's part at a time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from .steps import Steps
 
 @autocasts("all_gather_matmul")
 def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`matmul` of a gathered over one axis: while a rank multiplies its own rows, the others' travel to it.
+    """`matmul` of a and b, where a is all-gathered over one axis: rows arrive while earlier rows are multiplied.
 
-    a: [..., K], b: [K, N]. Layouts: on one axis a is sharded on a dim of its rows, as a sequence is, and b on N; there the output
-    is sharded on N. On other axes as of `matmul`. Plain tensors, and DTensors without such an axis, are `matmul`'s.
-    Saved for backward: the rank's own rows, which are gathered again beside the products of b's gradient.
-    Communication: forward sends each rank's rows to each other rank of the axis, backward those, and back the addends of a's
-    gradient, which is sharded as a: the bytes of an all-gather, and of an all-gather and a reduce-scatter.
-    Raises LayoutError for several such axes, or one that is not the innermost of its dim; ValueError as `matmul`,
-    and for factors of 8 bits, whose scales `matmul` takes.
+    a: [..., K].
+    b: [K, N].
+    Saved for backward: the rank's own rows of a, which backward gathers again while it computes b's gradient.
+
+    Layouts: on one axis, a is sharded on a dim of its rows, such as the sequence, and b on N; the output is sharded
+    on N. On all other axes as in `matmul`. For plain tensors, and DTensors without such an axis, this is `matmul`.
+    Communication: forward, the bytes of an all-gather of a over the axis. Backward, the bytes of an all-gather of a
+    and of a reduce-scatter of a's gradient, which has a's layout. Every rank sends its parts directly to each other
+    rank.
+    Raises LayoutError for several such axes, and for one which is not the innermost of its dim; ValueError as
+    `matmul`, and for factors of 8 bits, which need `matmul` with scales.
     """
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("all_gather_matmul", a, b)
@@ -41,15 +45,18 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @autocasts("matmul_reduce_scatter")
 def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
-    """`matmul` whose Partial output is summed and scattered over one axis along `dim`: parts travel while others are multiplied.
+    """`matmul` of a and b, with the output reduce-scattered over one axis: rows leave while later rows are multiplied.
 
-    a: [..., K], b: [K, N]. dim: of the output's rows, -2 a sequence's. Layouts: on one axis a and b are sharded on K; there the
-    output is sharded on `dim`, within the shards of other axes. On other axes as of `matmul`. Plain tensors are `matmul`'s.
-    Sums over the ranks are of float32, in the order of the ranks, rounded once.
-    Communication: forward sends each other rank of the axis what is added to its part, backward each rank's part of the output's
-    gradient: the bytes of a reduce-scatter, and of an all-gather.
-    Raises LayoutError for several such axes; ValueError as `all_gather_matmul`, and for a dim that is none of
-    the rows'.
+    a: [..., K].
+    b: [K, N].
+    dim: the dim of the output's rows to scatter; -2 is the sequence.
+    Sums over the ranks are computed in float32, in the order of the ranks, and rounded once.
+
+    Layouts: on one axis, a and b are sharded on K; the output is sharded on `dim`, inside the shards of other axes.
+    On all other axes as in `matmul`. For plain tensors, and DTensors without such an axis, this is `matmul`.
+    Communication: forward, the bytes of a reduce-scatter of the output over the axis. Backward, the bytes of an
+    all-gather of the output's gradient. Every rank sends its parts directly to each other rank.
+    Raises LayoutError for several such axes; ValueError as `all_gather_matmul`, and for a dim outside the rows.
     """
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("matmul_reduce_scatter", a, b)
@@ -63,17 +70,18 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
 
 
 def _axis(op: str, a: Layout, b: Layout, is_it: Callable[[Placement, Placement], bool]) -> str | None:
-    """The axis on which the factors lie so; None for none. Raises LayoutError for several."""
+    """The axis for whose placements of a and b `is_it` is true, or None. Raises LayoutError for several."""
     axes = [axis for axis in a.mesh.axis_names if is_it(a[axis], b[axis])]
     if len(axes) > 1:
         raise LayoutError(
-            f"{op}: a ({a}) and b ({b}) would travel over {' and '.join(map(repr, axes))}; reshard one of them on all but one"
+            f"{op}: a ({a}) and b ({b}) would communicate over {' and '.join(map(repr, axes))}; reshard one of them on "
+            f"all but one"
         )
     return axes[0] if axes else None
 
 
 class Scattered(NamedTuple):
-    """A layout that is cut along `dim` over `axis`, within all others that cut it."""
+    """A layout sharded along `dim` over `axis`, as the innermost of the axes which shard this dim."""
 
     layout: Layout
     axis: str
@@ -81,14 +89,14 @@ class Scattered(NamedTuple):
 
     @classmethod
     def of(cls, whole: Layout, axis: str, dim: int) -> Scattered:
-        """From the layout without the axis, or with the axis as a sum."""
+        """From the layout before the scatter, where `axis` is Replicate."""
         others = whole.shard_order.get(dim, ())
         order = {each: whole[each] for each in (*others, *(n for n in whole.mesh.axis_names if n not in others))}
         order.pop(axis)
         return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
 
     def local(self, shape: Sequence[int], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        """The group over the axis, and the sizes of its members' parts, and of this rank's own."""
+        """Options of a rank's forward: the axis' group, its members' sizes along dim, and this rank's own size."""
         layout = self.layout
         at = layout.mesh.coordinate(rank) or {}
         members = [layout.mesh.rank_at(**at | {self.axis: i}) for i in range(layout.mesh.axis_size(self.axis))]
@@ -108,12 +116,13 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
     if axis is None:
         return _rule_without_steps("all_gather_matmul", a, b, Terms(a_shape, b_shape))
     placement = a[axis]
-    assert isinstance(placement, Shard), "the axis was chosen so"
+    assert isinstance(placement, Shard), "_axis chose an axis with Shard"
     terms, gathered = Terms(a_shape, b_shape), a.replace(**{axis: "R"})
     scattered = Scattered.of(gathered, axis, placement.dim)
     if scattered.layout != a:
         raise LayoutError(
-            f"all_gather_matmul: a ({a}) is cut over {axis!r} and within that over others; reshard it to ({scattered.layout})",
+            f"all_gather_matmul: a is ({a}), where {axis!r} is not the innermost axis of its dim; reshard a to "
+            f"({scattered.layout})",
             (scattered.layout,),
         )
     output = terms.product("all_gather_matmul", gathered, b)
@@ -148,19 +157,19 @@ def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options
 
 
 def _rule_without_steps(op: str, a: Layout, b: Layout, terms: Terms) -> Sharding:
-    """As of `matmul`."""
+    """The rule for layouts without an axis to communicate over: that of `matmul`."""
     output = terms.product(op, a, b)
     return Sharding(output, terms.shape, lambda grad: terms.gradients(op, grad, a, b))
 
 
 def _check_sum(summed: Layout, axis: str) -> None:
-    assert summed[axis] == Partial("sum"), "the output is sharded on N there, and its gradient lies alike"
+    assert summed[axis] == Partial("sum"), "output and gradient are sharded on N over this axis, the contracted dim"
 
 
 def gather_forward(
     a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
-    """The rows of all members times b; without a group this rank's alone."""
+    """The rows of all members of the group times b; without a group, this rank's rows times b."""
     if group is None:
         return _product(a, b), (a, b)
     out = _with_size(a, dim, sum(sizes), b.shape[-1])
@@ -178,7 +187,7 @@ def gather_backward(
     own: int = 0,
     dim: int = 0,
 ) -> Tensors:
-    """da is the sum of the members' addends of this rank's rows; db of all rows, which are gathered again."""
+    """da: the sum of the members' addends for this rank's rows. db: from all members' rows, gathered again."""
     if group is None:
         return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
     da, db = _empty(saved, needed)
@@ -189,7 +198,7 @@ def gather_backward(
 def scatter_forward(
     a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
-    """This member's rows of the sum of all members' products; without a group the product."""
+    """This member's rows of the sum of all members' products a @ b; without a group, a @ b."""
     if group is None:
         return _product(a, b), (a, b)
     out = _with_size(a, dim, own, b.shape[-1])
@@ -207,7 +216,7 @@ def scatter_backward(
     own: int = 0,
     dim: int = 0,
 ) -> Tensors:
-    """Both gradients are of all members' parts of the output's gradient, each used when it arrives."""
+    """da and db, from the output's gradient of all members; each member's part is used when it arrives."""
     if group is None:
         return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
     da, db = _empty(saved, needed)
@@ -216,7 +225,7 @@ def scatter_backward(
 
 
 def _empty(saved: Tensors, needed: Sequence[bool]) -> Tensors:
-    """Memory for the gradients that are needed."""
+    """Uninitialized tensors for the gradients that are needed, None for the rest."""
     made = zip(saved, needed, strict=True)
     return tuple(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in made
@@ -233,8 +242,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return shaped(plain(rows_of(a), b), a)
 
 
-class _Sum:
-    """The gradient of b, added up in float32 at least over the parts that arrive."""
+class _WeightGradient:
+    """Accumulates the gradient of b over the arriving parts, in float32 at least."""
 
     def __init__(self, b: Tensor) -> None:
         self.total = torch.zeros(b.shape, dtype=torch.promote_types(b.dtype, torch.float32), device=b.device)
@@ -251,18 +260,19 @@ def _all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Seq
 
 
 @communicating(
-    "all_gather_matmul_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] sizes, int dim)"
+    "all_gather_matmul_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] "
+    "sizes, int dim)"
 )
 def _all_gather_matmul_backward(
     a: Tensor, b: Tensor, grad: Tensor, da: Tensor | None, db: Tensor | None, group: str, sizes: Sequence[int], dim: int
 ) -> None:
     steps = Steps.named(group, sizes, dim)
     arriving = steps.gathered(a) if db is not None else iter(())
-    first = next(arriving, None)  # the transfers have begun
+    first = next(arriving, None)  # starts the transfers
     if da is not None:
         da.copy_(steps.reduced(lambda member: _product(steps.part(grad, member), b.mT)))
     if db is not None and first is not None:
-        total = _Sum(b)
+        total = _WeightGradient(b)
         for member, part in (first, *arriving):
             total.add(part, steps.part(grad, member))
         db.copy_(total.total)
@@ -275,14 +285,14 @@ def _matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor, group: str, sizes:
 
 
 @communicating(
-    "matmul_reduce_scatter_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] sizes, "
-    "int dim)"
+    "matmul_reduce_scatter_backward(Tensor a, Tensor b, Tensor grad, Tensor(a!)? da, Tensor(b!)? db, str group, int[] "
+    "sizes, int dim)"
 )
 def _matmul_reduce_scatter_backward(
     a: Tensor, b: Tensor, grad: Tensor, da: Tensor | None, db: Tensor | None, group: str, sizes: Sequence[int], dim: int
 ) -> None:
     steps = Steps.named(group, sizes, dim)
-    total = None if db is None else _Sum(b)
+    total = None if db is None else _WeightGradient(b)
     for member, part in steps.gathered(grad):
         if da is not None:
             steps.part(da, member).copy_(_product(part, b.mT))

@@ -14,7 +14,15 @@ from ...op import Op
 from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
 from .. import function
 from ..checks import check_accumulation, check_matmul
-from .layouts import GRADIENT, adds, check_activation, check_operand, check_residual_layout, kept, whole
+from .layouts import (
+    GRADIENT,
+    adds_bias,
+    check_activation,
+    check_operand,
+    check_residual_layout,
+    layout_of_dims,
+    without_partial,
+)
 
 
 @autocasts("matmul")
@@ -34,22 +42,30 @@ def matmul(
 ) -> Tensor:
     """`act(alpha * a @ b + bias) + beta * residual`, in one kernel on a GPU where more than a bias follows the product.
 
-    a: [..., M, K], b: [K, N] or, with the leading dims of a, [..., K, N]. Returns [..., M, N], in out_dtype or a's dtype, bfloat16
-    for 8-bit factors; sums are of float32, rounded once.
-    Any strides. Factors of two dims are never copied. Leading dims are taken as one, and beside a b of two dims so are they and M: what
-    no view makes so is copied, as a of three dims that is transposed beside such a b, or heads of [B, T, h, D].transpose(1, 2).
-    bias: [N], of the factors' dtype or the output's. residual: any shape that broadcasts to the output; one that lacks leading dims is
-    expanded in memory. activation: as of `linear`.
-    accumulate_into: a tensor of the output's shape, float32 for 16-bit factors, to which a @ b is added in place, and which is
-    returned: the gradient of a weight over microbatches. Nothing follows the product then, and no gradient is recorded.
-    a_scale, b_scale: float32, what 8-bit factors are multiplied by: one number, or one a row of a, and one a column of b. Such
+    a: [..., M, K].
+    b: [K, N], or [..., K, N] with the leading dims of a.
+    Returns [..., M, N] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Sums are in float32,
+    rounded once.
+    bias: [N], in the dtype of the factors or of the output.
+    activation: as in `linear`.
+    residual: any shape that broadcasts to the output. Without all leading dims, it is expanded in memory.
+    accumulate_into: a tensor of the output's shape, float32 for 16-bit factors. Adds a @ b to this tensor in place and
+    returns it, for a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
+    a_scale, b_scale: float32 factors of 8-bit a and b: one number, or one for each row of a and each column of b. 8-bit
     factors have no gradient.
-    float32 is multiplied in tf32 where torch is told so, by `torch.set_float32_matmul_precision`, and never otherwise.
-    Saved for backward: a, b and, with an activation, what it is applied to; of relu without a residual the output instead.
-    Layouts: as of the einsum "...mk,kn->...mn", or "...mk,...kn->...mn". A bias lies as the output's last dim, a residual as the
-    output; where that is Partial(sum) they are whole, and are added at one coordinate alone, and there is no activation.
-    accumulate_into lies as the output. Communication: none.
-    Raises LayoutError for any other layouts, ValueError for shapes, dtypes, devices and options that do not go together.
+
+    Any strides. A factor of two dims is never copied. Leading dims are flattened into one; beside a b of two dims, they
+    and M are. A factor is copied where no view does this, as for a transposed a of three dims beside a b of two, or for
+    heads [B, T, h, D].transpose(1, 2).
+    float32 is multiplied in tf32 only where `torch.set_float32_matmul_precision` says so.
+    Saved for backward: a, b and, with an activation, the pre-activation; for relu without a residual the output
+    instead.
+
+    Layouts: those of the einsum "...mk,kn->...mn" or "...mk,...kn->...mn". The bias is sharded as the output's last
+    dim, the residual as the output. Where the output is Partial(sum), both are replicated, one coordinate of the axis
+    adds them, and an activation is refused. accumulate_into has the output's layout.
+    Communication: none.
+    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options.
     """
     if activation is None and out_dtype is None and alpha == 1:
         found = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)
@@ -80,7 +96,7 @@ def matmul(
 
 
 class Terms:
-    """The dims of a product as letters."""
+    """The einsum letters of the dims of a product a @ b, and the layouts which follow from them."""
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...]) -> None:
         self.rows = ascii_lowercase[: len(a) - 1]
@@ -90,11 +106,11 @@ class Terms:
         self.shape = (*a[:-1], b[-1])
 
     def product(self, op: str, a: Layout, b: Layout) -> Layout:
-        """The output's layout. op: in messages."""
+        """The output's layout. op: for messages."""
         return infer.einsum(f"{self.a},{self.b}->{self.output}", a, b, name=op, operands=("a", "b"))
 
     def gradients(self, op: str, grad: Layout, a: Layout, b: Layout) -> tuple[Layout, Layout]:
-        """Those of a and b, from the output's."""
+        """The layouts of the gradients of a and b, from the layout of the output's gradient."""
         return (
             infer.einsum(
                 f"{self.output},{self.b}->{self.a}", grad, b, name=f"{op}, backward", operands=(GRADIENT, "b")
@@ -111,11 +127,11 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
     terms = Terms(a_shape, b_shape)
     output = terms.product("matmul", a, b)
-    check_operand("matmul", "bias", bias, kept(output, terms.output, "y"), output)
-    check_operand("matmul", "a_scale", a_scale, kept(a, terms.a, terms.rows if a_scale_shape else ""), output)
-    check_operand("matmul", "b_scale", b_scale, kept(b, terms.b, "y" if b_scale_shape else ""), output)
+    check_operand("matmul", "bias", bias, layout_of_dims(output, terms.output, "y"), output)
+    check_operand("matmul", "a_scale", a_scale, layout_of_dims(a, terms.a, terms.rows if a_scale_shape else ""), output)
+    check_operand("matmul", "b_scale", b_scale, layout_of_dims(b, terms.b, "y" if b_scale_shape else ""), output)
     check_activation("matmul", options["activation"], output)
-    complete = whole(output)
+    complete = without_partial(output)
     if residual is not None:
         assert residual_shape is not None, "it has a layout"
         check_residual_layout("matmul", residual, residual_shape, complete, terms.shape, output)
@@ -132,7 +148,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         )
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        adding = adds(output, rank)
+        adding = adds_bias(output, rank)
         return {"add_bias": adding, "add_residual": adding}
 
     return Sharding(output, terms.shape, gradients, local)

@@ -1,7 +1,7 @@
-"""A gather and a reduction over the ranks of a group in steps, one rank's part each, so that work runs beside the transfers.
+"""All-gather and reduce-scatter over a process group in steps, which overlap transfers with computation.
 
-Parts go from each rank to each other one directly: as many bytes as an all-gather and a reduce-scatter have, and none waits for a
-neighbour's neighbour. The first step's part is the rank's own, so that no transfer is waited for before there was work.
+A step moves the part of one member. Every rank sends its parts directly to each other rank: the same bytes as an
+all-gather or a reduce-scatter, without waiting for a ring. All transfers run beside the work on the rank's own part.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weft.reshard.running.groups import group_named
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of a tensor that is cut along `dim` over a group. sizes: of each member's part; position: of this rank among them."""
+    """The steps for a tensor which is sharded along `dim` over the members of a group."""
 
     group: dist.ProcessGroup
-    sizes: tuple[int, ...]
-    position: int
+    sizes: tuple[int, ...]  # each member's size along dim
+    position: int  # this rank's index in the group
     dim: int
 
     @classmethod
@@ -30,40 +30,40 @@ class Steps:
         return cls(found, tuple(sizes), found.rank(), dim)
 
     def part(self, whole: Tensor, member: int) -> Tensor:
-        """A member's part of a tensor that has all of them."""
+        """The view of a member's part in `whole`, a tensor with all parts."""
         return whole.narrow(self.dim, sum(self.sizes[:member]), self.sizes[member])
 
     def gathered(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each member and its part: this rank's own, then the others' as they are awaited. All transfers start at once."""
+        """Yields (member, part): this rank's own part, then each received part. All transfers start beforehand."""
         own = own.contiguous()
         arriving = []
         for step in range(1, len(self.sizes)):
-            to, come = self._at(step), self._at(-step)
+            to, source = self._at(step), self._at(-step)
             shape = list(own.shape)
-            shape[self.dim] = self.sizes[come]
+            shape[self.dim] = self.sizes[source]
             part = own.new_empty(shape)
-            arriving.append((come, part, self._exchange(own, to, part, come)))
+            arriving.append((source, part, self._exchange(own, to, part, source)))
         yield self.position, own
-        for come, part, works in arriving:
+        for source, part, works in arriving:
             _wait(works)
-            yield come, part
+            yield source, part
 
-    def reduced(self, made: Callable[[int], Tensor]) -> Tensor:
-        """The sum over the members of what each makes for this rank, in float32 at least and in the order of the members.
+    def reduced(self, compute: Callable[[int], Tensor]) -> Tensor:
+        """The sum of the addends of all members for this rank, in float32 at least and in the order of members.
 
-        made: what this rank makes for a member; for itself last, while the others' parts travel.
+        compute: this rank's addend for a member; called for this rank itself last, while the transfers run.
         """
         arrived: dict[int, Tensor] = {}
         works, sent = [], []
         for step in range(1, len(self.sizes)):
-            to, come = self._at(step), self._at(-step)
-            part = made(to).contiguous()
+            to, source = self._at(step), self._at(-step)
+            part = compute(to).contiguous()
             shape = list(part.shape)
             shape[self.dim] = self.sizes[self.position]
-            arrived[come] = part.new_empty(shape)
-            works += self._exchange(part, to, arrived[come], come)
-            sent.append(part)  # alive until it has gone
-        arrived[self.position] = own = made(self.position)
+            arrived[source] = part.new_empty(shape)
+            works += self._exchange(part, to, arrived[source], source)
+            sent.append(part)  # keeps the memory alive until the send completes
+        arrived[self.position] = own = compute(self.position)
         _wait(works)
         total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
         for member in range(len(self.sizes)):
@@ -73,12 +73,12 @@ class Steps:
     def _at(self, step: int) -> int:
         return (self.position + step) % len(self.sizes)
 
-    def _exchange(self, out: Tensor, to: int, into: Tensor, come: int) -> list[dist.Work]:
-        """Starts sending to one member and receiving from another; what is empty does not travel."""
+    def _exchange(self, out: Tensor, to: int, into: Tensor, source: int) -> list[dist.Work]:
+        """Starts sending `out` to member `to` and receiving `into` from member `source`; empty tensors are skipped."""
         ranks = dist.get_process_group_ranks(self.group)
         both = [dist.P2POp(dist.isend, out, ranks[to], self.group)] if out.numel() else []
         if into.numel():
-            both.append(dist.P2POp(dist.irecv, into, ranks[come], self.group))
+            both.append(dist.P2POp(dist.irecv, into, ranks[source], self.group))
         return list(dist.batch_isend_irecv(both)) if both else []
 
 
