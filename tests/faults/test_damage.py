@@ -107,7 +107,7 @@ def test_a_missing_file_is_found(name: str, folder: Path) -> None:
 def test_a_newer_version_is_refused(folder: Path) -> None:
     value = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**value, "version": 7}, indent=1) + "\n")
-    assert "of version 7, and this Weft reads up to 1; install a newer one" in refused(folder)
+    assert "has version 7, and this Weft reads up to version 1; install a newer Weft" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,14 @@ from .stored import Stored
 from .tensors import DTYPES
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# Every field of adapter_config.json that `load_lora` knows is in one of the three tables below; any other field is an
-# error.
-# _MEANINGLESS: fields that act only in training, or that the tensors and the scale already express.
+# `load_lora` knows the fields of adapter_config.json in the three tables below; any further field is an error.
+# _MEANINGLESS: fields for training only, or already expressed by the tensors and the scale.
 _MEANINGLESS = frozenset(
     [
         "auto_mapping",
         "base_model_name_or_path",
         "exclude_modules",  # like target_modules: the file has tensors for the chosen layers only
-        "fan_in_fan_out",  # how the base layer stores its weight; used for merging
+        "fan_in_fan_out",  # whether the base layer stores a transposed weight; used for merging
         "inference_mode",
         "layers_pattern",  # goes with layers_to_transform
         "lora_dropout",
@@ -52,7 +51,7 @@ _MEANINGLESS = frozenset(
 )
 _READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 _OFF: tuple[Any, ...] = (None, {}, [], False)
-# Fields that can change the adapters' output, and the values that leave the output unchanged.
+# Fields with an effect on the adapters' output, and their values without an effect.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -96,10 +95,10 @@ def save_lora(
     base: the name or folder of the base model; recorded in adapter_config.json.
     tokenizer: its files are written into the folder. Where None, the tokenizer files of the folder `base` are copied;
         without `base`, the files that the model carries, see `from_pretrained`.
-    Hugging Face's model may store several layers as one, such as GPT-2's q, k and v. Their adapters are written as
+    Hugging Face's model may store several layers as one, like GPT-2's q, k and v. Their adapters are written as
     one adapter: A stacks the layers' A matrices, B has the layers' B matrices on its diagonal, and rank and alpha are
     multiplied by the number of layers.
-    Every rank must call this. Communication: that of `save_pretrained`, for the adapters only.
+    Every rank must call this. Communication: as `save_pretrained`, for the adapters only.
     Raises ValueError for a model without adapters, a model outside the families and an existing folder; OSError where
     the folder cannot be written. A parallel model raises on every rank.
     """
@@ -159,7 +158,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
     dtype: of the adapters, as for `lora`.
     Communication: none.
     Raises ValueError for a folder without LoRA adapters, an unknown or unsupported field of adapter_config.json, an
-    adapter of a layer that the model lacks, a tensor of the wrong shape, and whatever `lora` refuses.
+    adapter of a layer missing from the model, a tensor of the wrong shape, and whatever `lora` refuses.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_FILE, "give a folder that save_lora or peft saved adapters in")
@@ -213,7 +212,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One layer's adapter in the file: the slices of A [R, in] and B [out, R] that belong to the layer."""
+    """One layer's adapter in the file, as slices of the file's A [R, in] and B [out, R]."""
 
     a: Any  # the file's A, as safetensors slices
     b: Any  # the file's B
@@ -241,7 +240,7 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
 
     An adapter of the config's rank applies to every part, except to parts whose rows of B are all zero. An adapter of
     a higher
-    rank must be block diagonal: each part has its own ranks.
+    rank must be block diagonal: a block of ranks for each part.
     """
     outputs, wide = pair["B"].get_shape()
     rows = [slice(part * (outputs // parts), (part + 1) * (outputs // parts)) for part in range(parts)]
@@ -263,7 +262,7 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
 
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError for a field of adapter_config.json that is unknown or has an unsupported value."""
+    """Raises ValueError for an unknown field of adapter_config.json, or an unsupported value."""
     for field, value in config.items():
         if field in _MEANINGLESS or field in _READ:
             continue

@@ -43,7 +43,7 @@ def write_summed(
 
 
 class Sums:
-    """Verifies reads from a Hugging Face folder against its checksums.json; does nothing in a folder without this file.
+    """Verifies reads from a Hugging Face folder against the folder's checksums.json; does nothing without this file.
 
     The caller reads tensors through `of`, and calls `check` after the last read.
     Raises DamagedCheckpoint where config.json or the index was changed, and where a file is missing.
@@ -68,7 +68,7 @@ class Sums:
             self._manifest.check(self._folder, filename, read_header(self._folder / filename))
 
     def of(self, name: str, stored: Any) -> Any:
-        """Wraps a tensor's safetensors slices; each read adds its checksum to those that `check` compares.
+        """Wraps a tensor's safetensors slices; each read adds a checksum for `check` to compare.
 
         Raises DamagedCheckpoint where the tensor's dtype or shape in the file differs from checksums.json.
         """
@@ -83,7 +83,7 @@ class Sums:
         return _Summed(name, stored, self._pieces)
 
     def check(self, mesh: ProcessMesh | DeviceMesh | None, device: torch.device) -> None:
-        """Raises DamagedCheckpoint where a tensor that the ranks together read in full was changed after Weft wrote it.
+        """Raises DamagedCheckpoint where a tensor, if the ranks together read all of it, was changed since the save.
 
         Communication: with a mesh and checksums, an all-gather of the checksums along each axis, on `device`.
         """

@@ -1,4 +1,4 @@
-"""What accompanies a model's weights in a folder: tokenizer, chat template, generation settings, token ids."""
+"""Companions of a model's weights in a folder: tokenizer, chat template, generation settings, token ids."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .fields import COMPANIONS
 from .manifest import Manifest
 
 GENERATION_FILE = "generation_config.json"
-_ATTRIBUTE = "_companions"  # set on the model, so that copying and pickling the model include its companions
+_ATTRIBUTE = "_companions"  # set on the model, so copies and pickles of the model include the companions
 _END = "eos_token_id"
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """What a model's folder says beyond the network and its weights.
+    """The contents of a model's folder besides the network and the weights.
 
     Read with the model, kept on the model by `keep_companions`, and written again by every save.
     """
@@ -81,9 +81,9 @@ def read_companions(
 ) -> dict[str, bytes]:
     """Reads the named files of a folder, byte for byte; a later save writes these bytes unchanged.
 
-    A link out of the folder (see `leads_out`) is skipped with a warning that names it. check: raises for a damaged
+    A link out of the folder (see `leads_out`) is skipped with a warning. check: raises for a damaged
     file. Named chat templates are merged into tokenizer_config.json, see `with_named_templates`.
-    Raises ValueError for a .json file that holds no object, and for a chat template that is a link out of the folder.
+    Raises ValueError for a .json file without an object, and for a chat template linking out of the folder.
     """
     files = {}
     for name in names:
@@ -104,7 +104,7 @@ def read_companions(
 
 
 def leads_out(path: Path) -> bool:
-    """Whether a file is a link that leads out of its folder, other than into the blobs of a Hugging Face cache.
+    """Whether a file is a link out of its folder, except a link into the blobs of a Hugging Face cache.
 
     A cache has snapshots/REVISION/NAME as a link into blobs. If the folder itself is a link, the folder behind the
     link counts.
@@ -119,7 +119,7 @@ def leads_out(path: Path) -> bool:
 
 
 def companions_of(model: nn.Module) -> Companions:
-    """The companions of a model; empty for a model that was not read from a folder."""
+    """The companions of a model; empty for a model not read from a folder."""
     found = getattr(model, _ATTRIBUTE, None)
     return found if isinstance(found, Companions) else Companions()
 

@@ -21,7 +21,7 @@ def _longer_alike(saved: ModelConfig, given: ModelConfig) -> bool:
     return saved.is_longer_alike and given.is_longer_alike and given.max_seq_len >= saved.max_seq_len
 
 
-# Fields that do not change what the weights compute, and when they may differ. All other fields must be equal.
+# Fields without effect on the function of given weights, and when two configs may differ in each.
 MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "initializer_range": _always,  # for drawing fresh weights, which a checkpoint replaces
     # Dropout acts in training only: a run may choose its own, as fine-tuning commonly does.
@@ -33,7 +33,7 @@ MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
 
 
 def differences(saved: ModelConfig, given: ModelConfig) -> dict[str, tuple[object, object]]:
-    """The fields in which two configs differ such that the same weights compute something else: name -> (saved, given).
+    """The fields in which two configs differ with an effect on the function of given weights: name -> (saved, given).
 
     Configs of two families give the single entry "family". Fields in MAY_DIFFER are left out where they may differ.
     """
@@ -52,7 +52,7 @@ def check_config(saved: ModelConfig, given: ModelConfig, folder: Path, *, beside
 
     The message names each differing field with both values.
 
-    saved: the folder's config, from `config_of`. given: the config of the model that is to take the folder's weights.
+    saved: the folder's config, from `config_of`. given: the config of the model to fill with the folder's weights.
     beside: further differences to add to the message.
     """
     found = differences(saved, given)
@@ -85,7 +85,7 @@ def saved_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
 
 
 def own_config(model: object) -> ModelConfig | None:
-    """The model's config if it is exactly a family's config class, else None."""
+    """The model's config if its class is exactly a family's config class, else None."""
     config = getattr(model, "config", None)
     known = {family.config_class for family in FAMILIES.values()}
     return config if isinstance(config, ModelConfig) and type(config) in known else None
@@ -100,7 +100,7 @@ def as_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
 def check_layers(config: ModelConfig, tensors: Collection[str], folder: Path) -> None:
     """Raises ValueError where config.json has more layers than the folder has tensors.
 
-    Called before the model is built, so that a wrong number of layers does not build millions of modules.
+    Called before the model is built, so a wrong number of layers cannot build millions of modules.
     tensors: the names of the folder's tensors. Every layer has at least one.
     """
     if config.num_layers > len(tensors):

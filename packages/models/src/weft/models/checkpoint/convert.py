@@ -34,7 +34,7 @@ from .manifest import (
 )
 from .shards import DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
-from .storage import FolderReader, begin_folder, beside, finish_folder
+from .storage import FolderReader, begin_folder, finish_folder, partial_path
 from .stored import widest
 from .tensors import check_tensors, open_tensors, read_slices, weight_files
 
@@ -42,13 +42,13 @@ from .tensors import check_tensors, open_tensors, read_slices, weight_files
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Converts a checkpoint of a run to a Hugging Face folder, or a Hugging Face folder to a checkpoint.
 
-    Memory holds one written tensor at a time, and what was read for it from one file. A converted checkpoint has no
+    Memory holds one written tensor and its source values at a time. A converted checkpoint has no
     optimizer
     state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
     generation_config.json and the token ids in config.json are carried over.
     shard_bytes: the largest size of a weights file, unless a single tensor is larger.
-    Returns the names of the source's files that were not carried over, such as code.
-    Raises ValueError for a source that is neither kind or is incomplete, and for a target that exists or that another
+    Returns the names of the source's files left behind, for example code.
+    Raises ValueError for an incomplete source or one of neither kind, and for a target that exists or another
     process is making; OSError where the target cannot be written.
     """
     if (source / MANIFEST).is_file():
@@ -59,7 +59,7 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
 def copy_folder(source: Path, target: Path) -> None:
     """Copies the files of a Hugging Face folder. The target appears complete or not at all.
 
-    Raises ValueError for a target that exists or that another process is making, and for an entry of the source that
+    Raises ValueError for a target that exists or another process is making, and for an entry of the source that
     is a link out of the folder, a pipe or a folder; OSError where the target cannot be written.
     """
     paths = sorted(source.iterdir())
@@ -68,36 +68,36 @@ def copy_folder(source: Path, target: Path) -> None:
             raise ValueError(f"{path} is no plain file of its folder; put a copy in its place, or remove it")
     with _partial_folder(target):
         for path in paths:
-            with path.open("rb") as read, (beside(target) / path.name).open("wb") as written:
+            with path.open("rb") as read, (partial_path(target) / path.name).open("wb") as written:
                 shutil.copyfileobj(read, written)
                 written.flush()
                 os.fsync(written.fileno())
-        sync_folder(beside(target))
-        beside(target).rename(target)
+        sync_folder(partial_path(target))
+        partial_path(target).rename(target)
         sync_folder(target.parent)
 
 
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[None]:
-    """Makes the partial folder beside the target and locks it; removes it where the body fails.
+    """Makes and locks the target's partial folder, and removes the folder where the body fails.
 
-    Raises ValueError where the target exists, or another process is making it.
+    Raises ValueError where the target exists, or is being made by another process.
     """
-    if beside(target).exists():
+    if partial_path(target).exists():
         os.close(_lock(target))
     begin_folder(target)
     descriptor = _lock(target)
     try:
         yield
     except BaseException:
-        shutil.rmtree(beside(target), ignore_errors=True)
+        shutil.rmtree(partial_path(target), ignore_errors=True)
         raise
     finally:
         os.close(descriptor)
 
 
 def _lock(target: Path) -> int:
-    descriptor = os.open(beside(target), os.O_RDONLY)
+    descriptor = os.open(partial_path(target), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -147,11 +147,11 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
                     yield whole
                     del whole  # freed before the next tensor is made
 
-            files[filename], found = write_summed(beside(target) / filename, shapes, values())
+            files[filename], found = write_summed(partial_path(target) / filename, shapes, values())
             stored_tensors.update(found)
         companions = Companions.saved(source, config, reader.manifest)
         manifest = Manifest(stored_tensors, files, CHECKSUMS)
-        finish_pretrained(config, manifest, companions.files, beside(target), target)
+        finish_pretrained(config, manifest, companions.files, partial_path(target), target)
         return _unknown_files(source, {MANIFEST, *reader.manifest.files})
 
 
@@ -187,7 +187,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
                     yield whole
                     del whole  # freed before the next tensor is made
 
-            files[filename] = write_shard(beside(target) / filename, shapes, values())
+            files[filename] = write_shard(partial_path(target) / filename, shapes, values())
         sums.check(None, torch.device("cpu"))
         companions = Companions.read(source, config, sums.check_content)
         own_config = companions.in_config(weights.write_config(model))

@@ -1,4 +1,4 @@
-"""The fields of Hugging Face's config.json: those that Weft reads, checks, carries along or ignores."""
+"""The fields of Hugging Face's config.json: which of them Weft reads, checks, carries along or ignores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..documents import as_type, types_of
 
-# Fields about the file itself and about how a program runs the model. They do not affect the network.
+# Fields about the file itself and about running the model, without effect on the network.
 _FILE = frozenset(
     [
         "_attn_implementation",
@@ -39,8 +39,8 @@ _FILE = frozenset(
     ]
 )
 
-# Fields about the tokenizer, generation and tasks other than predicting the next token. They are kept with the model
-# and saved again.
+# Fields about the tokenizer, generation, and tasks besides next-token prediction: kept with the model and saved
+# again.
 COMPANIONS = frozenset(
     [
         "bad_words_ids",
@@ -86,13 +86,13 @@ COMPANIONS = frozenset(
         "use_cache",
     ]
 )
-# The companion fields that Weft reads itself, and their types.
+# Types of the companion fields with a use in Weft.
 _TYPES: Mapping[str, Any] = dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None
 )
 MEANINGLESS = _FILE | COMPANIONS
 
-# Fields that would change the network of any family, and the values that leave it unchanged.
+# Fields with an effect on every family's network, and their values without an effect.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -109,25 +109,25 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 class Fields:
     """How one family reads and writes the fields of its config.json. Each family's `weights` module makes its own.
 
-    A field that is in none of these tables, nor in FIXED or MEANINGLESS, is an error.
+    A field in none of these tables, nor in FIXED or MEANINGLESS, is an error.
     """
 
     model: str  # the model's name in errors
     config: type[ModelConfig]  # the family's config class; its annotations give the fields' types
     names: Mapping[str, str]  # Hugging Face's name -> our name
-    required: Collection[str]  # keys of `names` that config.json must have
+    required: Collection[str]  # keys of `names` without a default
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> the values that Weft supports
-    elsewhere: Collection[str] = ()  # fields that the family's `weights` module reads itself
-    meaningless: Collection[str] = ()  # the family's fields that do not affect the network
-    # Sizes that may be null: transformers and our config then derive them from other sizes. Any other null is an
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
+    elsewhere: Collection[str] = ()  # fields read by the family's `weights` module itself
+    meaningless: Collection[str] = ()  # the family's fields without effect on the network
+    # Sizes for which null means: derived from further sizes, in transformers and in our config. Else null is an
     # error.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values for our config, by our names. Fields that config.json leaves out are left out.
 
-        Raises ValueError for a field that is missing, unknown, null, of another type, or of a value that Weft does
+        Raises ValueError for a field that is missing, unknown, null, of the wrong type, or of a value Weft does
         not support.
         """
         for name in self.required:
@@ -139,7 +139,7 @@ class Fields:
         return {ours: given[theirs] for theirs, ours in self.names.items() if given.get(theirs) is not None}
 
     def write(self, config: object) -> dict[str, Any]:
-        """The fields of config.json for one of our configs, except those in `elsewhere`."""
+        """The fields of config.json for one of our configs, without the `elsewhere` fields."""
         written = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
         # Written as null: for an absent id transformers would assume a default of its own.

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face folders: config.json and safetensors files. Each rank reads only its own slices."""
+"""Reads and writes Hugging Face folders: config.json and safetensors files. Each rank reads only local slices."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def from_pretrained(
         its stored tensor. A folder in bfloat16 then gives bfloat16 parameters, and an optimizer loses small updates
         to 16-bit weights: to train the whole model, give dtype=torch.float32 and compute in bfloat16 by
         torch.autocast.
-    Each rank reads only the slices it holds. Reads from a checkpoint, and from a folder that Weft wrote, are verified
+    Each rank reads only the slices it holds. Reads from a checkpoint, and from a folder written by Weft, are verified
     against checksums.
     The model carries the folder's tokenizer files, chat template, generation_config.json and the token ids in
     config.json; `save_pretrained` and `save_checkpoint` write these files and fields again.
     Communication: for a Hugging Face folder with checksums, on a mesh: an all-gather of the checksums along each
     axis. For a
     checkpoint: as `load_checkpoint`.
-    Raises ValueError, before any weight is read, for a folder that is absent, incomplete or of an unsupported model;
-    DamagedCheckpoint for a folder that was changed after Weft wrote it.
+    Raises ValueError, before any weight is read, for an absent or incomplete folder and for an unsupported model;
+    DamagedCheckpoint for a folder changed after Weft wrote it.
     """
     mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
@@ -101,12 +101,12 @@ def save_pretrained(
 ) -> None:
     """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and Weft's `from_pretrained` read.
 
-    Rank 0 writes under a temporary name and then renames, so the folder appears complete or not at all.
+    Rank 0 writes under a temporary name and then renames: the folder appears complete or not at all.
     LoRA adapters are merged into the written weights, as by `merge_lora`; the model itself is unchanged. `save_lora`
     writes the adapters alone.
     shard_bytes: a larger model is written as several files. Each file is gathered and written before the next.
-    tokenizer: its files are written into the folder, where `weft generate` and transformers' AutoTokenizer find them.
-        They replace the tokenizer files that the model carries, see `from_pretrained`. The tokenizer's end token
+    tokenizer: to write into the folder, where `weft generate` and transformers' AutoTokenizer look.
+        These files replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token
         becomes eos_token_id where the model's folder had none.
     Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of its
     mesh and sent from its stage to the other stages; rank 0's outcome is broadcast once before and once after.
@@ -184,7 +184,7 @@ def _from_checkpoint(
 
 
 def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
-    """Replaces every parameter, in each module that holds it, so that tied weights stay tied."""
+    """Replaces every parameter in all modules holding the parameter, so tied weights stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, loaded[parameter])
@@ -207,7 +207,7 @@ def weights_of_model(model: nn.Module) -> Any:
 
 
 def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
-    """File name -> stored tensor -> its parameters. A file holds up to shard_bytes, or one larger tensor."""
+    """File name -> stored tensor -> parameters. A file holds up to shard_bytes, or one larger tensor."""
     files: list[dict[str, list[str]]] = [{}]
     held = 0
     for tensor, names in grouped(parameters, weights.stored).items():
@@ -256,7 +256,7 @@ def finish_pretrained(
     manifest: of the safetensors files, which are already written.
     """
     stored = [(STORED_DTYPES[tensor.dtype], torch.Size(tensor.shape)) for tensor in manifest.tensors.values()]
-    dtype = widest(each for each, _ in stored)  # transformers converts every tensor that it reads to this dtype
+    dtype = widest(each for each, _ in stored)  # transformers converts every tensor to this dtype
     written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
     if len(manifest.files) > 1:
         total = sum(each.itemsize * shape.numel() for each, shape in stored)
@@ -271,7 +271,7 @@ def finish_pretrained(
 
 
 def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
-    """Calls a function; returns its OSError, ValueError or SafetensorError, or None."""
+    """Calls a function; returns the OSError, ValueError or SafetensorError raised by the call, or None."""
     try:
         function(*arguments, **options)
     except (OSError, ValueError, SafetensorError) as error:

@@ -18,7 +18,7 @@ from .tiling import uncovered
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # the name of the manifest in a Hugging Face folder
-RUN = "run.json"  # what is known of the run that saved the checkpoint: step, seed, config, versions
+RUN = "run.json"  # facts of the run behind the checkpoint: step, seed, config, versions
 CONFIG = "config.json"  # the model's config in Hugging Face's format
 FORMAT = "weft checkpoint"
 VERSION = 1
@@ -37,12 +37,12 @@ REMEDIES = {
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint or a file in it was changed after Weft wrote it; the message names the file."""
+    """A checkpoint, or a file of the checkpoint, was changed after Weft wrote it; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor, stored as one tensor of a safetensors file."""
+    """A part of a tensor, stored as a safetensors tensor."""
 
     offsets: tuple[int, ...]  # where the part begins in the tensor
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class StoredFile:
 
 
 def key_of(name: str, offsets: tuple[int, ...]) -> str:
-    """The name, in its file, of the part of a tensor that begins at `offsets`: "model.embed.weight[0,64]"."""
+    """The name in the file of a tensor's part beginning at `offsets`: "model.embed.weight[0,64]"."""
     return f"{name}[{','.join(map(str, offsets))}]"
 
 
@@ -93,7 +93,7 @@ class Manifest:
 
     @property
     def remedy(self) -> str:
-        """How an error about a changed file ends: what the user can do."""
+        """How an error about a changed file ends: the user's next step."""
         return REMEDIES[self.name]
 
     def text(self) -> str:
@@ -111,7 +111,7 @@ class Manifest:
         """Reads and checks the manifest of a folder; the listed files must exist with their sizes.
 
         name: CHECKSUMS for a Hugging Face folder.
-        Raises ValueError for a manifest of a newer version; DamagedCheckpoint for a folder that has no manifest or is
+        Raises ValueError for a manifest of a newer version; DamagedCheckpoint for a folder without a manifest or with
         incomplete, and for a changed manifest.
         """
         path = folder / name
@@ -161,7 +161,7 @@ class Manifest:
         return content
 
     def check_documents(self, folder: Path) -> None:
-        """Raises DamagedCheckpoint where a file that holds no tensors was changed after Weft wrote it."""
+        """Raises DamagedCheckpoint where a file without tensors was changed after Weft wrote it."""
         for name in self.files.keys() - {part.file for tensor in self.tensors.values() for part in tensor.parts}:
             self.content(folder, name)
 
@@ -187,7 +187,7 @@ def _as_written(holds: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Holds:
-    """The part of a manifest that its sha256 covers."""
+    """The part of a manifest covered by the sha256."""
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
@@ -196,7 +196,7 @@ class _Holds:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer: the name of its class, and its number of parameter groups, see `describe_optimizer`."""
+    """An optimizer's class name and number of parameter groups, see `describe_optimizer`."""
 
     kind: str
     groups: int | None

@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint: its kind, the check before loading, and the tensors to load into."""
+"""An optimizer's state in a checkpoint: its kind, the check before loading, and the tensors to fill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .manifest import OPTIMIZER, Manifest
 from .shards import DTYPES
 
 _UNTRIED = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
-# Options of a trial step that change how the step is computed, but not which state it keeps.
+# Options for a trial step, which affect how the step is computed, but not which state the optimizer keeps.
 _HOW = {
     "capturable": False,
     "foreach": None,
@@ -64,8 +64,8 @@ def check_optimizer(
 ) -> None:
     """Raises ValueError where the optimizer's class, number of groups or state differs from the saved optimizer's.
 
-    Older checkpoints do not name the class. The names of a torch optimizer's state are found by one step of a fresh
-    optimizer on a parameter of one element.
+    Older checkpoints do not name the class. The names of a torch optimizer's state are found by a step of a fresh
+    optimizer on a one-element parameter.
     """
     saved = manifest.optimizer
     own = describe_optimizer(model, optimizer)
@@ -103,7 +103,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
 def _stored(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> list[tuple[str, nn.Parameter, list[str]]]:
-    """The parameters that the optimizer updates and that have state in the checkpoint, with the names of this state."""
+    """The optimizer's parameters with state in the checkpoint, and the names of this state."""
     groups = _groups(optimizer)
     stored: dict[str, list[str]] = {}
     for each in manifest.tensors:

@@ -57,7 +57,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """This rank's part of a DTensor; all of a plain tensor, which is taken to be equal on every rank that has it."""
+    """This rank's part of a DTensor; all of a plain tensor, which is assumed to be equal on all ranks."""
     local = tensor.detach()
     return Part(
         tuple(tensor.shape),
@@ -67,7 +67,7 @@ def part_of(tensor: Tensor) -> Part:
 
 
 class PartSavePlanner(DefaultSavePlanner):
-    """Plans a save in which each part is written once. Of the ranks that hold a part, the least loaded writes it."""
+    """Plans a save in which each part is written once. Among the ranks with a part, the least loaded writes."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -96,7 +96,7 @@ class PartSavePlanner(DefaultSavePlanner):
 
 
 class PartLoadPlanner(DefaultLoadPlanner):
-    """Plans a load in which each rank reads only the pieces of the stored parts that overlap its own parts."""
+    """Plans a load in which each rank reads only the overlap of the stored parts with the rank's own parts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -54,7 +54,7 @@ def stored(parameter: str) -> Stored:
 
 
 def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
-    """What a file's tensor beside the parameters must repeat; None for a tensor that has no place in the model."""
+    """The required content of a file's tensor beside the parameters; None for a tensor without a place in the model."""
     if tensor == "lm_head.weight" and config.tie_embeddings:
         return tied_head(f"{PREFIX}embed_tokens.weight")
     if tensor.endswith("rotary_emb.inv_freq"):
@@ -81,7 +81,7 @@ def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
     )
 
 
-# Types of settings that are no field of a scaling class.
+# Types of the settings outside the scaling classes.
 _TYPES: Mapping[str, Any] = {
     "partial_rotary_factor": float | None,
     "rope_interleaved": bool | None,
@@ -101,8 +101,8 @@ class _Kind:
 
     make: type[Any]  # our class
     names: Mapping[str, str]  # Hugging Face's name -> our field
-    optional: tuple[str, ...] = ()  # keys of `names` that may be absent
-    others: tuple[str, ...] = field(default=())  # further settings that are read, but are no field of ours
+    optional: tuple[str, ...] = ()  # keys of `names` with a default
+    others: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
 
 
 _KINDS: Mapping[str, _Kind] = {
@@ -136,7 +136,7 @@ _KINDS: Mapping[str, _Kind] = {
 def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     """rope_theta and rope_scaling for our config, as far as config.json gives them. max_seq_len: the model's.
 
-    Raises ValueError for a kind of scaling or a setting that is unknown, and for a missing setting.
+    Raises ValueError for an unknown kind of scaling or setting, and for a missing setting.
     """
     rope: dict[str, Any] = {}
     settings: dict[str, Any] = {}

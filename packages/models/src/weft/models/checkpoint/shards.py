@@ -1,4 +1,4 @@
-"""Safetensors files, written one tensor at a time, and checksums that verify a part of a tensor."""
+"""Safetensors files, written tensor by tensor, and checksums of parts of tensors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _BLOCK = 1 << 20  # elements that `positional_sum` sums at once: 8 MiB of int64
 def write_shard(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> StoredFile:
-    """Writes a safetensors file; returns when it is on disk.
+    """Writes a safetensors file; returns when the file is on disk.
 
-    tensors: the tensors of `shapes`, in its order, on any device; each is requested after the one offsets was
-        written.
+    tensors: the tensors named in `shapes`, in the same order, on any device. Each is requested after the previous
+        tensor was written.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -85,7 +85,7 @@ def open_shard(path: Path, remedy: str) -> Any:
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:
-    """Writes a file; returns when it is on disk."""
+    """Writes a file; returns when the file is on disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -94,7 +94,7 @@ def write_file(path: Path, content: bytes) -> StoredFile:
 
 
 def write_documents(folder: Path, documents: Mapping[str, bytes]) -> dict[str, StoredFile]:
-    """Writes files by name, also into a direct subfolder; returns when they are on disk."""
+    """Writes files by name, also into a direct subfolder; returns when all are on disk."""
     files = {}
     for name, content in documents.items():
         path = folder / name
@@ -118,8 +118,8 @@ def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) 
     """A checksum of part of a tensor: the sum over elements of w * (2 i + 1), modulo 2**64.
 
     w: an element's bits, as an integer. i: the element's flat index in the stored part of shape `shape`.
-    values: the piece of this stored part that begins at `starts`.
-    The sums of pieces that cover the part exactly once add up to the part's sum, so several readers can each sum
+    values: the piece of this stored part beginning at `starts`.
+    Pieces covering the part exactly once have sums adding up to the part's sum, so several readers can each sum
     their own piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show
     because each element is weighted by its position, as in Fletcher's checksum (1982).
     """

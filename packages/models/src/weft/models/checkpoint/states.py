@@ -31,17 +31,17 @@ from .storage import FolderReader, FolderWriter, check_sums, partial_path
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """This rank's share of a checkpoint before it is written: its parts of all tensors, and rank 0's documents.
+    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and rank 0's documents.
 
-    `snapshot` makes one. A run copies it to CPU memory and writes the copy in the background.
+    Made by `snapshot`. A run copies the snapshot to CPU memory and writes the copy in the background.
     """
 
     parts: Mapping[str, Part]  # by tensor name
-    documents: Mapping[str, bytes]  # contents by file name; rank 0 writes them
+    documents: Mapping[str, bytes]  # contents by file name; written by rank 0
     optimizer: Mapping[str, Any] | None = None  # from `describe_optimizer`; None without an optimizer
 
     def copied(self, into: Snapshot | None = None) -> Snapshot:
-        """A copy with its tensors in CPU memory, so that training can continue while the copy is written.
+        """A copy in CPU memory; training can continue while the copy is written.
 
         into: an earlier copy, already written, whose memory is reused.
         """
@@ -77,7 +77,7 @@ def snapshot(
     run: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Snapshot:
-    """What `save_checkpoint` writes. The tensors are the model's own, not copies; see `Snapshot.copied`."""
+    """The content of a checkpoint. The tensors are the model's own, not copies; see `Snapshot.copied`."""
     family, companions = family_of(model), companions_of(model).with_tokenizer(tokenizer)
     documents = {RUN: as_document(run or {}), **companions.files}
     if family is not None:
@@ -94,17 +94,17 @@ def save_checkpoint(
     run: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes the model and the optimizer's state, so that `load_checkpoint` can read them under any plan.
+    """Writes the model and the optimizer's state, for `load_checkpoint` to read under any plan.
 
-    Nothing is gathered: each rank writes the parts it holds, and a part that several ranks hold is written by one of
-    them. The folder appears complete or not at all.
-    The folder also gets the model's config.json, if the model belongs to a family, and the files and fields that the
-    model carries from its own folder, see `from_pretrained`. A subclass that computes otherwise than its family is
+    Nothing is gathered: each rank writes local parts, and a part held by several ranks is written once. The folder
+    appears complete or not at all.
+    The folder also gets the model's config.json, if the model belongs to a family, and the model's tokenizer and
+    further companions, see `from_pretrained`. A subclass computing otherwise than its family is
     saved without a config, like a model from outside.
-    run: JSON values about the run; `read_run` returns them. tokenizer: its files are written into the folder.
+    run: JSON values about the run; `read_run` returns them. tokenizer: to write into the folder.
     Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank its plan,
     and gathers the results.
-    Raises, on every rank, ValueError where the folder exists and OSError where it cannot be written.
+    Raises, on every rank, ValueError where the folder exists and OSError where writing fails.
     """
     snapshot(model, optimizer, run=run, tokenizer=tokenizer).write(Path(folder))
 
@@ -114,20 +114,20 @@ def load_checkpoint(
 ) -> FolderReader:
     """Fills the model's parameters and the optimizer's state from a checkpoint, whatever plan it was saved under.
 
-    Each rank reads only the slices it holds, and verifies them against the stored checksums.
-    The model's config must be the checkpoint's, except for fields that do not change what the weights compute:
+    Each rank reads only local slices and verifies the stored checksums.
+    The model's config must be the checkpoint's, except for fields without effect on the function of given weights:
     dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model from outside
     is compared by the
     names and shapes of its parameters. No value is rounded: a parameter's dtype may be wider than the stored dtype,
     not narrower. The model then carries the checkpoint's tokenizer, chat template, generation settings and token ids,
     see `from_pretrained`.
-    optimizer: of this model, of the saved kind, before its first step. It stays as it is where the checkpoint has no
+    optimizer: of this model, of the saved kind, before its first step. Left unchanged where the checkpoint has no
     optimizer state, as after `weft convert`.
     Returns the reader, which has counted the bytes read.
     Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; by way of rank 0,
     the plan of the load and the comparison of checksums.
-    Raises, on every rank, ValueError for a checkpoint of another model (naming the fields that differ), of another
-    optimizer (naming its kind or state), or of a dtype that would be rounded; DamagedCheckpoint for an incomplete or
+    Raises, on every rank, ValueError for a checkpoint of another model (naming the differing fields), of another
+    optimizer (naming its kind or state), or of a dtype to be rounded; DamagedCheckpoint for an incomplete or
     changed checkpoint.
     """
     return fill_from(model, folder, optimizer)
@@ -217,7 +217,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 def _check_own_part(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, reader: FolderReader, rounding: bool
 ) -> None:
-    """Checks dtypes and optimizer for the parameters on this rank, which may be those of some stages only.
+    """Checks dtypes and optimizer for the parameters on this rank, which may belong to some stages only.
 
     Communication: an all-gather of the outcomes. Raises the first failing rank's error on every rank.
     """

@@ -1,7 +1,7 @@
 """Storage for torch's distributed checkpoint (DCP): a folder of safetensors files and JSON.
 
-A folder is written under a temporary name partial_path its final one, and every file is synced. The manifest is
-written last; then the folder is renamed. So a folder under its final name is complete, whenever the process is
+A folder is written under a temporary name, and every file is synced. The manifest is
+written last; then the folder is renamed. A folder under its final name is therefore complete, whenever the process is
 stopped. Reading never runs code.
 """
 
@@ -40,14 +40,14 @@ from .shards import (
     write_shard,
 )
 
-Piece = tuple[tuple[int, ...], tuple[int, ...]]  # part of a stored part: offsets in it, and shape
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # a slice of a stored part: offsets and shape
 
 
 class FolderWriter(StorageWriter):
     """Writes a checkpoint into `folder`: one safetensors file for each rank with something to write, and `documents`.
 
     optimizer: the manifest's entry, from `describe_optimizer`.
-    Raises ValueError where the folder exists, OSError where it cannot be written.
+    Raises ValueError where the folder exists, OSError where writing fails.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FolderWriter(StorageWriter):
 
 
 def partial_path(folder: Path) -> Path:
-    """The temporary path under which a folder is written until it is complete."""
+    """The temporary path of a folder being written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
@@ -151,7 +151,7 @@ class FolderReader(StorageReader):
     """Reads pieces of a checkpoint's tensors and records their checksums, for `check_sums` to compare.
 
     sums_of_pieces: (tensor, number of its part, piece) -> checksum of the piece.
-    nbytes: bytes that this rank has read from safetensors files so far, headers included.
+    nbytes: bytes read by this rank from safetensors files, headers included.
     Raises as `Manifest.read`.
     """
 
@@ -196,7 +196,7 @@ class FolderReader(StorageReader):
     def read_into(self, name: str, whole: Tensor) -> None:
         """Fills `whole`, which has the stored shape, one stored part in memory at a time, and verifies the checksums.
 
-        Raises DamagedCheckpoint where the tensor was changed after it was written.
+        Raises DamagedCheckpoint where the tensor was changed since.
         """
         stored = self.manifest.tensors[name]
         assert sum(torch.Size(part.shape).numel() for part in stored.parts) == whole.numel(), "the manifest was checked"
@@ -262,10 +262,10 @@ class FolderReader(StorageReader):
 
 
 def check_sums(folder: Path, manifest: Manifest, pieces: Mapping[tuple[str, int, Piece], int]) -> None:
-    """Raises DamagedCheckpoint where a stored part that was read in full was changed after it was written.
+    """Raises DamagedCheckpoint where a stored part was changed after writing, if all of the part was read.
 
-    pieces: (tensor, number of its part, piece) -> checksum, from all ranks that read. A part read only in part is
-    skipped: its checksum cannot be told.
+    pieces: (tensor, number of its part, piece) -> checksum, from all reading ranks. A part read only partially is
+    skipped: the checksum of the whole is unknown.
     """
     found: dict[tuple[str, int], list[int]] = {}
     for (name, number, (_, shape)), total in pieces.items():

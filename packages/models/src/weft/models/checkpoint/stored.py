@@ -1,4 +1,4 @@
-"""Where Hugging Face's files store a parameter: the tensor's name, the part of that tensor, and its orientation."""
+"""Where Hugging Face's files store a parameter: the tensor's name, the part of this tensor, and the orientation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Stored:
     """Where a parameter's values are in Hugging Face's files. A family's `weights.stored` makes one for each parameter.
 
-    Several parameters may share a stored tensor, such as GPT-2's q, k and v. They are joined along the parameters'
+    Several parameters may share a stored tensor, like GPT-2's q, k and v, joined along the parameters'
     first dim.
     """
 
@@ -38,7 +38,7 @@ class Stored:
         return found[::-1] if self.transposed else found
 
     def place(self, whole: Tensor) -> Tensor:
-        """The parameter's view of the stored tensor, in the parameter's shape. Writing to the view stores the parameter."""
+        """The parameter's view of the stored tensor, in the parameter's shape; to be written to."""
         own = whole.mT if self.transposed else whole
         size = own.shape[0] // self.parts
         return own[self.part * size : (self.part + 1) * size]
@@ -50,19 +50,19 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """What a tensor beside the parameters must contain: the same values as `tensor`, or values that `is_right` accepts.
+    """The required content of a tensor beside the parameters: the values of `tensor`, or values accepted by `is_right`.
 
-    Hugging Face's files may hold such tensors, for example a tied head or a causal mask.
+    Hugging Face's files may repeat a tied head, or hold a causal mask.
     """
 
-    what: str  # for the error: what the tensor should be
+    what: str  # for the error: the required content
     remedy: str  # how the error ends
     tensor: str | None = None
     is_right: Callable[[Tensor], bool] = bool
 
 
 def tied_head(embedding: str) -> Repeats:
-    """What the stored head of a model with tied embeddings must repeat. embedding: the table's name."""
+    """The required content of a stored head where embeddings are tied. embedding: the table's name."""
     return Repeats(
         what=f"{embedding}, though config.json ties them by tie_word_embeddings",
         remedy="set tie_word_embeddings to false in config.json to keep this head, or remove the tensor to drop it",
@@ -73,7 +73,7 @@ def tied_head(embedding: str) -> Repeats:
 def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
     """The stored tensor, joined from its parameters, which are all given, in any order.
 
-    Its dtype is the narrowest that holds the values of all parameters without rounding.
+    The dtype is the narrowest to hold the values of all parameters without rounding.
     """
     given = list(parts)
     first, tensor = given[0]
@@ -94,7 +94,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def grouped(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:
-    """Stored tensor's name -> the parameters in it, in order of the first of them."""
+    """Stored tensor's name -> the parameters in it, in order of their first parameters."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(stored(name).name, []).append(name)

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: which files hold them, and whether they fit the model of config.json."""
+"""The tensors of a Hugging Face folder: which files hold them, and whether the tensors fit the model of config.json."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .stored import Repeats
 
 SINGLE_FILE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROWS = 1 << 14  # rows of two compared tensors that are in memory at a time
+_ROWS = 1 << 14  # rows in memory at a time, of each of two compared tensors
 
 Opened = Callable[[], Any]  # returns the slices of a tensor
 
 
 def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Opened]:
-    """Stored tensor's name -> a function that returns its slices. `sums` records each read.
+    """Stored tensor's name -> a function returning the tensor's slices. `sums` records each read.
 
     prefix: of the tensor names in a model with a head. Where no stored name has this prefix, the file holds the model
     without a head, like the published GPT-2, and the prefix is added.
-    Raises ValueError for a missing file, a file in another format, and a tensor that is in two files.
+    Raises ValueError for a missing file, a file in another format, and a tensor in two files.
     """
     tensors: dict[str, Opened] = {}
     homes: dict[str, str] = {}
@@ -53,7 +53,7 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
 def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a folder's model.
 
-    Files that the index does not name are ignored, as in transformers.
+    Files outside the index are ignored, as in transformers.
     Raises ValueError for a folder without weights; for a folder with two sets of weights, model.safetensors beside an
     index of other files; and for a file name in the index that is not plain.
     """
@@ -87,7 +87,7 @@ def _slices(sums: Sums, file: Any, name: str) -> Any:
 def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path, weights: Any) -> None:
     """Raises ValueError unless the files hold the model's tensors, in the model's shapes, and else only repetitions.
 
-    A repetition is a tensor whose values follow from the config or from another tensor, such as the head of a tied
+    A repetition is a tensor whose values follow from the config or from another tensor, like the head of a tied
     model. Its values are read and compared, because other values would mean a network that config.json does not
     describe. A tensor of zeros is accepted as an unfilled placeholder.
     """

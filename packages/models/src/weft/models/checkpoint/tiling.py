@@ -10,16 +10,16 @@ from itertools import product
 # The most elements of a tensor: torch counts elements in 64 bits.
 _MOST_ELEMENTS = 2**62
 _MOST_DIMS = 64  # torch's own bound
-# The most dims that the parts of one tensor may cut. Each axis of a mesh cuts one dim, and meshes have fewer axes.
+# The most dims cut by the parts of a tensor. Each axis of a mesh cuts one dim, and meshes have fewer axes.
 _MOST_CUT = 8
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
 
 
 def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
-    """Why the parts do not cover a tensor of this shape exactly once, in words; None where they do.
+    """Why the parts do not cover a tensor of this shape exactly once, in words; None if the parts do.
 
-    Method: give each box a signed count at each of its corners. The counts of the parts add up to the counts of the
+    Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the
     whole tensor exactly if the parts cover each element once, because a box's corners determine its indicator
     function (mixed differences over all dims lose nothing of a function with bounded support). This takes 2**d steps
     a part, for parts that cut d dims.
