@@ -81,8 +81,8 @@ def read_companions(
 ) -> dict[str, bytes]:
     """Reads the named files of a folder, byte for byte; a later save writes these bytes unchanged.
 
-    A link out of the folder (see `leads_out`) is skipped with a warning. check: raises for a damaged
-    file. Named chat templates are merged into tokenizer_config.json, see `with_named_templates`.
+    A link out of the folder (see `leads_out`) is skipped with a warning. check: raises for a damaged file.
+    Named chat templates are merged into tokenizer_config.json, see `with_named_templates`.
     Raises ValueError for a .json file without an object, and for a chat template linking out of the folder.
     """
     files = {}

@@ -42,14 +42,13 @@ from .tensors import check_tensors, open_tensors, read_slices, weight_files
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Converts a checkpoint of a run to a Hugging Face folder, or a Hugging Face folder to a checkpoint.
 
-    Memory holds one written tensor and its source values at a time. A converted checkpoint has no
-    optimizer
+    Memory holds one written tensor and its source values at a time. A converted checkpoint has no optimizer
     state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
     generation_config.json and the token ids in config.json are carried over.
     shard_bytes: the largest size of a weights file, unless a single tensor is larger.
     Returns the names of the source's files left behind, for example code.
-    Raises ValueError for an incomplete source or one of neither kind, and for a target that exists or another
-    process is making; OSError where the target cannot be written.
+    Raises ValueError for an incomplete source or one of neither kind, and for a target that exists or another process
+    is making; OSError where the target cannot be written.
     """
     if (source / MANIFEST).is_file():
         return _to_huggingface(source, target, shard_bytes)
@@ -59,8 +58,8 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
 def copy_folder(source: Path, target: Path) -> None:
     """Copies the files of a Hugging Face folder. The target appears complete or not at all.
 
-    Raises ValueError for a target that exists or another process is making, and for an entry of the source that
-    is a link out of the folder, a pipe or a folder; OSError where the target cannot be written.
+    Raises ValueError for a target that exists or another process is making, and for an entry of the source that is a
+    link out of the folder, a pipe or a folder; OSError where the target cannot be written.
     """
     paths = sorted(source.iterdir())
     for path in paths:

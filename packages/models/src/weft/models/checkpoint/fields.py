@@ -127,8 +127,8 @@ class Fields:
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values for our config, by our names. Fields that config.json leaves out are left out.
 
-        Raises ValueError for a field that is missing, unknown, null, of the wrong type, or of a value Weft does
-        not support.
+        Raises ValueError for a field that is missing, unknown, null, of the wrong type, or of a value Weft does not
+        support.
         """
         for name in self.required:
             if config.get(name) is None:

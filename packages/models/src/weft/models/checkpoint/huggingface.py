@@ -106,8 +106,8 @@ def save_pretrained(
     writes the adapters alone.
     shard_bytes: a larger model is written as several files. Each file is gathered and written before the next.
     tokenizer: to write into the folder, where `weft generate` and transformers' AutoTokenizer look.
-        These files replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token
-        becomes eos_token_id where the model's folder had none.
+        These files replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token becomes
+        eos_token_id where the model's folder had none.
     Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of its
     mesh and sent from its stage to the other stages; rank 0's outcome is broadcast once before and once after.
     Raises ValueError where the folder exists, and for a model outside the families, which includes a subclass that

@@ -54,7 +54,7 @@ def stored(parameter: str) -> Stored:
 
 
 def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
-    """The required content of a file's tensor beside the parameters; None for a tensor without a place in the model."""
+    """The required content of an extra tensor in the files, such as a tied head; None for an unknown tensor."""
     if tensor == "lm_head.weight" and config.tie_embeddings:
         return tied_head(f"{PREFIX}embed_tokens.weight")
     if tensor.endswith("rotary_emb.inv_freq"):

@@ -119,9 +119,9 @@ def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) 
 
     w: an element's bits, as an integer. i: the element's flat index in the stored part of shape `shape`.
     values: the piece of this stored part beginning at `starts`.
-    Pieces covering the part exactly once have sums adding up to the part's sum, so several readers can each sum
-    their own piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show
-    because each element is weighted by its position, as in Fletcher's checksum (1982).
+    Pieces covering the part exactly once have sums adding up to the part's sum, so several readers can each sum their
+    own piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show because
+    each element is weighted by its position, as in Fletcher's checksum (1982).
     """
     if not values.numel():
         return 0

@@ -99,8 +99,8 @@ def save_checkpoint(
     Nothing is gathered: each rank writes local parts, and a part held by several ranks is written once. The folder
     appears complete or not at all.
     The folder also gets the model's config.json, if the model belongs to a family, and the model's tokenizer and
-    further companions, see `from_pretrained`. A subclass computing otherwise than its family is
-    saved without a config, like a model from outside.
+    further companions, see `from_pretrained`. A subclass computing otherwise than its family is saved without a
+    config, like a model from outside.
     run: JSON values about the run; `read_run` returns them. tokenizer: to write into the folder.
     Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank its plan,
     and gathers the results.
@@ -127,8 +127,8 @@ def load_checkpoint(
     Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; by way of rank 0,
     the plan of the load and the comparison of checksums.
     Raises, on every rank, ValueError for a checkpoint of another model (naming the differing fields), of another
-    optimizer (naming its kind or state), or of a dtype to be rounded; DamagedCheckpoint for an incomplete or
-    changed checkpoint.
+    optimizer (naming its kind or state), or of a dtype to be rounded; DamagedCheckpoint for an incomplete or changed
+    checkpoint.
     """
     return fill_from(model, folder, optimizer)
 

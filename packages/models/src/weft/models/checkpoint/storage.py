@@ -1,8 +1,8 @@
 """Storage for torch's distributed checkpoint (DCP): a folder of safetensors files and JSON.
 
-A folder is written under a temporary name, and every file is synced. The manifest is
-written last; then the folder is renamed. A folder under its final name is therefore complete, whenever the process is
-stopped. Reading never runs code.
+A folder is written under a temporary name, and every file is synced. The manifest is written last; then the folder is
+renamed. A folder under its final name is therefore complete, whenever the process is stopped.
+Reading never runs code.
 """
 
 from __future__ import annotations

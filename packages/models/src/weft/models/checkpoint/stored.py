@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class Stored:
     """Where a parameter's values are in Hugging Face's files. A family's `weights.stored` makes one for each parameter.
 
-    Several parameters may share a stored tensor, like GPT-2's q, k and v, joined along the parameters'
-    first dim.
+    Several parameters may share a stored tensor, like GPT-2's q, k and v, joined along the parameters' first dim.
     """
 
     name: str  # of the stored tensor
@@ -50,9 +49,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The required content of a tensor beside the parameters: the values of `tensor`, or values accepted by `is_right`.
+    """The required content of an extra tensor in the files: the values of `tensor`, or values accepted by `is_right`.
 
-    Hugging Face's files may repeat a tied head, or hold a causal mask.
+    Files of Hugging Face may hold tensors besides the parameters: a tied head, a causal mask, rotary frequencies.
     """
 
     what: str  # for the error: the required content

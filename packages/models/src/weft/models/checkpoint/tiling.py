@@ -19,10 +19,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
 def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
     """Why the parts do not cover a tensor of this shape exactly once, in words; None if the parts do.
 
-    Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the
-    whole tensor exactly if the parts cover each element once, because a box's corners determine its indicator
-    function (mixed differences over all dims lose nothing of a function with bounded support). This takes 2**d steps
-    a part, for parts that cut d dims.
+    Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the whole
+    tensor exactly if the parts cover each element once, because a box's corners determine its indicator function
+    (mixed differences over all dims lose nothing of a function with bounded support). This takes 2**d steps a part,
+    for parts that cut d dims.
     """
     if not _is_size(shape):
         return f"its shape {_shown(shape)} is not the shape of a tensor"
