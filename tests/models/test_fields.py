@@ -187,7 +187,7 @@ def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message)
         ("qwen2", {"use_mrope": True}, "use_mrope True is not supported; a Qwen 2 here has False"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 layers; it needs 2, each full_attention or"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, r"some of \['chunked_attention'\]; it needs 2"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "there is no window; set use_sliding_window"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "no window is set; set use_sliding_window"),
         ("gpt2", {"activation_function": "relu"}, "activation is 'relu'; it must be one of 'gelu_new', 'gelu'"),
         ("gpt2", {"rope_theta": 1e4}, "'rope_theta', which is 10000.0, is not a known field of a GPT-2"),
     ],

@@ -115,9 +115,8 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         check_model(model, reader)
         stored = {name: reader.manifest.tensors[f"{MODEL}{name}"] for name, _ in model.named_parameters()}
         dtypes = {name: DTYPES[each.dtype] for name, each in stored.items()}
-        parameters = {
-            name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()
-        }  # on the meta device: only the sizes are used
+        # On the meta device: only the sizes are used.
+        parameters = {name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()}
         opened.enter_context(_partial_folder(target))
         files: dict[str, StoredFile] = {}
         stored_tensors: dict[str, StoredTensor] = {}
