@@ -159,7 +159,7 @@ STRANGERS = {
     ),
     "swapped-norm": (
         changed(lambda model: swap(model, "norm", nn.LayerNorm(32))),
-        "its norm is a LayerNorm, no RMSNorm",
+        "its norm is a LayerNorm, not a RMSNorm",
     ),
     "swapped-size": (
         changed(lambda model: swap(model, "lm_head", Linear(32, 70, bias=False))),

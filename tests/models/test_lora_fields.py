@@ -158,7 +158,7 @@ def with_fields(folder, **fields):
     ("fields", "message"),
     [
         pytest.param(
-            {"use_new_lora": True}, "'use_new_lora', which is True, is no field that is known here", id="unknown"
+            {"use_new_lora": True}, "'use_new_lora', which is True, is not a known field", id="unknown"
         ),
         pytest.param({"new": None}, "'new', which is None, is no field", id="unknown-null"),
         pytest.param({"r": ...}, "r is None; it must be a number above 0", id="no-rank"),

@@ -6,8 +6,7 @@ import math
 import sys
 from typing import Any, Protocol
 
-# Layers of a model, and heads of a layer: ten times the number in any published model. Building a model makes a
-# module a layer.
+# Layers of a model, and heads of a layer: ten times any published model's. Each layer of a model becomes a module.
 MOST_LAYERS = 100_000
 MOST_ELEMENTS = 2**40  # of one tensor: torch counts the tensor's bytes in 64 bits
 MOST_NEW_TOKENS = 2**24  # of a row in `generate`, which allocates memory for all before drawing the first

@@ -81,8 +81,8 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
         """Computes logits [B, T, V] of tokens [B, T].
 
         positions: [B, T] ints, each token's position; None: counted from 0, or from the end of `cache`.
-        documents: [B, T] ints; tokens attend only to tokens with the same number, as in packed rows. With a cache [B,
-            capacity], see `kernels.attention`.
+        documents: [B, T] ints; tokens attend only to tokens with the same number, as in packed rows. With a cache:
+            [B, capacity], see `kernels.attention`.
         cache: from `make_cache`; extended by the tokens' keys and values.
         last: compute only the last position's logits, [B, 1, V]. Not for a model on a mesh.
         On a mesh, tokens, positions and documents have the same layout.

@@ -65,7 +65,7 @@ def generate(
 ) -> Tensor | list[Tensor]:
     """Extends each prompt by tokens drawn from the model.
 
-    prompts: [B, T] int64 -> [B, T + max_new_tokens]; or a list of [T] of any lengths -> a list of [T +
+    prompts: [B, T] int64, giving [B, T + max_new_tokens]; or a list of [T] of any lengths, giving a list of [T +
         max_new_tokens].
     temperature: 0 takes the most likely token; above 0, logits are divided by the temperature and a token is drawn.
     top_k: draw only among the k most likely tokens; ties with number k are included.

@@ -46,10 +46,10 @@ def forward_backward(
           the whole batch whose target is not the function's `ignore_index` (default -100), or the sum of its `weight`
           at these targets.
         - Any other function, if its loss is a sum over tokens, or a mean with a denominator depending only on
-        targets. Weft finds out
-          which by calls on random numbers: for each microbatch, three calls of the microbatch's size, and the host
-          waits for the device. This happens only with several microbatches, or with tokens sharded over ranks. On a
-          mesh, the function gets plain tensors with each rank's tokens, unless classes are sharded.
+          targets. Weft finds out which by calls on random numbers: for each microbatch, three calls of the
+          microbatch's size, and the host waits for the device. This happens only with several microbatches, or with
+          tokens sharded over ranks. On a mesh, the function gets plain tensors with each rank's tokens, unless
+          classes are sharded.
     tokens, targets: [B, T], plain: the whole batch, the same on every rank, in every stage; or DTensors sharded by
         rows, as `lay_out_batch` makes them, whose local rows are divided into microbatches.
     microbatches: a divisor of the number of rows. 1 leaves the number to the plan's pipeline.

@@ -75,7 +75,10 @@ def printing(*, ends: bool) -> Iterator[None]:
 
 
 def begin_printing(*, ends: bool = False) -> None:
-    """As `printing`, until the process ends. Opens closed descriptors 0 to 2, lest a file gets one."""
+    """As `printing`, until the process ends.
+
+    Opens closed descriptors 0 to 2 on the null device; otherwise the next opened file would take such a number.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

@@ -83,7 +83,8 @@ def patch(model: nn.Module) -> Patch:
     that is not a plain nn.Linear or has hooks, and with a custom `loss_function`, even one set after `patch`. The
     printed summary names the reason. Llama's and Qwen's RMS norms and gated MLPs become Weft's `rms_norm` and
     `swiglu`. An MLP with another activation, or with hooks on the activation, keeps its own forward. Parameters,
-    names and checkpoints stay the same. `patch(model).undo()` restores the model.
+    names and checkpoints stay the same.
+    `patch(model).undo()` restores the model.
     Communication: none.
     Raises ValueError for a model of another class, a replaced or wrapped forward of transformers, and a compiled
     module.
@@ -169,7 +170,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _bound(replacement: Forward, module: nn.Module) -> Forward:
-    """Binds `way` as a method of the module, with the signature of the class's own forward, which callers inspect."""
+    """Binds `replacement` to the module, with the signature of the class's own forward, which callers inspect."""
     own = type(module).forward
     names = tuple(inspect.signature(own).parameters)[1:]
 

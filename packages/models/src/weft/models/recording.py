@@ -56,8 +56,8 @@ def record(
     """Predicts what `rank` communicates in a training step of `model` on `mesh` under `plan`, without processes.
 
     A copy of the model is laid out by `parallelize`, and runs forward, backward and gradient buckets on tensors
-    without data. Collectives are recorded where they would start. The result is therefore exact, for any module, plan
-    and criterion.
+    without data. Collectives are recorded where they would start. The result therefore holds for every module, plan
+    and criterion that can run, and equals what the program itself issues.
     model: not parallel yet, on any device; unchanged. plan: None for the model's own.
     batch: the global shape [B, T] of int64 tokens and targets; or two tensors, of which only shapes and dtypes are
         used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
@@ -202,8 +202,8 @@ def on_shapes(
                 f"divided into {count} microbatches; give both as [B, T]"
             )
         weighted = weighing(compute, parts, targets)
-        # In one microbatch without stages, a criterion without a denominator is called as in a loop by the caller
-        # wrote.
+        # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
+        # training loop of the caller's own.
         if len(parts) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
             compute = weighted
         if pipeline is not None:
@@ -233,12 +233,12 @@ def _message_forms(
     """The forms of all messages between stages, from a run of all stages at this rank's place in the stage mesh."""
     layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
     parallelize(model, pipeline.stage_mesh, without_pipeline(plan))
-    inputs_of_stage: dict[int, Any] = {}
+    input_forms: dict[int, Any] = {}
     gradients: dict[int, list[Tensor | None]] = {}
 
     def note(stage: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            inputs_of_stage[stage] = form_of(output)
+            input_forms[stage] = form_of(output)
             followed = differentiable(output)
             gradients[stage] = [None] * len(followed)
             for i, each in enumerate(followed):
@@ -250,7 +250,7 @@ def _message_forms(
         model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
     loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
     go_back(loss, [first_gradient(each) for each in loss])
-    forward = {("F", stage): {microbatch.kind: form} for stage, form in inputs_of_stage.items()}
+    forward = {("F", stage): {microbatch.kind: form} for stage, form in input_forms.items()}
     return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 
 

@@ -120,9 +120,8 @@ class Rotary:
         """The longest context that the model is meant for, in tokens.
 
         Linear and dynamic scaling: `factor` times max_seq_len, because transformers keeps max_position_embeddings at
-        the unscaled
-        length. YaRN: `factor` times the original length, or max_seq_len if longer, which then is already the scaled
-        length.
+        the unscaled length.
+        YaRN: `factor` times the original length, or max_seq_len if longer, which then is already the scaled length.
         Llama 3.1: max_seq_len, which is the scaled length. vLLM derives the same lengths.
         """
         if isinstance(self.scaling, LinearRopeScaling | DynamicRopeScaling):

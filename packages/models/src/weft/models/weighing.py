@@ -54,7 +54,7 @@ def weighing(
     total = _total(targets, index, weight)
     if not options.get("z_loss"):
         return lambda output, target: criterion(output, target, denominator=total)
-    # z-loss is unweighted and divided by the number of tokens. Scaling weights by tokens / total gives both this
+    # z-loss is unweighted and divided by the number of tokens. Weights scaled by tokens / total share this
     # denominator.
     tokens = _total(targets, index, None)
     scaled = _scaled_weight(weight, tokens / total)
@@ -131,7 +131,10 @@ class ProbedCriterion:
             raise self._refused(self._why or "see the error of a rank of the last stage")
 
     def _weighted(self, output: Any, target: Tensor, share: float) -> Tensor:
-        """The criterion's loss times `share`; zero for share 0, where no token counts and the loss is NaN."""
+        """The criterion's loss times `share`.
+
+        With share 0, no token counts and the loss is NaN: returns 0 times the loss of labels that count.
+        """
         if share:
             return self._criterion(output, target) * share
         assert self._shares is not None, "shares were found before"

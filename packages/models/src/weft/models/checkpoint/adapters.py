@@ -51,7 +51,7 @@ _MEANINGLESS = frozenset(
 )
 _READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 _OFF: tuple[Any, ...] = (None, {}, [], False)
-# Fields with an effect on the adapters' output, and their values without an effect.
+# Fields that change the adapters' output, except with the listed values.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -93,10 +93,10 @@ def save_lora(
     """Writes a model's adapters alone, in the form that `peft.PeftModel.from_pretrained` and `load_lora` read.
 
     base: the name or folder of the base model; recorded in adapter_config.json.
-    tokenizer: its files are written into the folder. Where None, the tokenizer files of the folder `base` are copied;
-        without `base`, the files that the model carries, see `from_pretrained`.
-    Hugging Face's model may store several layers as one, like GPT-2's q, k and v. Their adapters are written as
-    one adapter: A stacks the layers' A matrices, B has the layers' B matrices on its diagonal, and rank and alpha are
+    tokenizer: written into the folder. Where None, the tokenizer files of the folder `base` are copied; without
+        `base`, the files that the model carries, see `from_pretrained`.
+    Hugging Face's model may store several layers as one, like GPT-2's q, k and v. Their adapters are written as one
+    adapter: A stacks the layers' A matrices, B has the layers' B matrices on its diagonal, and rank and alpha are
     multiplied by the number of layers.
     Every rank must call this. Communication: as `save_pretrained`, for the adapters only.
     Raises ValueError for a model without adapters, a model outside the families and an existing folder; OSError where
@@ -192,7 +192,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
             if own is None:
                 raise ValueError(
                     f"{folder / FILE}: the adapter of {name} is none of {' and '.join(layers[name].values())}: its B "
-                    f"is not on the diagonal; merge it in peft, and read the model"
+                    f"is not block diagonal; merge it in peft, and read the model"
                 )
             sources.update({layers[name][part]: source for part, source in own.items()})
         _check_patterns(config, found, folder / CONFIG_FILE)
@@ -239,8 +239,7 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
     """Splits a stored layer's adapter among our `parts` layers: part number -> source. None where no split exists.
 
     An adapter of the config's rank applies to every part, except to parts whose rows of B are all zero. An adapter of
-    a higher
-    rank must be block diagonal: a block of ranks for each part.
+    a higher rank must be block diagonal, with a block of ranks for each part.
     """
     outputs, wide = pair["B"].get_shape()
     rows = [slice(part * (outputs // parts), (part + 1) * (outputs // parts)) for part in range(parts)]
@@ -268,8 +267,8 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
             continue
         if field not in _PLAIN:
             raise ValueError(
-                f"{file}: {field!r}, which is {value!r}, is no field that is known here; remove it where it does not "
-                f"change what the adapters compute"
+                f"{file}: {field!r}, which is {value!r}, is not a known field; remove the field if it does not affect "
+                f"the adapters' output"
             )
         if not any(value is plain or (value == plain and type(value) is type(plain)) for plain in _PLAIN[field]):
             allowed = (

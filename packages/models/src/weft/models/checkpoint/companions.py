@@ -52,7 +52,7 @@ class Companions:
         )
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> Companions:
-        """The companions after the caller names a tokenizer for the folder.
+        """The companions with the files of the tokenizer that the caller names for the folder; None changes nothing.
 
         The tokenizer's files replace files of the same names. Its end token becomes eos_token_id where no end token
         is known. If the companions hold a different tokenizer.json, all companions are dropped: their ids belong to

@@ -21,7 +21,7 @@ def _longer_alike(saved: ModelConfig, given: ModelConfig) -> bool:
     return saved.is_longer_alike and given.is_longer_alike and given.max_seq_len >= saved.max_seq_len
 
 
-# Fields without effect on the function of given weights, and when two configs may differ in each.
+# Fields that do not affect the function of given weights, each with the condition for two configs to differ.
 MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "initializer_range": _always,  # for drawing fresh weights, which a checkpoint replaces
     # Dropout acts in training only: a run may choose its own, as fine-tuning commonly does.

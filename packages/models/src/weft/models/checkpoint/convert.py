@@ -42,8 +42,8 @@ from .tensors import check_tensors, open_tensors, read_slices, weight_files
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Converts a checkpoint of a run to a Hugging Face folder, or a Hugging Face folder to a checkpoint.
 
-    Memory holds one written tensor and its source values at a time. A converted checkpoint has no optimizer
-    state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
+    Memory holds a single written tensor and the source values for it at a time. A converted checkpoint has no
+    optimizer state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
     generation_config.json and the token ids in config.json are carried over.
     shard_bytes: the largest size of a weights file, unless a single tensor is larger.
     Returns the names of the source's files left behind, for example code.

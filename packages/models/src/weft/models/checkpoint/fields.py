@@ -92,7 +92,7 @@ _TYPES: Mapping[str, Any] = dict.fromkeys(
 )
 MEANINGLESS = _FILE | COMPANIONS
 
-# Fields with an effect on every family's network, and their values without an effect.
+# Fields that change the network of any family, except with the listed values.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),

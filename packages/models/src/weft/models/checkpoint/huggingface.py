@@ -48,8 +48,7 @@ def from_pretrained(
 ) -> nn.Module:
     """Reads the model of a Hugging Face folder or of a checkpoint of a run.
 
-    mesh, plan: lay the model out on `mesh` by `plan` (by the model's own plan where None). Without a mesh: one
-        device.
+    mesh, plan: lay the model out on `mesh` by `plan` (None: by the model's own plan). Without a mesh: one device.
     device_mesh: torch's name for `mesh`; give one of the two.
     dtype: of the parameters; stored values are rounded to this dtype. Where None, each parameter keeps the dtype of
         its stored tensor. A folder in bfloat16 then gives bfloat16 parameters, and an optimizer loses small updates
@@ -60,8 +59,7 @@ def from_pretrained(
     The model carries the folder's tokenizer files, chat template, generation_config.json and the token ids in
     config.json; `save_pretrained` and `save_checkpoint` write these files and fields again.
     Communication: for a Hugging Face folder with checksums, on a mesh: an all-gather of the checksums along each
-    axis. For a
-    checkpoint: as `load_checkpoint`.
+    axis. For a checkpoint, as `load_checkpoint`.
     Raises ValueError, before any weight is read, for an absent or incomplete folder and for an unsupported model;
     DamagedCheckpoint for a folder changed after Weft wrote it.
     """
@@ -105,9 +103,9 @@ def save_pretrained(
     LoRA adapters are merged into the written weights, as by `merge_lora`; the model itself is unchanged. `save_lora`
     writes the adapters alone.
     shard_bytes: a larger model is written as several files. Each file is gathered and written before the next.
-    tokenizer: to write into the folder, where `weft generate` and transformers' AutoTokenizer look.
-        These files replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token becomes
-        eos_token_id where the model's folder had none.
+    tokenizer: written into the folder, where `weft generate` and transformers' AutoTokenizer look. These files
+        replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token becomes eos_token_id
+        where the model's folder had none.
     Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of its
     mesh and sent from its stage to the other stages; rank 0's outcome is broadcast once before and once after.
     Raises ValueError where the folder exists, and for a model outside the families, which includes a subclass that

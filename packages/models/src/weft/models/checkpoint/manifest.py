@@ -111,8 +111,8 @@ class Manifest:
         """Reads and checks the manifest of a folder; the listed files must exist with their sizes.
 
         name: CHECKSUMS for a Hugging Face folder.
-        Raises ValueError for a manifest of a newer version; DamagedCheckpoint for a folder without a manifest or with
-        incomplete, and for a changed manifest.
+        Raises ValueError for a manifest of a newer version; DamagedCheckpoint for an absent or changed manifest and
+        for an incomplete folder.
         """
         path = folder / name
         if not path.is_file():

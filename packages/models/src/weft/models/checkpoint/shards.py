@@ -56,7 +56,7 @@ def write_shard(
         file.write(header)
         for tensor in tensors:
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # freed offsets the next tensor is made
+            del tensor  # freed before the next tensor is made
         file.flush()
         os.fsync(file.fileno())
     assert path.stat().st_size == len(header) + end, "every tensor has the shape given in `shapes`"
@@ -142,6 +142,6 @@ def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) 
     total = 0
     for first in range(0, sizes[0], rows):
         block = words[first : first + rows].long()
-        offsets = (torch.arange(first, first + block.shape[0]) + starts[0]) * (2 * stride)
-        total += int((block * weights).sum() + (block.sum(1) * offsets).sum())
+        row_weights = (torch.arange(first, first + block.shape[0]) + starts[0]) * (2 * stride)
+        total += int((block * weights).sum() + (block.sum(1) * row_weights).sum())
     return total % 2**64

@@ -101,7 +101,7 @@ def save_checkpoint(
     The folder also gets the model's config.json, if the model belongs to a family, and the model's tokenizer and
     further companions, see `from_pretrained`. A subclass computing otherwise than its family is saved without a
     config, like a model from outside.
-    run: JSON values about the run; `read_run` returns them. tokenizer: to write into the folder.
+    run: JSON values about the run; `read_run` returns them. tokenizer: written into the folder.
     Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank its plan,
     and gathers the results.
     Raises, on every rank, ValueError where the folder exists and OSError where writing fails.
@@ -117,10 +117,10 @@ def load_checkpoint(
     Each rank reads only local slices and verifies the stored checksums.
     The model's config must be the checkpoint's, except for fields without effect on the function of given weights:
     dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model from outside
-    is compared by the
-    names and shapes of its parameters. No value is rounded: a parameter's dtype may be wider than the stored dtype,
-    not narrower. The model then carries the checkpoint's tokenizer, chat template, generation settings and token ids,
-    see `from_pretrained`.
+    is compared by the names and shapes of its parameters.
+    No value is rounded: a parameter's dtype may be wider than the stored dtype, not narrower.
+    The model then carries the checkpoint's tokenizer, chat template, generation settings and token ids, see
+    `from_pretrained`.
     optimizer: of this model, of the saved kind, before its first step. Left unchanged where the checkpoint has no
     optimizer state, as after `weft convert`.
     Returns the reader, which has counted the bytes read.
