@@ -166,7 +166,7 @@ def test_the_newest_that_is_whole_is_resumed(folder: Path) -> None:
     os.truncate(newer / FILES[2], 100)
     found, wrong = newest_complete(folder.parent)
     assert found == folder
-    assert len(wrong) == 1 and "checkpoint-16/part-00000.safetensors has 100 bytes of " in wrong[0]
+    assert len(wrong) == 1 and "checkpoint-16/part-00000.safetensors has 100 bytes instead of " in wrong[0]
     with pytest.raises(DamagedCheckpoint):
         find_to_resume(newer)
     with pytest.raises(ValueError, match="has no checkpoint to go on with"):

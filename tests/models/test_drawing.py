@@ -119,7 +119,7 @@ class TestEnds:
     @pytest.mark.parametrize("found", ["</s>", [1, "a"], True, 1.5])
     def test_an_end_that_is_no_token_is_refused(self, found: Any, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": found}))
-        with pytest.raises(ValueError, match=r"config.json: eos_token_id is .*; it must be the number of a token"):
+        with pytest.raises(ValueError, match=r"config.json: eos_token_id is .*; it must be the id of a token"):
             end_ids(tmp_path)
 
 
